@@ -1,0 +1,53 @@
+"""Very deep networks whose gradients provably do not vanish: Hamiltonian deep neural networks."""
+
+__version__ = "0.1.0"
+
+from hdnn import (
+    activations,
+    analysis,
+    data,
+    functional,
+    heads,
+    interconnection,
+    operators,
+    regularization,
+    sparsity,
+    training,
+)
+from hdnn.errors import HDNNError
+from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, ImplicitH2
+from hdnn.serialization import load, save
+from hdnn.sparsity import Sparsity
+
+__all__ = [
+    "H1",
+    "H2",
+    "MLP",
+    "MS1",
+    "MS2",
+    "MS3",
+    "Augment",
+    "HDNNError",
+    "HamiltonianNet",
+    "ImplicitH2",
+    "LinearHead",
+    "Model",
+    "RegressionHead",
+    "SigmoidHead",
+    "SoftmaxHead",
+    "Sparsity",
+    "activations",
+    "analysis",
+    "data",
+    "functional",
+    "heads",
+    "interconnection",
+    "load",
+    "operators",
+    "regularization",
+    "save",
+    "sparsity",
+    "training",
+]

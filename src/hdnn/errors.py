@@ -1,0 +1,106 @@
+"""What was given, what is needed, what to do: every mistake a user can make is an `HDNNError`.
+
+All errors are `ValueError`s, raised before any work starts, with one clear sentence or two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from types import ModuleType
+
+
+class HDNNError(ValueError):
+    """Base class of every error that `hdnn` raises on purpose."""
+
+
+class ShapeError(HDNNError):
+    """A tensor has the wrong shape, dtype or type."""
+
+
+class StepError(HDNNError):
+    """A step size h, horizon T or number of layers N that no network can have."""
+
+
+class OptionError(HDNNError):
+    """An option that is not one of the known ones, or two that exclude each other."""
+
+
+class InterconnectionError(HDNNError):
+    """A matrix J that is not skew-symmetric, or an X or J that is not finite."""
+
+
+class SparsityError(HDNNError):
+    """Block patterns or node sizes that do not fit together or break the locality condition."""
+
+
+class ConvergenceError(HDNNError):
+    """An implicit layer whose equation could not be solved."""
+
+
+class NotInvertibleError(HDNNError):
+    """The network has no inverse, or the matrix it needs is singular."""
+
+
+class CheckpointError(HDNNError):
+    """A file that cannot be written, or read back as what it should be."""
+
+
+class DataError(HDNNError):
+    """Data that cannot be learned from: missing, not finite, or of the wrong form."""
+
+
+class TrainingError(HDNNError):
+    """A training run that cannot start or cannot go on."""
+
+
+class MissingExtraError(HDNNError):
+    """An optional dependency that is not installed."""
+
+
+def choose(what: str, given: str, known: Iterable[str]) -> str:
+    """Return `given` if it is one of `known`, else raise an error that suggests the nearest."""
+    options = sorted(known)
+    if isinstance(given, str) and given in options:
+        return given
+    message = f"{what} {given!r} is not known; choose one of {', '.join(options)}"
+    near = difflib.get_close_matches(str(given).lower(), options, n=1)
+    raise OptionError(f"{message}. Did you mean {near[0]!r}?" if near else f"{message}.")
+
+
+def positive_float(name: str, value: object) -> float:
+    """Return `value` as a float > 0, else raise `StepError`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise StepError(f"{name} must be a number > 0, but got {value!r}.")
+    number = float(value)
+    if not (math.isfinite(number) and number > 0):
+        raise StepError(f"{name} must be finite and > 0, but got {value}; choose e.g. {name}=0.1.")
+    return number
+
+
+def positive_int(name: str, value: object) -> int:
+    """Return `value` as an int >= 1, else raise `ShapeError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ShapeError(f"{name} must be a whole number >= 1, but got {value!r}.")
+    return int(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """Return `value` if it is True or False, else raise `OptionError`: any word would be true."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, but got {value!r}.")
+    return value
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Import an optional dependency, or say which extra installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{module} is needed here but cannot be imported ({error}); "
+            f"install it with: pip install 'hdnn[{extra}]'"
+        ) from error

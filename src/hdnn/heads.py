@@ -1,0 +1,200 @@
+"""What stands before and after the stack: feature augmentation and output layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdnn.errors import DataError, ShapeError, choose, positive_int
+from hdnn.initial import Initial
+
+
+class Augment(nn.Module):
+    """y_0 = x placed among zeros: (*batch, inputs) to (*batch, features).
+
+    `placement`: "split" puts the first half of x at the start of p and the second half at the end
+    of q (x1 into the first p-entry, x2 into the last q-entry: the published experiments);
+    "first" puts all of x first, (x, 0), as in the paper's text; or give the positions themselves.
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self, inputs: int, features: int, placement: str | Sequence[int] = "split"
+    ) -> None:
+        super().__init__()
+        self.inputs, self.features = (
+            positive_int("inputs", inputs),
+            positive_int("features", features),
+        )
+        if features < inputs:
+            raise ShapeError(
+                f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
+            )
+        self.placement = placement if isinstance(placement, str) else _listed(placement)
+        positions = _positions(self.placement, inputs, features)
+        self.register_buffer("positions", torch.tensor(positions), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_width("Augment takes x", x, self.inputs)
+        zeros = x.new_zeros(*x.shape[:-1], self.features)
+        return zeros.index_copy(-1, self.positions, x)
+
+    def config(self) -> dict[str, object]:
+        return {"inputs": self.inputs, "features": self.features, "placement": self.placement}
+
+    def extra_repr(self) -> str:
+        return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
+
+
+def _listed(placement: Sequence[int]) -> list[int]:
+    given: list[Any] = list(placement) if isinstance(placement, Sequence) else [None]
+    if not all(isinstance(i, Integral) for i in given):
+        raise ShapeError(
+            'placement must be "split", "first" or whole numbers, a position for each input, '
+            f"but got {placement!r}."
+        )
+    return [int(i) for i in given]
+
+
+def _positions(placement: str | list[int], inputs: int, features: int) -> list[int]:
+    if isinstance(placement, str):
+        last = inputs // 2 if choose("placement", placement, ("split", "first")) == "split" else 0
+        return [*range(inputs - last), *range(features - last, features)]
+    if len(placement) != inputs or len(set(placement)) != inputs:
+        raise ShapeError(f"placement must be {inputs} different positions, but got {placement}.")
+    if min(placement) < 0 or max(placement) >= features:
+        raise ShapeError(f"placement {placement} must lie in 0 .. {features - 1}.")
+    return placement
+
+
+def _check_width(who: str, x: Tensor, width: int) -> None:
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{who} as a torch.Tensor, but got {type(x).__name__}.")
+    if x.shape[-1:] != (width,):
+        raise ShapeError(f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}.")
+
+
+def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
+    if t.shape not in shapes:
+        needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
+        raise DataError(
+            f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: "
+            "one for each score."
+        )
+
+
+class LinearHead(nn.Module):
+    """Scores W y + w, (*batch, n) to (*batch, outputs)."""
+
+    def __init__(
+        self,
+        features: int,
+        outputs: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = positive_int("features", features)
+        self.outputs = positive_int("outputs", outputs)
+        initial = Initial("scaled", self.features, generator, dtype, device)
+        self.weight = nn.Parameter(initial.K(self.outputs, self.features))
+        self.bias = nn.Parameter(initial.b(self.outputs))
+
+    def forward(self, y: Tensor) -> Tensor:
+        _check_width(f"{type(self).__name__} takes y", y, self.features)
+        return F.linear(y, self.weight, self.bias)
+
+    def config(self) -> dict[str, object]:
+        return {"features": self.features, "outputs": self.outputs}
+
+    def extra_repr(self) -> str:
+        return f"{self.features} -> {self.outputs}"
+
+
+class RegressionHead(LinearHead):
+    """Values W y + w, trained by the mean squared error."""
+
+    def loss(self, scores: Tensor, t: Tensor) -> Tensor:
+        one = scores.shape[:-1] if self.outputs == 1 else scores.shape
+        _check_targets(t, scores.shape, one)
+        return F.mse_loss(scores, t.to(scores.dtype).reshape(scores.shape))
+
+    def predict(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class SoftmaxHead(LinearHead):
+    """Class probabilities softmax(W y + w), trained by the cross-entropy; labels 0 .. classes-1."""
+
+    def __init__(
+        self,
+        features: int,
+        classes: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(features, classes, generator=generator, dtype=dtype, device=device)
+        if classes < 2:
+            raise DataError(f"a classifier needs at least 2 classes, but got {classes}.")
+
+    @property
+    def classes(self) -> int:
+        return self.outputs
+
+    def config(self) -> dict[str, object]:
+        return {"features": self.features, "classes": self.classes}
+
+    def loss(self, scores: Tensor, t: Tensor) -> Tensor:
+        _check_targets(t, scores.shape[:-1])
+        return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1))
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+    def predict(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
+
+
+class SigmoidHead(LinearHead):
+    """One probability sigmoid(W y + w) for two classes 0 and 1, as in the planar experiments."""
+
+    classes = 2
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(features, 1, generator=generator, dtype=dtype, device=device)
+
+    def config(self) -> dict[str, object]:
+        return {"features": self.features}
+
+    def loss(self, scores: Tensor, t: Tensor) -> Tensor:
+        _check_targets(t, scores.shape[:-1], scores.shape)
+        target = t.to(scores.dtype).reshape(scores.shape)
+        return F.binary_cross_entropy_with_logits(scores, target)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return torch.cat([scores.neg().sigmoid(), scores.sigmoid()], -1)
+
+    def predict(self, scores: Tensor) -> Tensor:
+        return (scores[..., 0] > 0).long()
+
+
+HEADS: dict[str, type[LinearHead]] = {
+    kind.__name__: kind for kind in (LinearHead, RegressionHead, SigmoidHead, SoftmaxHead)
+}

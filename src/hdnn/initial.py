@@ -1,0 +1,49 @@
+"""Initial weights: the paper's N(0, 1), or N(0, 1/n), for layers of one size at any n."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hdnn.errors import ShapeError, choose
+
+INITS = ("paper", "scaled")
+
+
+class Initial:
+    """Draws initial weights of one dtype, on one device, from one generator."""
+
+    def __init__(
+        self,
+        init: str,
+        features: int,
+        generator: torch.Generator | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.init = choose("init", init, INITS)
+        self.scale = 1.0 if init == "paper" else features**-0.5
+        self.generator = generator
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ShapeError(
+                f"dtype must be a floating-point type such as torch.float32, but got {dtype}."
+            )
+
+    def K(self, *shape: int) -> Tensor:
+        """Entries from N(0, 1) or N(0, 1/n)."""
+        g = self.generator
+        # Drawn in float32 whatever the dtype, so that one seed is one network.
+        draw = torch.randn(
+            shape, generator=g, dtype=torch.float32, device=self.device if g is None else g.device
+        )
+        return self.like(self.scale * draw)
+
+    def b(self, *shape: int) -> Tensor:
+        """Entries from N(0, 1), or zeros."""
+        return self.K(*shape) if self.init == "paper" else self.like(torch.zeros(shape))
+
+    def like(self, constant: Tensor) -> Tensor:
+        """A constant in the dtype and on the device of the weights, and never the same storage."""
+        return constant.detach().to(dtype=self.dtype, device=self.device, copy=True)

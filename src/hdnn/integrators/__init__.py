@@ -1,0 +1,1 @@
+"""How a layer steps: the mechanisms under `hdnn.functional`, one idea a file."""

@@ -1,0 +1,273 @@
+"""What all networks share: parameters stacked over layers, around one function of the paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import activations
+from hdnn.errors import (
+    NotInvertibleError,
+    OptionError,
+    ShapeError,
+    StepError,
+    flag,
+    positive_float,
+    positive_int,
+)
+from hdnn.initial import Initial
+
+DEFAULT_T = 2.4
+
+
+class Network(nn.Module):
+    """A stack of N layers on states (*batch, n).
+
+    The weights of all layers are stacked, (N, ...), under the names that they have as arguments of
+    the function in `hdnn.functional`; `weights()` gives exactly those arguments.
+    """
+
+    stacked: tuple[str, ...] = ()  # the weights with one entry a layer
+    invertible: bool = False
+
+    def __init__(
+        self, features: int, layers: int, *, activation: str = "tanh", tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.features = positive_int("features", features)
+        self.layers = positive_int("layers", layers)
+        self.activation = activations.registered(activation).name
+        self.tied = flag("tied", tied)
+
+    # What a network is made of
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
+        raise NotImplementedError
+
+    @property
+    def stored(self) -> int:
+        """How many layers have weights of their own: N, or 1 if they are tied."""
+        return 1 if self.tied else self.layers
+
+    def weight(self, name: str) -> Tensor:
+        """One stack of weights as it is stored, (N, ...) or (1, ...) if tied."""
+        return getattr(self, name)
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Overwrite one stack of weights by (N, ...), or (1, ...) if tied."""
+        with torch.no_grad():
+            self.get_parameter(name).copy_(value)
+
+    def weights(self) -> dict[str, Any]:
+        """The arguments of `function`, but for the state: what the layers are made of."""
+        return {name: self._all_layers(self.weight(name)) for name in self.stacked}
+
+    def _all_layers(self, weight: Tensor) -> Tensor:
+        return weight.expand(self.layers, *weight.shape[1:]) if self.tied else weight
+
+    def field(self) -> dict[str, Tensor]:
+        """J, K (N, r, n) and b (N, r) of the ODE y' = J K^T sigma(K y + b) that is discretised."""
+        raise OptionError(f"{type(self).__name__} is no discretised Hamiltonian ODE.")
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this network again, as JSON can hold them."""
+        return {
+            "features": self.features,
+            "layers": self.layers,
+            "activation": self.activation,
+            "tied": self.tied,
+        }
+
+    def constants(self) -> dict[str, Tensor]:
+        """Arguments of the constructor that are tensors."""
+        return {}
+
+    # What a network does
+
+    def forward(self, y: Tensor) -> Tensor:
+        """y_N from y_0."""
+        return self._run(y, self.weights())
+
+    def trajectory(self, y: Tensor) -> Tensor:
+        """All states y_0 .. y_N: (N+1, *batch, n)."""
+        return self._run(y, self.weights(), trajectory=True)
+
+    def layer(self, y: Tensor, j: int) -> Tensor:
+        """y_{j+1} from y_j: one layer alone."""
+        if not (isinstance(j, Integral) and 0 <= j < self.layers):
+            raise ShapeError(f"layer j must be in 0 .. {self.layers - 1}, but got {j!r}.")
+        return self._run(y, self.layer_weights(j))
+
+    def layer_weights(self, j: int) -> dict[str, Any]:
+        """`weights()` of layer j alone, with N = 1."""
+        each, shared = self.weights_by_layer()
+        return {**shared, **{name: value[j : j + 1] for name, value in each.items()}}
+
+    def weights_by_layer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`weights()`, those that each layer has of its own, (N, ...), apart from shared ones."""
+        each, shared = {}, {}
+        for name, value in self.weights().items():
+            stack = isinstance(value, tuple) or (isinstance(value, Tensor) and value.ndim in (1, 3))
+            (each if stack or name in self.stacked else shared)[name] = value
+        return each, shared
+
+    def inverse(self, y: Tensor, *, trajectory: bool = False) -> Tensor:
+        """y_0 from y_N, or all states in forward order."""
+        if not self.invertible:
+            raise NotInvertibleError(
+                f"{type(self).__name__} has no explicit inverse; H2, MS1, MS3, ImplicitH2, Verlet, "
+                "Yoshida and midpoint networks have."
+            )
+        return self._run(y, self.weights(), inverse=True, trajectory=trajectory)
+
+    def _run(self, y: Tensor, weights: dict[str, Any], **options: Any) -> Tensor:
+        if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
+            raise ShapeError(
+                f"{type(self).__name__} takes y of shape (*batch, {self.features}), "
+                f"but got {tuple(y.shape)}; augment the features (hdnn.heads.Augment) "
+                f"or make the network with features={y.shape[-1]}."
+            )
+        return self.function(y, **weights, activation=self.activation, **options)
+
+    def refine(self, k: int) -> Self:
+        """The network with k times the layers at h/k: the same function in the limit."""
+        raise OptionError(f"{type(self).__name__} is no discretised ODE and cannot be refined.")
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
+        return ", ".join(parts + (["tied"] if self.tied else []))
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.parameters())
+        return f"{type(self).__name__}({self.extra_repr()}, {count} parameters)"
+
+
+class ODENetwork(Network):
+    """A network whose layers are time steps of an ODE: it has a step size h = T/N."""
+
+    def __init__(
+        self,
+        features: int,
+        layers: int,
+        *,
+        step: float | Sequence[float] | Tensor | None = None,
+        T: float | None = None,
+        learn_step: bool = False,
+        activation: str = "tanh",
+        tied: bool = False,
+        initial: Initial,
+    ) -> None:
+        super().__init__(features, layers, activation=activation, tied=tied)
+        self.step = _step(step, T, self.layers)
+        self.learn_step = flag("learn_step", learn_step)
+        if learn_step:
+            steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+            if self.tied:
+                if len(set(steps)) > 1:
+                    raise OptionError("tied layers learn one step; give a single step or T.")
+                steps = steps[:1]
+            # log h: a step stays positive whatever the optimiser does.
+            log_h = torch.tensor([math.log(h) for h in steps], dtype=torch.float64)
+            self.log_h = nn.Parameter(initial.like(log_h))
+
+    @property
+    def h(self) -> float | tuple[float, ...] | Tensor:
+        """The step: a float, one a layer, or the learned ones (N,)."""
+        return self._all_layers(self.log_h.exp()) if self.learn_step else self.step
+
+    def steps(self) -> Tensor:
+        """The steps of all layers: (N,)."""
+        like = next(self.parameters())
+        return torch.as_tensor(self.h, dtype=like.dtype, device=like.device).expand(self.layers)
+
+    @property
+    def T(self) -> float:
+        """The time that the stack spans: the sum of all steps."""
+        h = self.h
+        if isinstance(h, Tensor):
+            return float(h.detach().sum())
+        return math.fsum(h) if isinstance(h, tuple) else h * self.layers
+
+    @property
+    def J(self) -> Tensor:
+        """The interconnection matrix (n, n), or (N, n, n) where it differs from layer to layer."""
+        return self.field()["J"]
+
+    def weights(self) -> dict[str, Any]:
+        return {**super().weights(), "h": self.h}
+
+    def smoothness(self) -> Tensor:
+        """R_K of this network's own K and b: see `hdnn.regularization.smoothness`."""
+        from hdnn.regularization import smoothness
+
+        return smoothness(*self._smooth(), self.h)
+
+    def _smooth(self) -> tuple[Tensor, Tensor]:
+        """K and b in any form that has the Frobenius norms of the paper's."""
+        field = self.field()
+        return field["K"], field["b"]
+
+    def config(self) -> dict[str, Any]:
+        step = list(self.step) if isinstance(self.step, tuple) else self.step
+        return {**super().config(), "step": step, "learn_step": self.learn_step}
+
+    def refine(self, k: int) -> Self:
+        k = positive_int("k", k)
+        config = self.config()
+        step = self.step
+        config["step"] = (
+            [h / k for h in step for _ in range(k)] if isinstance(step, tuple) else step / k
+        )
+        config["layers"] = k * self.layers
+        fine = self._refined(config, k)
+        for name in self.stacked:
+            value = self.weight(name).detach()
+            fine.assign(name, value if self.tied else value.repeat_interleave(k, 0))
+        if self.learn_step:
+            log_h = self.log_h.detach() - math.log(k)
+            fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
+        return fine
+
+    def _refined(self, config: dict[str, Any], k: int) -> Self:
+        like = next(self.parameters())
+        generator = torch.Generator()  # what it draws is overwritten: leave the global one alone
+        constants = {
+            name: value.repeat_interleave(k, 0) if value.ndim == 3 else value
+            for name, value in self.constants().items()
+        }
+        like_this: dict[str, Any] = {
+            "generator": generator,
+            "dtype": like.dtype,
+            "device": like.device,
+        }
+        return type(self)(**config, **constants, **like_this)
+
+    def extra_repr(self) -> str:
+        steps = self.steps().detach().tolist()
+        h = f"{steps[0]:.4g}" if len(set(steps)) == 1 else "one a layer"
+        learned = ", learned" if self.learn_step else ""
+        return f"{super().extra_repr()}, h = {h}{learned}, T = {self.T:.4g}"
+
+
+def _step(
+    step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
+) -> float | tuple[float, ...]:
+    """h from what the user gave: h itself, one a layer, or T with h = T/N."""
+    if step is not None and T is not None:
+        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
+    if step is None:
+        return positive_float("T", DEFAULT_T if T is None else T) / layers
+    if isinstance(step, Tensor):
+        step = step.detach().double().tolist()
+    if isinstance(step, (list, tuple)):
+        if len(step) != layers:
+            raise StepError(f"step has {len(step)} entries for {layers} layers; give one each.")
+        return tuple(positive_float("step", h) for h in step)
+    return positive_float("step", step)

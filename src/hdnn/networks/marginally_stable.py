@@ -1,0 +1,180 @@
+"""MS1, MS2, MS3: the earlier Hamiltonian-inspired networks that H1 and H2 generalise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import functional, interconnection
+from hdnn.errors import NotInvertibleError, ShapeError, positive_int
+from hdnn.initial import Initial
+from hdnn.networks.base import ODENetwork
+
+
+class _MarginallyStable(ODENetwork):
+    """The options that MS1, MS2 and MS3 share; each adds its weights and its field."""
+
+    def __init__(
+        self,
+        features: int,
+        layers: int,
+        *,
+        step: float | Sequence[float] | Tensor | None = None,
+        T: float | None = None,
+        activation: str = "tanh",
+        learn_step: bool = False,
+        tied: bool = False,
+        init: str = "scaled",
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        features = positive_int("features", features)
+        initial = Initial(init, features, generator, dtype, device)
+        super().__init__(
+            features,
+            layers,
+            step=step,
+            T=T,
+            activation=activation,
+            learn_step=learn_step,
+            tied=tied,
+            initial=initial,
+        )
+        self._add_weights(initial)
+
+    def _add_weights(self, initial: Initial) -> None:
+        raise NotImplementedError
+
+    def _halves(self) -> int:
+        if self.features % 2:
+            raise ShapeError(
+                f"{type(self).__name__} splits the features into (p, q), so their number must be "
+                f"even, but features = {self.features}; augment them by a zero "
+                "(hdnn.heads.Augment)."
+            )
+        return self.features // 2
+
+
+class MS1(_MarginallyStable):
+    """q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2).
+
+    (eq:MS1) Parameters K_0 (N, m, m) and b_1, b_2 (N, m).
+    """
+
+    stacked = ("K_0", "b_1", "b_2")
+    invertible = True
+
+    def _add_weights(self, initial: Initial) -> None:
+        m, stored = self._halves(), self.stored
+        self.K_0 = nn.Parameter(initial.K(stored, m, m))
+        self.b_1 = nn.Parameter(initial.b(stored, m))
+        self.b_2 = nn.Parameter(initial.b(stored, m))
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return functional.ms1
+
+    def field(self) -> dict[str, Tensor]:
+        """K = [[0, K_0], [K_0^T, 0]] and X_j = -K_0^-1: needs an invertible K_0."""
+        w = self.weights()
+        zero = torch.zeros_like(w["K_0"])
+        K = torch.cat([torch.cat([zero, w["K_0"]], -1), torch.cat([w["K_0"].mT, zero], -1)], -2)
+        J = interconnection.from_X(-_inverse(w["K_0"], "K_0"))
+        return {"J": J, "K": K, "b": torch.cat([w["b_2"], w["b_1"]], -1)}
+
+    def _smooth(self) -> tuple[Tensor, Tensor]:
+        w = self.weights()  # the K of the field holds K_0 twice
+        return torch.cat([w["K_0"]] * 2, -1), torch.cat([w["b_1"], w["b_2"]], -1)
+
+
+class MS2(_MarginallyStable):
+    """y_{j+1} = y_j + h sigma(K y_j + b) with a skew-symmetric K   (eq:MS2).
+
+    Parameters K_upper (N, n(n-1)/2), the entries of K above its diagonal row by row, and b (N, n).
+    """
+
+    stacked = ("K", "b")
+    _index: Tensor
+
+    def _add_weights(self, initial: Initial) -> None:
+        n = self.features
+        self.K_upper = nn.Parameter(initial.K(self.stored, n * (n - 1) // 2))
+        self.b = nn.Parameter(initial.b(self.stored, n))
+        index = interconnection.upper_indices(n, device=initial.device)
+        self.register_buffer("_index", index, persistent=False)
+
+    @property
+    def K(self) -> Tensor:
+        """The skew-symmetric matrices, as stored: (N, n, n), or (1, n, n) if tied."""
+        return interconnection.skew(self.K_upper, self.features, self._index)
+
+    def assign(self, name: str, value: Tensor) -> None:
+        if name == "K":
+            name, value = "K_upper", value.flatten(-2)[..., self._index]
+        super().assign(name, value)
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return functional.ms2
+
+    def field(self) -> dict[str, Tensor]:
+        """J = K^-T: needs an invertible K, hence an even n."""
+        if self.features % 2:  # rounding would hide it
+            raise NotInvertibleError(
+                f"J = K^-T needs an invertible K, but a skew matrix of odd size {self.features} "
+                "never is; augment the features by a zero (hdnn.heads.Augment)."
+            )
+        w = self.weights()
+        return {"J": _inverse(w["K"].mT, "K"), "K": w["K"], "b": w["b"]}
+
+    def _smooth(self) -> tuple[Tensor, Tensor]:
+        w = self.weights()
+        return w["K"], w["b"]
+
+
+class MS3(_MarginallyStable):
+    """H2 with both signs turned, and the blocks of K off its diagonal   (eq:MS3).
+
+    p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
+    q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2).
+    Parameters K_1, K_2 (N, m, m) and b_1, b_2 (N, m).
+    """
+
+    stacked = ("K_1", "K_2", "b_1", "b_2")
+    invertible = True
+
+    def _add_weights(self, initial: Initial) -> None:
+        m, stored = self._halves(), self.stored
+        self.K_1 = nn.Parameter(initial.K(stored, m, m))
+        self.K_2 = nn.Parameter(initial.K(stored, m, m))
+        self.b_1 = nn.Parameter(initial.b(stored, m))
+        self.b_2 = nn.Parameter(initial.b(stored, m))
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return functional.ms3
+
+    def field(self) -> dict[str, Tensor]:
+        """K = [[0, K_1], [K_2, 0]] and J = [[0, I], [-I, 0]]."""
+        w = self.weights()
+        zero = torch.zeros_like(w["K_1"])
+        K = torch.cat([torch.cat([zero, w["K_1"]], -1), torch.cat([w["K_2"], zero], -1)], -2)
+        J = -interconnection.canonical(self.features, dtype=K.dtype, device=K.device)
+        return {"J": J, "K": K, "b": torch.cat([w["b_1"], w["b_2"]], -1)}
+
+    def _smooth(self) -> tuple[Tensor, Tensor]:
+        w = self.weights()
+        return torch.cat([w["K_1"], w["K_2"]], -1), torch.cat([w["b_1"], w["b_2"]], -1)
+
+
+def _inverse(A: Tensor, name: str) -> Tensor:
+    inverse, info = torch.linalg.inv_ex(A)
+    if bool(info.any()):
+        raise NotInvertibleError(
+            f"J exists only where {name} is invertible, but in layer "
+            f"{int(info.ne(0).nonzero()[0])} it is singular."
+        )
+    return inverse

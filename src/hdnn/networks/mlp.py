@@ -1,0 +1,39 @@
+"""The multilayer perceptron, for contrast: its gradients do vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import functional
+from hdnn.initial import Initial
+from hdnn.networks.base import Network
+
+
+class MLP(Network):
+    """y_{j+1} = sigma(K_j y_j + b_j), the baseline of fig:gradients: K (N, n, n), b (N, n)."""
+
+    stacked = ("K", "b")
+
+    def __init__(
+        self,
+        features: int,
+        layers: int,
+        *,
+        activation: str = "tanh",
+        tied: bool = False,
+        init: str = "scaled",
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(features, layers, activation=activation, tied=tied)
+        initial = Initial(init, self.features, generator, dtype, device)
+        self.K = nn.Parameter(initial.K(self.stored, self.features, self.features))
+        self.b = nn.Parameter(initial.b(self.stored, self.features))
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return functional.mlp

@@ -1,0 +1,32 @@
+"""What every test shares: one thread, no window, examples that repeat, CUDA tests where CUDA is."""
+
+import os
+
+# Before torch is imported, and inherited by the programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The tensors of the tests are small, and the test processes already fill the cores.
+torch.set_num_threads(1)
+
+# Time limits would only measure how busy the machine is.
+settings.register_profile(
+    "explore", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "reproducible", settings.get_profile("explore"), derandomize=True, database=None
+)
+settings.load_profile("reproducible" if os.environ.get("CI") == "true" else "explore")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,332 @@
+"""Analysis: backward sensitivity matrices, symplecticity, and bounds that hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import hdnn
+from hdnn import analysis, interconnection
+from hdnn.errors import HDNNError, OptionError, ShapeError
+from strategies import ACTIVATIONS, MONOTONE, Random, randomise, seeds, sizes, steps
+
+F64 = torch.float64
+ODE = ("H1", "H2", "ImplicitH2", "MS1", "MS2", "MS3", "verlet", "yoshida4", "midpoint")
+SHEARS = ("H2", "MS1", "MS3", "verlet", "yoshida4")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(kind: str, n: int = 4, N: int = 3, **options):
+    options = {"dtype": F64, "generator": generator()} | options
+    if kind in ("verlet", "yoshida4", "midpoint"):
+        return hdnn.HamiltonianNet(n, N, kind, **options)
+    return getattr(hdnn, kind)(n, N, **options)
+
+
+@st.composite
+def networks(draw, kinds=(*ODE, "MLP")):
+    kind, m, N, seed = (
+        draw(st.sampled_from(kinds)),
+        draw(sizes),
+        draw(st.integers(1, 5)),
+        draw(seeds),
+    )
+    normal = Random(seed)
+    options = {
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "init": "paper",
+        "tied": draw(st.booleans()),
+        "generator": generator(seed),
+    }
+    if kind != "MLP":
+        options["learn_step"] = draw(st.booleans())
+        options["step"] = 0.04 if options["tied"] else [0.01 * (j + 1) for j in range(N)]
+    if kind in ("H2", "ImplicitH2", "verlet", "yoshida4"):
+        options["X"] = normal(N, m, m) if draw(st.booleans()) else normal(m, m)
+        options["learn_X"] = draw(st.booleans())
+    if kind in ("H1", "midpoint"):
+        options["J"] = normal.skew(N, 2 * m) if draw(st.booleans()) else normal.skew(2 * m)
+    return make(kind, 2 * m, N, **options)
+
+
+# Backward sensitivity
+
+
+@settings(max_examples=100)
+@given(networks(), seeds, st.sampled_from([(), (2,), (2, 1)]))
+def test_a_bsm_is_the_transposed_jacobian_of_the_layers_that_follow(net, seed, batch):
+    y = Random(seed)(*batch, net.features)
+    Phi = analysis.backward_sensitivity(net, y)
+    n, N = net.features, net.layers
+    assert Phi.shape == (N + 1, *batch, n, n)
+    assert not Phi.requires_grad
+    states = net.trajectory(y).detach()
+
+    def rest(state, j):
+        for layer in range(j, N):
+            state = net.layer(state, layer)
+        return state
+
+    for j in (0, N // 2, N):
+        flat = states[j].reshape(-1, n)
+        for sample, bsm in zip(flat, Phi[j].reshape(-1, n, n), strict=True):
+            jacobian = torch.autograd.functional.jacobian(lambda s, j=j: rest(s, j), sample)
+            torch.testing.assert_close(bsm, jacobian.mT, rtol=1e-9, atol=1e-9)
+    assert torch.equal(Phi[-1], torch.eye(n, dtype=F64).expand_as(Phi[-1]))
+
+
+@settings(max_examples=40)
+@given(networks(), seeds, st.sampled_from([(), (2,), (2, 1)]))
+def test_the_bsms_are_the_products_of_the_sensitivities_of_single_layers(net, seed, batch):
+    y = Random(seed)(*batch, net.features)
+    each = analysis.layer_sensitivity(net, y)
+    Phi = analysis.backward_sensitivity(net, y)
+    assert each.shape == (net.layers, *batch, net.features, net.features)
+    for j in range(net.layers):
+        torch.testing.assert_close(each[j] @ Phi[j + 1], Phi[j], rtol=1e-12, atol=1e-12)
+
+
+def test_a_bsm_takes_the_gradient_of_the_last_state_to_that_of_an_earlier_one():
+    net, y = make("H2", N=5, X=Random(0)(2, 2)), Random(1)(3, 4)
+    Phi = analysis.backward_sensitivity(net, y)
+    states = [y.clone().requires_grad_()]
+    for j in range(5):
+        states.append(net.layer(states[-1], j))
+    loss = states[-1].square().sum()
+    for j, delta in enumerate(torch.autograd.grad(loss, states, retain_graph=True)):
+        expected = (Phi[j] @ (2 * states[-1]).detach().unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(delta, expected)
+
+
+def test_samples_do_not_mix():
+    net, y = make("H1"), Random(0)(5, 4)
+    together = analysis.backward_sensitivity(net, y)
+    for i in range(5):
+        torch.testing.assert_close(together[:, i], analysis.backward_sensitivity(net, y[i]))
+
+
+def test_an_empty_batch_has_no_bsm():
+    assert analysis.backward_sensitivity(make("H2"), torch.ones(0, 4, dtype=F64)).shape == (
+        4,
+        0,
+        4,
+        4,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["H1", "H2", "MS1", "ImplicitH2"])
+def test_bsms_have_the_dtype_of_the_network(kind, dtype):
+    Phi = analysis.backward_sensitivity(
+        make(kind, dtype=dtype, T=0.3), torch.ones(2, 4, dtype=dtype)
+    )
+    exact = analysis.backward_sensitivity(make(kind, T=0.3), torch.ones(2, 4, dtype=F64))
+    assert Phi.dtype == dtype
+    torch.testing.assert_close(Phi.double(), exact, rtol=0.05, atol=0.05)
+
+
+def test_bsms_do_not_need_gradients_to_be_switched_on():
+    net, y = make("H2"), Random(0)(4)
+    expected = analysis.backward_sensitivity(net, y)
+    with torch.no_grad():
+        assert torch.equal(analysis.backward_sensitivity(net, y), expected)
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "y", [None, [1.0] * 4, torch.ones(5), torch.ones(()), torch.ones(4).long()]
+)
+def test_bsms_of_a_state_that_does_not_fit_are_refused(y):
+    with pytest.raises(ShapeError, match="y"):
+        analysis.backward_sensitivity(make("H2"), y)
+
+
+def test_bsms_are_of_networks():
+    model = hdnn.Model(None, make("H2"), hdnn.SoftmaxHead(4, 2, dtype=F64))
+    with pytest.raises(HDNNError, match=r"Model.*\.net"):
+        analysis.backward_sensitivity(model, torch.ones(4, dtype=F64))
+
+
+# Norms
+
+
+@given(seeds, st.integers(1, 4), st.lists(st.integers(1, 3), max_size=2))
+def test_norms_are_those_of_every_matrix(seed, n, batch):
+    Phi = Random(seed)(*batch, n, n)
+    absolute = Phi.abs()
+    assert analysis.norms(Phi).shape == tuple(batch)
+    torch.testing.assert_close(analysis.norms(Phi), torch.linalg.svdvals(Phi)[..., 0])
+    torch.testing.assert_close(analysis.norms(Phi, 1), absolute.sum(-2).amax(-1))
+    torch.testing.assert_close(analysis.norms(Phi, float("inf")), absolute.sum(-1).amax(-1))
+    torch.testing.assert_close(analysis.norms(Phi, "inf"), absolute.sum(-1).amax(-1))
+    torch.testing.assert_close(analysis.norms(Phi, "fro"), Phi.square().sum((-1, -2)).sqrt())
+
+
+@pytest.mark.parametrize("ord", ["nuc", 3, -2, 0, None, "two"])
+def test_other_norms_are_refused(ord):
+    with pytest.raises(OptionError, match=r"ord.*1, 2, fro, inf"):
+        analysis.norms(torch.eye(2), ord)
+
+
+def test_a_norm_may_be_given_as_a_float():
+    Phi = Random(0)(3, 3)
+    assert torch.equal(analysis.norms(Phi, 2.0), analysis.norms(Phi, 2))
+    assert torch.equal(analysis.norms(Phi, 1.0), analysis.norms(Phi, 1))
+
+
+@pytest.mark.parametrize("ord", [1, 2, "inf", "fro"])
+def test_norms_of_half_precision_matrices_can_be_taken(ord):
+    Phi = Random(0)(3, 4, 4)
+    half = analysis.norms(Phi.bfloat16(), ord)
+    torch.testing.assert_close(half.double(), analysis.norms(Phi, ord), rtol=0.02, atol=0)
+
+
+# Symplecticity
+
+
+@given(seeds, sizes)
+def test_the_defect_is_zero_for_symplectic_matrices_in_denominator_layout_only(seed, m):
+    normal = Random(seed)
+    net = make("H2", 2 * m, 2, X=normal(m, m), init="paper", generator=generator(seed))
+    Phi = analysis.backward_sensitivity(net, normal(2 * m))
+    assert float(analysis.symplectic_defect(Phi, net.J).max()) < 1e-14
+    assert analysis.is_symplectic(Phi, net.J)
+
+
+def test_numerator_layout_is_told_from_denominator_layout():
+    normal = Random(0)
+    net = make("H2", 6, 2, X=normal(3, 3), init="paper")
+    Phi = analysis.backward_sensitivity(net, normal(6))
+    assert analysis.is_symplectic(Phi, net.J)
+    assert not analysis.is_symplectic(Phi.mT, net.J)
+
+
+def test_the_defect_is_relative_and_for_every_matrix():
+    J = interconnection.canonical(2, dtype=F64)
+    stretch = torch.stack(
+        [torch.diag(torch.tensor([s, t], dtype=F64)) for s, t in ((2, 0.5), (2, 1))]
+    )
+    defect = analysis.symplectic_defect(stretch, J)
+    # |diag(2, 1)^T J diag(2, 1) - J| = |2J - J| = 1, relative to 2^2 |J| = 4.
+    torch.testing.assert_close(defect, torch.tensor([0.0, 0.25], dtype=F64))
+    assert analysis.is_symplectic(stretch[0], J)
+    assert not analysis.is_symplectic(stretch, J)
+    assert analysis.is_symplectic(stretch, J, tolerance=0.3)
+    torch.testing.assert_close(analysis.symplectic_defect(stretch, 1e6 * J), defect)
+
+
+def test_forward_euler_is_not_symplectic():
+    net = make("H1", init="paper")
+    Phi = analysis.backward_sensitivity(net, Random(0)(4))
+    assert not analysis.is_symplectic(Phi, net.J)
+
+
+def test_the_defect_of_nothing_is_finite():
+    zero = torch.zeros(2, 2, dtype=F64)
+    assert torch.isfinite(analysis.symplectic_defect(zero, zero))
+
+
+def test_the_identity_is_symplectic_in_every_dtype():
+    for dtype in (F64, torch.float32):
+        eye = torch.eye(4, dtype=dtype)
+        assert analysis.is_symplectic(eye, interconnection.canonical(4, dtype=dtype))
+
+
+# Bounds
+
+
+def largest(net, y) -> float:
+    return float(analysis.norms(analysis.backward_sensitivity(net, y)).max())
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(["H1", "MS2"]), st.sampled_from(ACTIVATIONS), seeds, sizes, steps)
+def test_the_bound_of_forward_euler_holds(kind, activation, seed, m, h):
+    net = make(kind, 2 * m, 4, step=h, activation=activation, generator=generator(seed))
+    randomise(net, Random(seed), 1.0)
+    bound = float(analysis.bsm_bound_forward_euler(net).detach())
+    assert largest(net, Random(seed)(3, 2 * m)) <= bound * (1 + 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["H1", "H2", "MS1", "MS2", "MS3"]), st.sampled_from(ACTIVATIONS), seeds)
+def test_the_continuous_bounds_hold_for_a_fine_network(kind, activation, seed):
+    coarse = make(kind, 4, 2, T=0.5, activation=activation, generator=generator(seed))
+    net = randomise(coarse, Random(seed), 0.7).refine(32)
+    growth = largest(net, Random(seed)(3, 4))
+    continuous = float(analysis.bsm_bound_continuous(net).detach())
+    assume(continuous < 1e6)
+    assert growth <= continuous * 1.02  # the network is close to the ODE, not equal
+    assert continuous <= float(analysis.bsm_bound_paper(net).detach())
+
+
+@given(st.sampled_from(ODE), seeds)
+def test_the_papers_bound_is_its_formula(kind, seed):
+    net = make(kind, 4, 3, step=[0.1, 0.2, 0.3], generator=generator(seed), activation="sigmoid")
+    K, J = net.field()["K"].detach(), net.J.detach()
+    J = J.expand(3, 4, 4)
+    norm = lambda A: torch.linalg.svdvals(A)[..., 0]  # noqa: E731
+    Q = 0.25 * 2 * float((norm(K) ** 2 * norm(J)).max())
+    literal = torch.tensor(2 * torch.e, dtype=F64) ** 0 * 2 * torch.exp(torch.tensor(Q * 0.6))
+    bound = float(analysis.bsm_bound_paper(net).detach())
+    if kind in ("MS1", "MS2"):  # J K^T = I makes it sharper, and is what the layers do
+        assert bound <= float(literal) * (1 + 1e-9)
+    else:
+        assert bound == pytest.approx(float(literal), rel=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_monotone_activations_halve_the_exponent(activation):
+    net = make("H1", 4, 3, step=0.1, activation=activation)
+    S = hdnn.activations.get(activation).S
+    norm = lambda A: torch.linalg.svdvals(A.detach())[..., 0]  # noqa: E731
+    exponent = float((0.1 * S * norm(net.K) ** 2).sum())
+    half = 0.5 if activation in MONOTONE else 1.0
+    bound = analysis.bsm_bound_continuous(net)
+    assert float(bound.detach().log()) == pytest.approx(half * exponent)
+
+
+@pytest.mark.parametrize("kind", SHEARS)
+def test_gradient_bounds_are_those_of_the_budget(kind):
+    net = make(kind)
+    low, high = analysis.gradient_bounds(net)
+    B = hdnn.regularization.gradient_budget(net)
+    torch.testing.assert_close(low, torch.exp(-B))
+    torch.testing.assert_close(high, torch.exp(B))
+    assert 0 < float(low.detach()) < 1 < float(high.detach())
+
+
+def test_bounds_are_numbers_to_look_at_and_carry_no_gradients():
+    net = make("H2", X=Random(0)(2, 2), learn_X=True)
+    assert not analysis.bsm_bound_paper(net).requires_grad
+    assert not analysis.bsm_bound_continuous(net).requires_grad
+    assert not any(bound.requires_grad for bound in analysis.gradient_bounds(net))
+    assert not analysis.bsm_bound_forward_euler(make("H1")).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["H2", "ImplicitH2", "MS1", "MS3", "verlet", "midpoint", "MLP"])
+def test_the_bound_of_forward_euler_is_for_forward_euler(kind):
+    with pytest.raises(OptionError, match="forward Euler"):
+        analysis.bsm_bound_forward_euler(make(kind))
+
+
+@pytest.mark.parametrize("bound", [analysis.bsm_bound_paper, analysis.bsm_bound_continuous])
+def test_the_bounds_of_the_ode_are_for_networks_that_discretise_one(bound):
+    with pytest.raises(OptionError, match="MLP"):
+        bound(make("MLP"))
+
+
+def test_gradient_bounds_are_for_shears():
+    for kind in ("H1", "MS2", "ImplicitH2", "midpoint", "MLP"):
+        with pytest.raises(OptionError, match="shears"):
+            analysis.gradient_bounds(make(kind))
+
+
+@pytest.mark.parametrize("name", analysis.__all__)
+def test_everything_public_says_what_it_is(name):
+    assert getattr(analysis, name).__doc__

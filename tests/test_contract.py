@@ -1,0 +1,275 @@
+"""What every network can do in PyTorch: one contract, which each of them inherits."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch.func import functional_call, jacrev, stack_module_state, vmap
+
+import hdnn
+from hdnn import HDNNError
+
+RING = [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+NETWORKS = {
+    "H1": lambda **o: hdnn.H1(6, 3, **o),
+    "H1 with J a layer": lambda **o: hdnn.H1(5, 3, J=_skew(3, 5), **o),
+    "H1 that learns J": lambda **o: hdnn.H1(6, 3, learn_J=True, learn_step=True, **o),
+    "H2": lambda **o: hdnn.H2(6, 3, **o),
+    "H2 with X": lambda **o: hdnn.H2(6, 3, X=_matrix(3), step=[0.1, 0.2, 0.3], **o),
+    "H2 that learns X": lambda **o: hdnn.H2(6, 3, learn_X=True, learn_step=True, **o),
+    "H2 tied": lambda **o: hdnn.H2(6, 3, tied=True, activation="softplus", **o),
+    "H2 sparse": lambda **o: hdnn.H2(6, 3, sparsity=RING, learn_X=True, **o),
+    "H1 sparse": lambda **o: hdnn.H1(6, 3, sparsity=RING, learn_J=True, **o),
+    "ImplicitH2": lambda **o: hdnn.ImplicitH2(6, 3, T=0.9, X=_matrix(3), **o),
+    "MS1": lambda **o: hdnn.MS1(6, 3, **o),
+    "MS2": lambda **o: hdnn.MS2(6, 3, **o),
+    "MS3": lambda **o: hdnn.MS3(6, 3, activation="gelu", **o),
+    "MLP": lambda **o: hdnn.MLP(6, 3, **o),
+    "Verlet": lambda **o: hdnn.HamiltonianNet(6, 3, "verlet", X=_matrix(3), **o),
+    "Yoshida": lambda **o: hdnn.HamiltonianNet(6, 3, "yoshida4", **o),
+    "midpoint": lambda **o: hdnn.HamiltonianNet(5, 3, "midpoint", J=_skew(5), T=0.9, **o),
+}
+IMPLICIT = ("ImplicitH2", "midpoint")
+
+
+def _matrix(m: int) -> torch.Tensor:
+    return torch.randn(m, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _skew(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    A = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64)
+    return A - A.mT
+
+
+@pytest.fixture(params=NETWORKS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> hdnn.networks.Network:
+    generator = torch.Generator().manual_seed(seed)
+    return NETWORKS[name](init="paper" if seed else "scaled", generator=generator, dtype=dtype)
+
+
+def state(net: hdnn.networks.Network, *batch: int, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(*batch, net.features, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("batch", [(), (4,), (2, 3), (0,)])
+def test_any_batch_shape_gives_the_same_as_sample_by_sample(name, batch):
+    net = make(name)
+    y = state(net, *batch)
+    out, path = net(y), net.trajectory(y)
+    assert out.shape == y.shape
+    assert path.shape == (net.layers + 1, *y.shape)
+    torch.testing.assert_close(path[-1], out, rtol=0, atol=1e-14)
+    torch.testing.assert_close(path[0], y, rtol=0, atol=0)
+    for sample, expected in zip(y.reshape(-1, net.features), out.reshape(-1, net.features)):  # noqa: B905
+        torch.testing.assert_close(net(sample), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1), (torch.float64, 0)]
+)
+def test_every_dtype_computes_the_same_function(name, dtype, tolerance):
+    exact = make(name)
+    net = make(name, dtype)
+    y = state(exact, 4)
+    out = net(y.to(dtype))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact(y), rtol=tolerance, atol=tolerance)
+    out.sum().backward()
+    for p in net.parameters():
+        assert p.grad is not None
+        assert p.grad.dtype == dtype
+        assert torch.isfinite(p.grad).all()
+
+
+def test_to_moves_everything(name):
+    net = make(name, torch.float32).to(torch.float64)
+    assert {t.dtype for t in net.state_dict().values()} == {torch.float64}
+    assert net(state(net, 2)).dtype == torch.float64
+    meta = make(name).to("meta")
+    tensors = [*meta.parameters(), *meta.buffers()]
+    assert all(t.device.type == "meta" for t in tensors)
+    assert all(t.device.type == "meta" for t in meta.weights().values() if torch.is_tensor(t))
+
+
+def test_gradients_are_those_of_finite_differences(name):
+    net = make(name)
+    names = [n for n, _ in net.named_parameters()]
+    values = tuple(p.detach().clone().requires_grad_() for p in net.parameters())
+
+    def function(y, *parameters):
+        return functional_call(net, dict(zip(names, parameters, strict=True)), (y,))
+
+    y = state(net, 2).requires_grad_()
+    assert torch.autograd.gradcheck(function, (y, *values))
+    assert torch.autograd.gradgradcheck(lambda y: function(y, *values), (y,))
+
+
+def test_two_backward_passes_agree(name):
+    net = make(name)
+    loss = net(state(net, 4)).square().sum()
+    first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(net.parameters()))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+# Dynamo itself makes an instance of each autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_into_one_graph(name, training):
+    torch._dynamo.reset()
+    net = make(name)
+    y = state(net, 4)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    if not training:
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(y), net(y), rtol=1e-12, atol=1e-12)
+        return
+    compiled(y).square().sum().backward()
+    ours = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    net(y).square().sum().backward()
+    for grad, p in zip(ours, net.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["H1", "H2", "MS2", "ImplicitH2"])
+def test_compiles_with_the_default_backend(kind):
+    torch._dynamo.reset()
+    net = make(kind, torch.float32)
+    y = state(net, 4, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor's own
+        out = torch.compile(net, fullgraph=True)(y)
+    torch.testing.assert_close(out, net(y), rtol=1e-5, atol=1e-5)
+
+
+def test_exports_with_equal_outputs(name):
+    net = make(name)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(net, (state(net, 4),), dynamic_shapes=({0: batch},))
+    y = state(net, 7)
+    torch.testing.assert_close(program.module()(y), net(y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the exporter's own, of many kinds
+def test_onnx_round_trip_has_equal_outputs(name, tmp_path):
+    if name in IMPLICIT:
+        pytest.skip("implicit layers iterate, which ONNX has no operator for")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    net = make(name, torch.float32).eval()
+    y = state(net, 4, dtype=torch.float32)
+    path = tmp_path / "net.onnx"
+    torch.onnx.export(net, (y,), path, dynamo=True, input_names=["y"], verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {"y": y.numpy()})
+    torch.testing.assert_close(torch.from_numpy(out), net(y).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_export_of_an_implicit_network_says_why_not(tmp_path):
+    pytest.importorskip("onnxscript")
+    net = make("ImplicitH2", torch.float32)
+    y = state(net, 4, dtype=torch.float32)
+    with pytest.raises(Exception, match="solve_implicit"):
+        torch.onnx.export(net, (y,), tmp_path / "net.onnx", dynamo=True, verbose=False)
+
+
+def test_vmap_over_samples_and_over_networks(name):
+    net = make(name)
+    y = state(net, 4)
+    torch.testing.assert_close(vmap(net)(y), net(y), rtol=1e-12, atol=1e-12)
+    nets = [make(name, seed=seed) for seed in (0, 0)]
+    parameters, buffers = stack_module_state(nets)
+    out = vmap(lambda p, b: functional_call(net, (p, b), (y,)))(parameters, buffers)
+    torch.testing.assert_close(out, torch.stack([n(y) for n in nets]), rtol=1e-12, atol=1e-12)
+
+
+def test_jacrev_equals_autograd(name):
+    net = make(name)
+    y = state(net)
+    expected = torch.autograd.functional.jacobian(net, y)
+    torch.testing.assert_close(jacrev(net)(y), expected, rtol=1e-12, atol=1e-12)
+    assert vmap(jacrev(net))(state(net, 3)).shape == (3, net.features, net.features)
+
+
+def test_autocast_keeps_the_state_in_full_precision(name):
+    net = make(name, torch.float32)
+    y = state(net, 4, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = net(y)
+    if name != "MLP":  # which has no state to keep: each layer replaces it
+        assert out.dtype == torch.float32
+    torch.testing.assert_close(out.float(), net(y), rtol=0.05, atol=0.05)
+    out.float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+def test_copies_and_state_dicts_carry_everything(name):
+    net = make(name, seed=1)
+    y = state(net, 4)
+    twin = copy.deepcopy(net)
+    assert torch.equal(twin(y), net(y))
+    other = make(name)
+    assert not torch.equal(other(y), net(y))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other(y), net(y))
+    assert repr(other) == repr(net)
+
+
+def test_non_contiguous_input_is_fine(name):
+    net = make(name)
+    y = state(net, 2, 4)
+    torch.testing.assert_close(
+        net(y.transpose(0, 1)), net(y).transpose(0, 1), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_inverse_brings_the_input_back_or_says_that_there_is_none(name):
+    net = make(name)
+    y = state(net, 2, 3)
+    if not net.invertible:
+        with pytest.raises(HDNNError, match="no explicit inverse"):
+            net.inverse(y)
+        return
+    torch.testing.assert_close(net.inverse(net(y)), y, rtol=1e-11, atol=1e-11)
+    path = net.inverse(net(y), trajectory=True)
+    torch.testing.assert_close(path, net.trajectory(y), rtol=1e-11, atol=1e-11)
+
+
+def test_one_layer_after_the_other_is_the_stack(name):
+    net = make(name)
+    y = state(net, 4)
+    for j in range(net.layers):
+        y = net.layer(y, j)
+    torch.testing.assert_close(y, net(state(net, 4)), rtol=1e-13, atol=1e-13)
+
+
+def test_a_network_is_at_home_in_a_larger_module(name):
+    net = make(name, torch.float32)
+    n = net.features
+    model = torch.nn.Sequential(torch.nn.Linear(3, n), net, torch.nn.Linear(n, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]

@@ -1,0 +1,153 @@
+"""The package as it is installed, imported and built."""
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import hdnn
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "hdnn"
+
+# What the extras install, by the names under which it is imported. networkx is left out: torch
+# itself depends on it.
+OPTIONAL = (
+    "PIL",
+    "matplotlib",
+    "mpi4py",
+    "numba",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "pandas",
+    "pyarrow",
+    "pymetis",
+    "rich",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "triton",
+    "typer",
+)
+
+IMPORT_EVERYTHING_WITHOUT_EXTRAS = f"""
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+
+import hdnn
+
+def give_up(name):
+    raise
+
+for module in pkgutil.walk_packages(hdnn.__path__, "hdnn.", onerror=give_up):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+
+NEW_MODULES_OF_IMPORT_HDNN = f"""
+import sys
+import torch, numpy, safetensors.torch
+before = set(sys.modules)
+import hdnn
+print(*(name for name in {OPTIONAL!r} if name in sys.modules and name not in before))
+"""
+
+
+def run_python(*arguments: str) -> str:
+    """What a fresh interpreter prints, started in the repository with warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules() -> set[str]:
+    """The dotted name of each module and package under hdnn."""
+    names = set()
+    for file in SOURCE.rglob("*.py"):
+        parts = file.relative_to(SOURCE.parent).with_suffix("").parts
+        names.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names - {"hdnn"}
+
+
+def test_version_is_that_of_the_installed_package():
+    assert hdnn.__version__ == metadata.version("hdnn")
+
+
+def test_package_is_marked_as_typed():
+    assert (Path(hdnn.__file__).parent / "py.typed").is_file()
+
+
+def test_public_names_exist_once_each():
+    assert len(set(hdnn.__all__)) == len(hdnn.__all__)
+    assert [name for name in hdnn.__all__ if not hasattr(hdnn, name)] == []
+
+
+def test_import_loads_no_optional_dependency():
+    assert run_python("-c", NEW_MODULES_OF_IMPORT_HDNN).split() == []
+
+
+def test_every_module_imports_without_any_extra():
+    assert set(run_python("-c", IMPORT_EVERYTHING_WITHOUT_EXTRAS).split()) == modules()
+
+
+def test_all_extra_holds_every_extra_but_dev():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    held = everything.removeprefix("hdnn[").removesuffix("]").split(",")
+    assert sorted(held) == sorted(extras.keys() - {"all", "dev"})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    run_python("-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(folder))
+    return folder
+
+
+def source_files() -> set[str]:
+    """The files that belong in a distribution, relative to src."""
+    names = {
+        file.relative_to(SOURCE.parent).as_posix() for file in SOURCE.rglob("*") if file.is_file()
+    }
+    return {name for name in names if "__pycache__" not in name}
+
+
+def test_wheel_holds_the_package_and_nothing_else(built: Path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert "hdnn/py.typed" in names
+    assert names == source_files()
+
+
+def test_sdist_holds_the_source_and_its_papers(built: Path):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    papers = {name for name in names if not name.startswith("src/")}
+    assert {name.removeprefix("src/") for name in names - papers} == source_files()
+    assert papers == {
+        ".gitignore",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "LICENSE",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+    }

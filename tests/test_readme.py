@@ -1,0 +1,29 @@
+"""Every example of the README runs as it stands, and says what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_examples_run(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    for promise in re.findall(r"print\(.*\)  # (H2\(.*\)|\d+|True)\b", example):
+        assert promise in printed
+    if "accuracy" in names:
+        assert names["accuracy"] > 0.95
+    assert len(example.splitlines()) <= 12
+
+
+def test_pictures_and_pages_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", README):
+        assert (Path(__file__).parents[1] / "".join(target)).exists(), target
