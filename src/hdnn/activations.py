@@ -104,7 +104,8 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 
 def _gelu_integral(x: Tensor) -> Tensor:
-    return 0.5 * ((x * x - 1) * _normal_cdf(x) + x * _normal_pdf(x)) + 0.25
+    Phi = _normal_cdf(x)
+    return 0.5 * (x * (x * Phi + _normal_pdf(x)) - Phi) + 0.25  # no x^2, which may overflow
 
 
 def _silu_slope(x: Tensor) -> Tensor:

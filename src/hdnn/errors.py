@@ -22,7 +22,7 @@ class ShapeError(HDNNError):
 
 
 class StepError(HDNNError):
-    """A step size h, horizon T or number of layers N that no network can have."""
+    """A step size h, a horizon T or a tolerance that no network can have."""
 
 
 class OptionError(HDNNError):
@@ -75,7 +75,10 @@ def positive_float(name: str, value: object) -> float:
     """Return `value` as a float > 0, else raise `StepError`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise StepError(f"{name} must be a number > 0, but got {value!r}.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not (math.isfinite(number) and number > 0):
         raise StepError(f"{name} must be finite and > 0, but got {value}; choose e.g. {name}=0.1.")
     return number

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 from hdnn.errors import CheckpointError
 
 
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a file, or an error that says what was given instead."""
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise CheckpointError(
+            f"a path must be a string or a pathlib.Path, but got {type(path).__name__}."
+        ) from error
+
+
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     """Write to a temporary file beside `path`, flush it to disk, then rename it over `path`."""
-    path = Path(path)
+    path = as_path(path)
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
-        ) as file:
-            temporary = file.name
+        path = Path(os.path.realpath(path))  # a link stays a link
+        unique = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        descriptor = os.open(unique, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        temporary = unique
+        with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # as an ordinary new file, not a private one
         os.replace(temporary, path)
         temporary = None
-    except OSError as error:
+        _flush_folder(path.parent)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}; "
+            f"cannot write {path}: {reason}; "
             "what was there before is unchanged. Choose a folder that exists and has room."
         ) from error
     finally:
         if temporary is not None:  # also after an interruption
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename last through a loss of power, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

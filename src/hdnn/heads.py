@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,6 +54,8 @@ class Augment(nn.Module):
 
 
 def _listed(placement: Sequence[int]) -> list[int]:
+    if isinstance(placement, (Tensor, np.ndarray)):
+        placement = placement.tolist()
     given: list[Any] = list(placement) if isinstance(placement, Sequence) else [None]
     if not all(isinstance(i, Integral) for i in given):
         raise ShapeError(
@@ -81,6 +84,8 @@ def _check_width(who: str, x: Tensor, width: int) -> None:
 
 
 def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
+    if not isinstance(t, Tensor):
+        raise DataError(f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}.")
     if t.shape not in shapes:
         needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
         raise DataError(
@@ -156,7 +161,9 @@ class SoftmaxHead(LinearHead):
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
         _check_targets(t, scores.shape[:-1])
-        return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1))
+        if t.is_floating_point() or t.is_complex():
+            raise DataError(f"labels t must be whole numbers, but are {t.dtype}; use t.long().")
+        return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1).long())
 
     def probabilities(self, scores: Tensor) -> Tensor:
         return scores.softmax(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hdnn.errors import ShapeError, choose
+from hdnn.errors import OptionError, ShapeError, choose
 
 INITS = ("paper", "scaled")
 
@@ -22,10 +22,17 @@ class Initial:
         device: torch.device | str | None,
     ) -> None:
         self.init = choose("init", init, INITS)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise OptionError(
+                f"generator must be a torch.Generator or None, but got {type(generator).__name__}."
+            )
         self.scale = 1.0 if init == "paper" else features**-0.5
         self.generator = generator
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.device = torch.get_default_device() if device is None else torch.device(device)
+        try:
+            self.device = torch.get_default_device() if device is None else torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(f'device {device!r} is not known; try "cpu" or "cuda".') from error
         if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ShapeError(
                 f"dtype must be a floating-point type such as torch.float32, but got {dtype}."

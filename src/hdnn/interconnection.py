@@ -16,9 +16,9 @@ def canonical(
     n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor:
     """J = [[0, -I], [I, 0]] (eq:J_simulations), for an even n."""
-    if n < 2 or n % 2:
+    if not isinstance(n, int) or n < 2 or n % 2:
         raise ShapeError(
-            f"the canonical J needs an even number of features, but n = {n}; "
+            f"the canonical J needs an even number of features, but n = {n!r}; "
             "augment the features by a zero or give a skew-symmetric J of your own."
         )
     return from_X(torch.eye(n // 2, dtype=dtype, device=device))

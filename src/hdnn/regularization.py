@@ -44,6 +44,7 @@ def weight_decay(weights: Iterable[Tensor] | torch.nn.Module) -> Tensor:
 
 def spectral(net: ODENetwork) -> Tensor:
     """sum_j |K_j|_2 + |J_j|_2, the form of R_l that the paper derives from lem:upper_bound."""
+    _check_network(net)
     field = net.field()
     J = dense.norm(field["J"]).expand(net.layers)
     return (dense.norm(field["K"]) + J).sum()
@@ -56,6 +57,7 @@ def gradient_budget(net: Network) -> Tensor:
     a = asinh(|A|/2), and |A| <= h S |X| |K|^2. B is the sum over all of them, so it bounds how much
     any gradient grows or shrinks on its way through the whole stack (any activation).
     """
+    _check_network(net)
     S = activations.get(net.activation).S
     return torch.asinh(0.5 * S * _shear_norms(net)).sum()
 
@@ -76,3 +78,10 @@ def _shear_norms(net: Network) -> Tensor:
         f"the gradient budget B is for networks whose layers are shears (H2, MS1, MS3, Verlet, "
         f"Yoshida), not for {type(net).__name__}; see hdnn.analysis for its bounds."
     )
+
+
+def _check_network(net: object) -> None:
+    if not isinstance(net, Network):
+        raise OptionError(
+            f"a network is needed, but got {type(net).__name__}; of a Model, its net."
+        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hdnn
 from hdnn.errors import CheckpointError, HDNNError
-from hdnn.files import write_atomically
+from hdnn.files import as_path, write_atomically
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.networks import KINDS, Network
@@ -44,7 +44,7 @@ def load(
     path: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> Model | Network:
     """Read back what `save` wrote, with its dtype, onto `device` (default: the CPU)."""
-    path = Path(path)
+    path = as_path(path)
     metadata, tensors = _read(path)
     try:
         config = json.loads(metadata["hdnn"])
@@ -80,9 +80,11 @@ def load(
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: what is read is mapped from the file, and would change or die with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            return file.metadata() or {}, tensors
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist.") from error
+        raise CheckpointError(f"{path} does not exist; check its name and folder.") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "

@@ -85,7 +85,8 @@ class Sparsity:
     `R` is (M, M), or (N, M, M) for one a layer. `T`, symmetric, is by default what X or J uses.
     `S` is the communication graph; where given, the locality condition is checked. `sizes` are the
     features of each node: they add up to m = n/2 where node i owns the pair (p[i], q[i]), or to n
-    where it owns the i-th piece of y (forward Euler and midpoint only); by default all alike.
+    where it owns the i-th piece of y (forward Euler and midpoint only). By default all alike: pairs
+    of H2 and its relatives, pieces of H1 and midpoint networks.
     """
 
     def __init__(

@@ -27,7 +27,8 @@ def _rates(net: ODENetwork) -> Tensor:
 def bsm_bound_paper(net: ODENetwork) -> Tensor:
     """sqrt(n) exp(Q T), Q = S sqrt(n) max |K|^2 |J|, for the ODE of the network (lem:upper_bound).
 
-    Very loose, and for the continuous-time BSM.
+    Very loose, and for the continuous-time BSM. For MS1 and MS2, where J K^T = I, S |K| stands for
+    S |K|^2 |J|, which is larger.
     """
     rates = _rates(net)
     n = net.features

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hdnn.analysis.sensitivity import norms
+from hdnn.errors import ShapeError
 
 
 def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
@@ -13,6 +14,11 @@ def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
 
     Relative to the sizes of the factors, so that it is a multiple of the rounding error.
     """
+    if Phi.shape[-2:] != J.shape[-2:] or J.ndim != 2:
+        raise ShapeError(
+            f"J has shape {tuple(J.shape)}, but a single matrix {tuple(Phi.shape[-2:])} is needed: "
+            "a stack of BSMs is symplectic with respect to one constant J."
+        )
     size = norms(Phi).square() * norms(J)
     return norms(Phi.mT @ J @ Phi - J) / size.clamp_min(torch.finfo(Phi.dtype).tiny)
 

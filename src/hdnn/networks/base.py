@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -233,6 +234,8 @@ class ODENetwork(Network):
         if self.learn_step:
             log_h = self.log_h.detach() - math.log(k)
             fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
+        for mine, its in zip(self.parameters(), fine.parameters(), strict=True):
+            its.requires_grad_(mine.requires_grad)
         return fine
 
     def _refined(self, config: dict[str, Any], k: int) -> Self:
@@ -250,10 +253,14 @@ class ODENetwork(Network):
         return type(self)(**config, **constants, **like_this)
 
     def extra_repr(self) -> str:
-        steps = self.steps().detach().tolist()
-        h = f"{steps[0]:.4g}" if len(set(steps)) == 1 else "one a layer"
+        parts = super().extra_repr()
+        if self.learn_step and self.log_h.is_meta:
+            return f"{parts}, h learned"
         learned = ", learned" if self.learn_step else ""
-        return f"{super().extra_repr()}, h = {h}{learned}, T = {self.T:.4g}"
+        steps = self.steps().detach().tolist() if learned else self.step
+        steps = {*steps} if isinstance(steps, (list, tuple)) else {steps}
+        h = f"{steps.pop():.4g}" if len(steps) == 1 else "one a layer"
+        return f"{parts}, h = {h}{learned}, T = {self.T:.4g}"
 
 
 def _step(
@@ -264,8 +271,8 @@ def _step(
         raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
     if step is None:
         return positive_float("T", DEFAULT_T if T is None else T) / layers
-    if isinstance(step, Tensor):
-        step = step.detach().double().tolist()
+    if isinstance(step, (Tensor, np.ndarray)):
+        step = step.tolist()
     if isinstance(step, (list, tuple)):
         if len(step) != layers:
             raise StepError(f"step has {len(step)} entries for {layers} layers; give one each.")

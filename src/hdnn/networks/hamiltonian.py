@@ -148,29 +148,30 @@ class HamiltonianNet(ODENetwork):
         m = self.features // 2
         self.learn_X = learn
         free = None
-        matrix = initial.like(torch.eye(m) if X is None else self._constant("X", X, m))
-        interconnection.check_finite("X", matrix)
+        matrix = torch.eye(m, device="cpu") if X is None else self._constant("X", X, m, initial)
         if self.sparsity is not None:
             free = self._restrict("X", matrix)
         if learn and free is not None:
-            self._add_sparse("X", matrix, free)
+            self._add_sparse("X", initial.like(matrix), free)
         elif learn:
-            self.X = nn.Parameter(matrix)
+            self.X = nn.Parameter(initial.like(matrix))
         else:
-            self.register_buffer("X", None if X is None else matrix)
+            self.register_buffer("X", None if X is None else initial.like(matrix))
 
     def _add_J(self, J: Tensor | None, learn: bool, initial: Initial) -> None:
         n = self.features
         self.learn_J = learn
-        J_given = interconnection.canonical(n) if J is None else self._constant("J", J, n)
-        interconnection.check_skew(J_given)
-        matrix = initial.like(J_given)
-        interconnection.check_finite("J", matrix)
+        if J is None:
+            matrix = interconnection.canonical(n, device="cpu")
+        else:
+            matrix = self._constant("J", J, n, initial)
+            interconnection.check_skew(matrix)
         index = interconnection.upper_indices(n, device=matrix.device)
         if self.sparsity is not None:
             free = self._restrict("J", matrix).to(matrix.device)
             index = index[free.flatten()[index]]
-        upper = matrix.flatten(-2)[..., index]
+        upper = initial.like(matrix.flatten(-2)[..., index])
+        index = index.to(initial.device)
         stored = learn or J is not None
         self.register_buffer("_J_index", index if stored else None, persistent=False)
         if learn:
@@ -178,8 +179,8 @@ class HamiltonianNet(ODENetwork):
         else:
             self.register_buffer("J_upper", upper if stored else None)
 
-    def _constant(self, name: str, matrix: Tensor, size: int) -> Tensor:
-        """X or J as the user gave it, if it has the right shape."""
+    def _constant(self, name: str, matrix: Tensor, size: int, initial: Initial) -> Tensor:
+        """X or J as the user gave it, if it has the right shape and is finite in our dtype."""
         if not isinstance(matrix, Tensor) or matrix.is_complex():
             given = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
             raise ShapeError(f"{name} must be a torch.Tensor of real numbers, but got {given}.")
@@ -188,6 +189,7 @@ class HamiltonianNet(ODENetwork):
                 f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed for "
                 f"{self.features} features, or ({self.layers}, {size}, {size}) for one a layer."
             )
+        interconnection.check_finite(name, matrix.detach().to(initial.dtype))
         return matrix.detach() if matrix.is_floating_point() else matrix.double()
 
     def _fitting(self, sparsity: Sparsity) -> Sparsity:
@@ -490,7 +492,11 @@ class ImplicitH2(HamiltonianNet):
 def _as_sparsity(given: Any) -> Sparsity:
     if isinstance(given, Sparsity):
         return given
-    return Sparsity(**given) if isinstance(given, dict) else Sparsity(given)
+    if isinstance(given, dict):
+        for name in given:
+            choose("part of a sparsity", name, ("R", "T", "S", "sizes"))
+        return Sparsity(**given)
+    return Sparsity(given)
 
 
 def _newton_options(
