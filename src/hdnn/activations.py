@@ -135,10 +135,15 @@ def get(activation: str | Activation) -> Activation:
     return _REGISTRY[choose("activation", activation, _REGISTRY)]
 
 
+def is_registered(activation: Activation) -> bool:
+    """Whether this very activation is known by its name."""
+    return _REGISTRY.get(activation.name) is activation
+
+
 def registered(activation: str | Activation) -> Activation:
     """The activation, if it can be found again by its name: what networks and files need."""
     found = get(activation)
-    if _REGISTRY.get(found.name) is not found:
+    if not is_registered(found):
         raise OptionError(
             f"networks, implicit layers and files find activations by name, but {found.name!r} "
             + ("is the name of another" if found.name in _REGISTRY else "is not registered")

@@ -8,7 +8,8 @@ vectors that is sigma(y K^T + b) K. `h` is a float, or a tensor (N,) with a step
 `inverse=True` takes y_N back to y_0, and a trajectory still comes in forward order.
 
 Shapes are always checked, values of tensors never (the networks do that once, when made), so that
-`torch.compile` and `vmap` see through every function.
+`torch.compile` and `vmap` see through every function. `engine` and `backprop` say how explicit
+stacks run (see `hdnn.engine`), never what they compute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
+from hdnn import engine as engines
 from hdnn.activations import Activation
 from hdnn.integrators import implicit, splitting
 from hdnn.shapes import Shapes, Step, check_tolerance, per_layer
@@ -67,17 +69,22 @@ def h1(
     J: Tensor | None = None,
     activation: str | Activation = "tanh",
     trajectory: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)   (eq:H-DNN_fE).
 
     K (N, r, n), b (N, r), J (n, n) or (N, n, n), by default the canonical [[0, -I], [I, 0]].
     """
     sigma = activations.get(activation)
+    layers = _full_layers("h1", y, K, b, h, J)
 
     def layer(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
         return y + h * _times_J(partial_H(y, K, b, sigma), J)
 
-    return _run(layer, y, _full_layers("h1", y, K, b, h, J), trajectory)
+    if not trajectory and (plan := _planned(y, K, sigma, engine, backprop)) is not None:
+        return plan.euler(y, K, b, _times_J(K, J), [one[2] for one in layers], "general")
+    return _run(layer, y, layers, trajectory)
 
 
 def ms2(
@@ -88,16 +95,22 @@ def ms2(
     *,
     activation: str | Activation = "tanh",
     trajectory: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """y_{j+1} = y_j + h sigma(K_j y_j + b_j) with K_j (N, n, n) skew-symmetric   (eq:MS2)."""
     sigma, shapes = activations.get(activation), Shapes("ms2", y)
     shapes.check("K", K, "N n n")
     shapes.check("b", b, "N n")
 
+    steps = shapes.steps(h)
+
     def layer(y: Tensor, K: Tensor, b: Tensor, h) -> Tensor:
         return y + h * sigma(y @ K.mT + b)
 
-    return _run(layer, y, _zip(K, b, shapes.steps(h)), trajectory)
+    if not trajectory and (plan := _planned(y, K, sigma, engine, backprop)) is not None:
+        return plan.euler(y, K, b, None, steps, "identity")
+    return _run(layer, y, _zip(K, b, steps), trajectory)
 
 
 def mlp(
@@ -135,6 +148,8 @@ def split(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
     inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
     sigma = activations.get(activation)
@@ -146,7 +161,12 @@ def split(
     shapes.check(names[3], b_q, "N r_q")
     if X is not None:
         shapes.check("X", X, "m m", "N m m")
-    layers = _zip(K_p, K_q, b_p, b_q, shapes.steps(h), per_layer(X, shapes.N))
+    steps = shapes.steps(h)
+    if not trajectory and (plan := _planned(y, K_p, sigma, engine, backprop, True)) is not None:
+        V = (_times_X(K_p, X), _times_X(K_q, X, adjoint=True)) if X is not None else (None, None)
+        kind = "same" if X is None else "general"
+        return plan.split(y, (K_p, K_q, b_p, b_q), V, steps, shears, kind, inverse)
+    layers = _zip(K_p, K_q, b_p, b_q, steps, per_layer(X, shapes.N))
     turns = splitting.inverse(shears) if inverse else shears
 
     def layer(y: Halves, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h, X) -> Halves:
@@ -172,6 +192,8 @@ def h2(
     X: Tensor | None = None,
     activation: str | Activation = "tanh",
     trajectory: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, never vanishing gradients.
 
@@ -180,10 +202,9 @@ def h2(
 
     K_p, K_q (N, r, m), b_p, b_q (N, r), X (m, m) or (N, m, m), by default the identity.
     """
-    scheme = splitting.SEMI_IMPLICIT_EULER
-    return split(
-        y, K_p, K_q, b_p, b_q, h, shears=scheme, X=X, activation=activation, trajectory=trajectory
-    )
+    options: dict[str, Any] = {"activation": activation, "trajectory": trajectory}
+    options |= {"shears": splitting.SEMI_IMPLICIT_EULER, "engine": engine, "backprop": backprop}
+    return split(y, K_p, K_q, b_p, b_q, h, X=X, **options)
 
 
 def h2_inverse(
@@ -197,12 +218,13 @@ def h2_inverse(
     X: Tensor | None = None,
     activation: str | Activation = "tanh",
     trajectory: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """y_0 from y_N: the exact inverse of `h2`. A trajectory is in forward order, y_0 .. y_N."""
-    scheme, options = splitting.SEMI_IMPLICIT_EULER, {"activation": activation, "X": X}
-    return split(
-        y, K_p, K_q, b_p, b_q, h, shears=scheme, trajectory=trajectory, inverse=True, **options
-    )
+    options: dict[str, Any] = {"activation": activation, "trajectory": trajectory}
+    options |= {"shears": splitting.SEMI_IMPLICIT_EULER, "engine": engine, "backprop": backprop}
+    return split(y, K_p, K_q, b_p, b_q, h, X=X, inverse=True, **options)
 
 
 def verlet(
@@ -217,9 +239,12 @@ def verlet(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
     inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
-    options = {"activation": activation, "trajectory": trajectory, "inverse": inverse}
+    options: dict[str, Any] = {"activation": activation, "trajectory": trajectory}
+    options |= {"inverse": inverse, "engine": engine, "backprop": backprop}
     return split(y, K_p, K_q, b_p, b_q, h, shears=splitting.VERLET, X=X, **options)
 
 
@@ -235,9 +260,12 @@ def yoshida4(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
     inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """Yoshida's composition of three Verlet steps. Order 4, symplectic."""
-    options = {"activation": activation, "trajectory": trajectory, "inverse": inverse}
+    options: dict[str, Any] = {"activation": activation, "trajectory": trajectory}
+    options |= {"inverse": inverse, "engine": engine, "backprop": backprop}
     return split(y, K_p, K_q, b_p, b_q, h, shears=splitting.YOSHIDA4, X=X, **options)
 
 
@@ -252,13 +280,16 @@ def ms3(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
     inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """H2 with both signs turned   (eq:MS3).
 
     p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
     q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2); K_1, K_2 (N, r, m), b_1, b_2 (N, r).
     """
-    options = {"activation": activation, "trajectory": trajectory, "inverse": inverse}
+    options: dict[str, Any] = {"activation": activation, "trajectory": trajectory}
+    options |= {"inverse": inverse, "engine": engine, "backprop": backprop}
     return split(y, K_2, K_1, b_2, b_1, h, shears=splitting.MS3, **options)
 
 
@@ -272,6 +303,8 @@ def ms1(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
     inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
 ) -> Tensor:
     """q first, and no K^T outside of sigma   (eq:MS1).
 
@@ -295,7 +328,11 @@ def ms1(
         q = q + h * sigma(p @ K_0 + b_1)
         return p, q
 
-    layers = _zip(K_0, b_1, b_2, shapes.steps(h))
+    steps = shapes.steps(h)
+    if not trajectory and (plan := _planned(y, K_0, sigma, engine, backprop, True)) is not None:
+        weights = (K_0.mT, K_0, b_1, b_2)
+        return plan.split(y, weights, (None, None), steps, splitting.MS1, "identity", inverse)
+    layers = _zip(K_0, b_1, b_2, steps)
     return _run(undo if inverse else layer, y, layers, trajectory, inverse=inverse, halves=True)
 
 
@@ -422,6 +459,32 @@ def _full_layers(
     if J is not None:
         shapes.check("J", J, "n n", "N n n")
     return _zip(K, b, shapes.steps(h), per_layer(J, shapes.N))
+
+
+_LAYER_BY_LAYER = engines.Settings(engine="reference", backprop="stored")
+
+
+def _planned(
+    y: Tensor,
+    K: Tensor,
+    sigma: Activation,
+    engine: str | None,
+    backprop: str | None,
+    reversible: bool = False,
+) -> Any:
+    """How a stack runs other than layer by layer here, or None."""
+    if torch.compiler.is_compiling():  # the compiler sees each layer, unless it is told not to
+        if engine != "fused" and backprop not in ("checkpoint", "reversible"):
+            return None
+        from hdnn.engine import compiled
+
+        return compiled.prepare(sigma.name, engine, backprop, reversible)
+    settings = engines.current(engine=engine, backprop=backprop)
+    if settings == _LAYER_BY_LAYER:
+        return None
+    from hdnn.engine import dispatch
+
+    return dispatch.prepare(settings, y, K, sigma, reversible)
 
 
 def _times_J(g: Tensor, J: Tensor | None) -> Tensor:

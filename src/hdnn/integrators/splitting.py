@@ -35,6 +35,9 @@ YOSHIDA4: tuple[Shear, ...] = (
 MS3: tuple[Shear, ...] = (("p", -1.0), ("q", -1.0))
 """Semi-implicit Euler with both signs turned (eq:MS3)."""
 
+MS1: tuple[Shear, ...] = (("q", -1.0), ("p", -1.0))
+"""q first, with both signs turned (eq:MS1)."""
+
 WEIGHTS = ("K_p", "K_q", "b_p", "b_q")
 NAMES = {
     SEMI_IMPLICIT_EULER: ("h2", WEIGHTS),

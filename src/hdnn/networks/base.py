@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations
+from hdnn.engine import Settings, current
 from hdnn.errors import (
     NotInvertibleError,
     OptionError,
@@ -35,6 +36,9 @@ class Network(nn.Module):
 
     stacked: tuple[str, ...] = ()  # the weights with one entry a layer
     invertible: bool = False
+    engines: bool = False  # whether it can run other than layer by layer
+    engine: str = "auto"
+    backprop: str = "auto"
 
     def __init__(
         self, features: int, layers: int, *, activation: str = "tanh", tied: bool = False
@@ -135,7 +139,40 @@ class Network(nn.Module):
                 f"but got {tuple(y.shape)}; augment the features (hdnn.heads.Augment) "
                 f"or make the network with features={y.shape[-1]}."
             )
+        if self.engines:  # "auto" is whatever hdnn.engine.use says
+            for name in ("engine", "backprop"):
+                options[name] = None if getattr(self, name) == "auto" else getattr(self, name)
         return self.function(y, **weights, activation=self.activation, **options)
+
+    def _choose_engine(self, engine: str, backprop: str) -> None:
+        """Check and set how the stack runs."""
+        settings = Settings(engine=engine, backprop=backprop)
+        if not self.engines and settings != Settings():
+            raise OptionError(
+                f"{type(self).__name__} runs layer by layer only; leave engine and backprop out."
+            )
+        self.engine, self.backprop = engine, backprop
+
+    def engine_report(self, batch: int = 128) -> str:
+        """What would run for a batch of that size, and why."""
+        like = next(self.parameters())
+        where = f"{self!r} on {like.device.type}, {like.dtype}, batch {batch}"
+        if not self.engines:
+            return f"{where}: reference engine, stored states (it runs layer by layer only)"
+        from hdnn.engine import dispatch
+
+        given = {"engine": self.engine, "backprop": self.backprop}
+        settings = current(**{k: None if v == "auto" else v for k, v in given.items()})
+        plan = dispatch.plan(
+            settings,
+            reversible=self.invertible,
+            device=like.device,
+            dtype=like.dtype,
+            n=self.features,
+            batch=positive_int("batch", batch),
+            layers=self.layers,
+        )
+        return f"{where}: {plan.engine} engine, backprop {plan.backprop} ({plan.why})"
 
     def refine(self, k: int) -> Self:
         """The network with k times the layers at h/k: the same function in the limit."""

@@ -59,6 +59,7 @@ class HamiltonianNet(ODENetwork):
     `step` is h (a float or one a layer); or give `T` and h = T/N; by default T = 2.4.
     `init="paper"` draws N(0, 1), "scaled" draws K from N(0, 1/n) with b = 0.
     `tied=True` gives all layers the same weights. `sparsity` makes K (and X or J) block-sparse.
+    `engine` and `backprop` say how an explicit stack runs, never what it computes: `hdnn.engine`.
     `tol` and `max_iter` are for the Newton iterations of implicit integrators, which compile,
     export and vmap as one operator, `hdnn::solve_implicit`, but cannot be exported to ONNX.
     """
@@ -82,6 +83,8 @@ class HamiltonianNet(ODENetwork):
         sparsity: Sparsity | Any | None = None,
         tol: float | None = None,
         max_iter: int | None = None,
+        engine: str = "auto",
+        backprop: str = "auto",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -100,6 +103,8 @@ class HamiltonianNet(ODENetwork):
             initial=initial,
         )
         self.integrator = integrator
+        self.engines = not scheme.implicit
+        self._choose_engine(engine, backprop)
         self.newton = _newton_options(scheme, integrator, tol, max_iter)
         learn_X, learn_J = flag("learn_X", learn_X), flag("learn_J", learn_J)
         if (scheme.interconnection == "J" and (X is not None or learn_X)) or (
@@ -375,6 +380,8 @@ class H1(HamiltonianNet):
         tied: bool = False,
         init: str = "scaled",
         sparsity: Sparsity | Any | None = None,
+        engine: str = "auto",
+        backprop: str = "auto",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -392,6 +399,8 @@ class H1(HamiltonianNet):
             tied=tied,
             init=init,
             sparsity=sparsity,
+            engine=engine,
+            backprop=backprop,
             generator=generator,
             dtype=dtype,
             device=device,
@@ -419,6 +428,8 @@ class H2(HamiltonianNet):
         tied: bool = False,
         init: str = "scaled",
         sparsity: Sparsity | Any | None = None,
+        engine: str = "auto",
+        backprop: str = "auto",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -436,6 +447,8 @@ class H2(HamiltonianNet):
             tied=tied,
             init=init,
             sparsity=sparsity,
+            engine=engine,
+            backprop=backprop,
             generator=generator,
             dtype=dtype,
             device=device,

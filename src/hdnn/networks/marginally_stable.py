@@ -16,6 +16,8 @@ from hdnn.networks.base import ODENetwork
 class _MarginallyStable(ODENetwork):
     """The options that MS1, MS2 and MS3 share; each adds its weights and its field."""
 
+    engines = True
+
     def __init__(
         self,
         features: int,
@@ -27,6 +29,8 @@ class _MarginallyStable(ODENetwork):
         learn_step: bool = False,
         tied: bool = False,
         init: str = "scaled",
+        engine: str = "auto",
+        backprop: str = "auto",
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -43,6 +47,7 @@ class _MarginallyStable(ODENetwork):
             tied=tied,
             initial=initial,
         )
+        self._choose_engine(engine, backprop)
         self._add_weights(initial)
 
     def _add_weights(self, initial: Initial) -> None:

@@ -1,0 +1,74 @@
+"""How fast and in how much memory a stack runs: the same results, by other means.
+
+`hdnn.functional` is the definition. An *engine* says where the layers run: "reference" (plain
+PyTorch, one layer after the other) or "fused" (the whole stack as one kernel). *Backprop* says how
+gradients come back: "stored" states, "checkpoint"s, or "reversible": states are rebuilt from the
+last one, so that memory does not grow with depth. "auto" chooses, and never changes results beyond
+rounding; whatever else is asked for runs or is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hdnn.errors import choose, flag
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "engine": ("auto", "reference", "fused"),
+    "backprop": ("auto", "stored", "checkpoint", "reversible"),
+    "state": ("float", "fixed"),
+    "precision": ("ieee", "tf32", "tf32x3", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caller asks of the engine.
+
+    `state="fixed"` keeps the state on an integer grid, so that its reversal is exact to the last
+    bit. `precision` is of the matrix products on a GPU. `deterministic` forbids atomic additions
+    there. `check` compares the state that a reversal ends with to the one it began with, and warns
+    once when they differ by more than rounding should.
+    """
+
+    engine: str = "auto"
+    backprop: str = "auto"
+    state: str = "float"
+    precision: str = "ieee"
+    deterministic: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in OPTIONS.items():
+            choose(name, getattr(self, name), known)
+        flag("deterministic", self.deterministic)
+        flag("check", self.check)
+
+
+_DEFAULT = Settings()
+_current: ContextVar[Settings] = ContextVar("hdnn_engine", default=_DEFAULT)
+
+
+def current(**given: Any) -> Settings:
+    """The settings in force, with those that are given and not None in their place."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return replace(_current.get(), **chosen) if chosen else _current.get()
+
+
+@contextmanager
+def use(**options: Any) -> Iterator[Settings]:
+    """Run all stacks inside the block as asked: `with hdnn.engine.use(backprop="reversible"):`."""
+    for name in options:
+        choose("engine option", name, [field.name for field in fields(Settings)])
+    token = _current.set(replace(_current.get(), **options))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)
+
+
+__all__ = ["OPTIONS", "Settings", "current", "use"]

@@ -1,0 +1,334 @@
+"""Every way to run a stack gives the values and the gradients of the reference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hdnn
+from hdnn import engine, functional
+from hdnn.engine import dispatch, fixed, plain
+from hdnn.engine.stacks import ReversalWarning
+from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
+from hdnn.integrators import splitting
+from strategies import ACTIVATIONS, Random, seeds
+
+F64 = torch.float64
+WAYS: dict[str, dict[str, str]] = {
+    "reversible": {"engine": "reference", "backprop": "reversible"},
+    "checkpoint": {"engine": "reference", "backprop": "checkpoint"},
+    "auto": {},
+}
+INVERTIBLE = ("h2", "h2_inverse", "verlet", "yoshida4", "ms1", "ms3")
+STACKS = (*INVERTIBLE, "h1", "ms2")
+
+
+def stack(name: str, normal: Random, m: int, r: int, N: int) -> tuple[Callable[..., Tensor], list]:
+    """A function of (y, *weights) by that name, with random weights, X or J and steps."""
+    n, scale = 2 * m, 0.5
+    h = 0.05 + 0.1 * torch.rand(N, generator=normal.generator, dtype=F64)
+    if name == "h1":
+        weights = [scale * normal(N, r, n), normal(N, r), scale * normal.skew(n)]
+        return lambda y, K, b, J, h, **o: functional.h1(y, K, b, h, J=J, **o), [*weights, h]
+    if name == "ms2":
+        return lambda y, K, b, h, **o: functional.ms2(y, K, b, h, **o), [
+            scale * normal.skew(N, n),
+            normal(N, n),
+            h,
+        ]
+    if name == "ms1":
+        return functional.ms1, [scale * normal(N, m, m), normal(N, m), normal(N, m), h]
+    weights = [scale * normal(N, r, m), scale * normal(N, m, m), normal(N, r), normal(N, m), h]
+    if name == "ms3":
+        return functional.ms3, weights
+    function = getattr(functional, name)
+    return lambda y, *w, **o: function(y, *w[:5], X=w[5], **o), [*weights, normal(m, m)]
+
+
+def ways(name: str) -> list[dict[str, str]]:
+    return [w for k, w in WAYS.items() if name in INVERTIBLE or k != "reversible"]
+
+
+def gradients(function: Callable[..., Tensor], y: Tensor, weights: list, **options: Any):
+    leaves = [t.detach().clone().requires_grad_() for t in (y, *weights)]
+    out = function(*leaves, **options)
+    generator = torch.Generator().manual_seed(9)
+    direction = torch.randn(out.shape, generator=generator, dtype=F64).to(out.dtype)
+    return out.detach(), torch.autograd.grad((out * direction).sum(), leaves)
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 5), st.integers(1, 70), st.sampled_from(ACTIVATIONS), seeds
+)
+@settings(max_examples=25)
+@pytest.mark.parametrize("name", STACKS)
+def test_all_ways_agree_with_the_reference(name, m, r, N, activation, seed):
+    normal = Random(seed)
+    function, weights = stack(name, normal, m, r, N)
+    y = normal(2, 3, 2 * m)
+    plain_way = {"engine": "reference", "backprop": "stored", "activation": activation}
+    out, grads = gradients(function, y, weights, **plain_way)
+    for way in ways(name):
+        ours, our_grads = gradients(function, y, weights, activation=activation, **way)
+        size = 1 + float(out.abs().max())
+        assert float((ours - out).abs().max()) <= 1e-11 * size
+        for a, b in zip(our_grads, grads, strict=True):
+            assert float((a - b).abs().max()) <= 1e-8 * (1 + float(b.abs().max()))
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_second_derivatives_are_those_of_the_reference(name):
+    normal = Random(0)
+    function, weights = stack(name, normal, 2, 3, 3)
+    y = normal(2, 4).requires_grad_()
+    leaves = [w.requires_grad_() for w in weights]
+    for way in ways(name):
+        assert torch.autograd.gradgradcheck(lambda *a: function(*a, **way), (y, *leaves))  # noqa: B023
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_backward_twice_and_views_and_transforms(name):
+    normal = Random(0)
+    function, weights = stack(name, normal, 2, 3, 4)
+    y = normal(4, 5).mT[:, :4]  # not contiguous
+    expected = gradients(function, y, weights, engine="reference", backprop="stored")[1][0]
+    for way in ways(name):
+        leaf = y.detach().requires_grad_()
+        out = function(leaf, *weights, **way).square().sum()
+        (first,) = torch.autograd.grad(out, leaf, retain_graph=True)
+        assert torch.equal(first, torch.autograd.grad(out, leaf)[0])
+
+        def loss(y: Tensor, way=way) -> Tensor:
+            return function(y, *weights, **way).square().sum()
+
+        torch.testing.assert_close(torch.func.grad(loss)(y), first)
+        each = torch.func.vmap(torch.func.grad(loss))(y)
+        torch.testing.assert_close(each, first)
+        mapped = torch.func.vmap(lambda K: function(y, K, *weights[1:], **way))(  # noqa: B023
+            torch.stack([weights[0]] * 2)
+        )
+        torch.testing.assert_close(mapped[1], function(y, *weights, **way))
+    assert expected.shape == y.shape
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_what_a_reversible_stack_keeps_does_not_grow_with_depth(name):
+    def kept(N: int, **way: str) -> int:
+        function, weights = stack(name, Random(0), 2, 3, N)
+        own = {w.data_ptr() for w in weights}
+        y = Random(1)(50, 4).requires_grad_()
+        sizes: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if (t.ndim == 2 and t.shape == y.shape) or (t.ndim == 3 and t.shape[1:] == y.shape):
+                sizes[t.data_ptr()] = t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            function(y, *weights, **way)
+        assert own
+        return sum(sizes.values())
+
+    reversible = {"engine": "reference", "backprop": "reversible"}
+    assert kept(16, **reversible) == kept(256, **reversible) <= 2 * 50 * 4
+
+
+def test_checkpoints_of_an_euler_stack_are_about_the_root_of_its_depth():
+    function, weights = stack("h1", Random(0), 2, 3, 100)
+    y = Random(1)(50, 4).requires_grad_()
+    stored = []
+
+    def pack(t: Tensor) -> Tensor:
+        if t.ndim == 3 and t.shape[1:] == y.shape:
+            stored.append(len(t))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function(y, *weights, engine="reference", backprop="checkpoint")
+    assert stored == [11]
+
+
+# Fixed point
+
+
+def fixed_stack(N: int, m: int, h: float, scale: float, dtype: torch.dtype, activation="tanh"):
+    normal = Random(0)
+    K_p, K_q = (scale * normal(N, m, m) / m**0.5 for _ in range(2))
+    half, layer, part = dispatch._schedule(splitting.SEMI_IMPLICIT_EULER, N, False)
+    b = torch.zeros(N, m)
+    tensors = [t.to(dtype) for t in (K_p, K_q, b, b)]
+    coef = (h * part).to(dtype)
+    return plain.Shears(*tensors, None, None, half, layer, coef, activation, "same")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fixed_point_state_is_reversed_to_the_last_bit(dtype):
+    shears = fixed_stack(4096, 8, 0.5, 2.0, dtype)
+    y = Random(1)(10, 16).to(dtype)
+    Y_N = fixed.split_forward(y, shears)
+    Y_0, *_ = fixed.split_backward(Y_N, torch.ones_like(y), shears)
+    assert torch.equal(Y_0.long(), fixed.to_grid(y))
+
+
+def test_gradients_through_a_fixed_point_state_are_those_of_a_float_one():
+    function, weights = stack("h2", Random(0), 3, 3, 20)
+    y = fixed.from_grid(fixed.to_grid(Random(1)(5, 6)), F64)
+    out, grads = gradients(function, y, weights)
+    with engine.use(state="fixed"):
+        ours, our_grads = gradients(function, y, weights)
+    torch.testing.assert_close(ours, out, rtol=1e-4, atol=1e-4)
+    for a, b in zip(our_grads, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_state_that_leaves_the_grid_is_an_error():
+    function, weights = stack("h2", Random(0), 2, 2, 40)
+    weights[0], weights[1] = 40 * weights[0], 40 * weights[1]
+    with engine.use(state="fixed"), pytest.raises(TrainingError, match=r"holds \+-2048"):
+        function(100 * Random(1)(5, 4), *weights, activation="relu")
+
+
+def test_fixed_point_says_what_it_cannot_do():
+    function, weights = stack("h1", Random(0), 2, 2, 3)
+    y = Random(1)(5, 4)
+    with engine.use(state="fixed"):
+        with pytest.raises(OptionError, match="forward Euler"):
+            function(y, *weights)
+        function, weights = stack("h2", Random(0), 2, 2, 3)
+        with pytest.raises(OptionError, match="stored"):
+            function(y, *weights, backprop="stored", engine="reference")
+        with pytest.raises(OptionError, match="reference engine only"):
+            function(y, *weights, engine="fused")
+
+
+# The check of the reversal
+
+
+def test_a_reversal_that_drifts_warns_and_can_be_told_not_to():
+    shears = fixed_stack(1024, 8, 0.5, 2.0, torch.float32)
+    y = Random(1)(10, 16).float().requires_grad_()
+    way = {"engine": "reference", "backprop": "reversible"}
+
+    def run() -> None:
+        functional.h2(y, *shears[:4], 0.5, **way).sum().backward()
+
+    from hdnn.engine import stacks
+
+    stacks._reversals = iter([1, 1, 3])
+    with pytest.warns(ReversalWarning, match="drifted"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with engine.use(check=False):
+            run()
+        stacks._reversals = iter([3])  # looked at after 1, 2, 4, 8 ... reversals
+        run()
+    stacks._reversals = __import__("itertools").count(1)
+
+
+# Choosing
+
+
+def test_settings_nest_and_end_with_their_block():
+    with engine.use(backprop="reversible") as outer:
+        assert outer.backprop == "reversible"
+        with engine.use(engine="reference") as inner:
+            assert (inner.engine, inner.backprop) == ("reference", "reversible")
+        assert engine.current().engine == "auto"
+    assert engine.current() == engine.Settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"engine": "fussed"}, "fused"),
+        ({"backprop": "magic"}, "reversible"),
+        ({"precision": "fp8"}, "tf32x3"),
+        ({"state": 3}, "fixed"),
+        ({"check": "no"}, "True or False"),
+        ({"engin": "fused"}, "engine"),
+    ],
+)
+def test_unknown_settings_are_refused(options, word):
+    with pytest.raises(OptionError, match=word), engine.use(**options):
+        pass
+
+
+def test_what_cannot_run_is_an_error_that_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(dispatch, "_installed", lambda module: False)
+    function, weights = stack("h2", Random(0), 2, 2, 3)
+    with pytest.raises(MissingExtraError, match=r"hdnn\[fast\]"):
+        function(Random(1)(5, 4), *weights, engine="fused")
+    for name in ("h1", "ms2"):
+        function, weights = stack(name, Random(0), 2, 2, 3)
+        with pytest.raises(OptionError, match="explicit inverse"):
+            function(Random(1)(5, 4), *weights, backprop="reversible")
+    function(Random(1)(5, 4), *weights)  # auto finds another way
+
+
+def test_networks_carry_their_way_to_run_and_report_it():
+    net = hdnn.H2(4, 8, engine="reference", backprop="reversible")
+    assert "reference engine, backprop reversible" in net.engine_report()
+    with engine.use(backprop="stored"):
+        assert "backprop reversible" in net.engine_report(batch=7)  # the network's own counts
+        assert "backprop stored" in hdnn.MS1(4, 8, engine="reference").engine_report()
+    assert "layer by layer" in hdnn.ImplicitH2(4, 2).engine_report()
+    y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(net(y), functional.h2(y, **net.weights(), engine="reference"))
+    for make in (
+        lambda: hdnn.H2(4, 8, engine="fast"),
+        lambda: hdnn.ImplicitH2(4, 8, engine="fused"),
+        lambda: hdnn.MLP(4, 8, backprop="reversible"),
+    ):
+        with pytest.raises((HDNNError, TypeError)):
+            make()
+
+
+# One operator
+
+
+@pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_inside_compile_a_stack_can_be_one_operator(name, backprop):
+    torch._dynamo.reset()
+    function, weights = stack(name, Random(0), 2, 3, 70)
+    y = Random(1)(5, 4)
+    way = {"backprop": backprop}
+    expected = gradients(function, y, weights, engine="reference", backprop="stored")
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    out, grads = gradients(compiled, y, weights, **way)
+    assert sum("split_stack" in target for target in seen) == 1
+    torch.testing.assert_close(out, expected[0], rtol=1e-9, atol=1e-9)
+    for a, b in zip(grads, expected[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+
+
+def test_the_operator_keeps_the_promises_of_an_operator():
+    from hdnn.engine import operators
+
+    half, layer, part = dispatch._schedule(splitting.VERLET, 3, False)
+    normal = Random(0)
+    tensors = [normal(5, 4), normal(3, 2, 2), normal(3, 2, 2), normal(3, 2), normal(3, 2)]
+    leaves = [t.requires_grad_() for t in tensors]
+    how = ((0.1 * part).requires_grad_(), half, layer, "tanh", "same", False, 4)
+    torch.library.opcheck(operators.split_stack, (*leaves, None, None, *how))
+
+
+def test_inside_compile_forward_euler_says_that_it_cannot_be_one_operator():
+    torch._dynamo.reset()
+    net = hdnn.H1(4, 3, backprop="checkpoint")
+    with pytest.raises(Exception, match="only invertible stacks"):
+        torch.compile(net, fullgraph=True, backend="eager")(torch.ones(2, 4))
