@@ -50,7 +50,7 @@ class Shapes:
         self.sizes = bound
         if bound.get("N") == 0:
             raise ShapeError(f"{self.where}: {name} has no layers; N must be at least 1.")
-        if tensor.dtype != self.dtype and not torch.is_autocast_enabled(self.device.type):
+        if tensor.dtype != self.dtype and not autocasting(self.device):
             raise ShapeError(
                 f"{self.where}: {name} is {tensor.dtype}, but y is {self.dtype}; "
                 "both must have one dtype: use .to(dtype) on one of them."
@@ -70,6 +70,11 @@ class Shapes:
     def steps(self, h: Step) -> Sequence[float | Tensor]:
         """One step size for each layer."""
         return layer_steps(self.where, h, self.N)
+
+
+def autocasting(device: torch.device) -> bool:
+    """Whether PyTorch casts by itself there."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def layer_steps(where: str, h: Step, N: int) -> Sequence[float | Tensor]:

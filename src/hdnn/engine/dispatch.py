@@ -19,6 +19,7 @@ from hdnn.engine import Settings
 from hdnn.engine.stacks import EulerStack, Run, SplitStack
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.integrators import splitting
+from hdnn.shapes import autocasting
 
 ANCHOR = 128  # shears between stored states when drift is to stay that of a shallow stack
 
@@ -137,7 +138,8 @@ def traced(y: Tensor) -> bool:
     """Whether PyTorch is compiling, exporting or transforming the call, or casting inside it."""
     return (
         torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(y.device.type)
+        or y.is_meta
+        or autocasting(y.device)
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
     )
 
