@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hdnn
 from hdnn import engine, functional
-from hdnn.engine import dispatch, fixed, plain
+from hdnn.engine import dispatch, fixed, plain, stacks
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
@@ -24,6 +24,7 @@ F64 = torch.float64
 WAYS: dict[str, dict[str, str]] = {
     "reversible": {"engine": "reference", "backprop": "reversible"},
     "checkpoint": {"engine": "reference", "backprop": "checkpoint"},
+    "fused": {"engine": "fused"},
     "auto": {},
 }
 INVERTIBLE = ("h2", "h2_inverse", "verlet", "yoshida4", "ms1", "ms3")
@@ -76,11 +77,25 @@ def test_all_ways_agree_with_the_reference(name, m, r, N, activation, seed):
     plain_way = {"engine": "reference", "backprop": "stored", "activation": activation}
     out, grads = gradients(function, y, weights, **plain_way)
     for way in ways(name):
-        ours, our_grads = gradients(function, y, weights, activation=activation, **way)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "ANCHOR", 16)  # several segments
+            ours, our_grads = gradients(function, y, weights, activation=activation, **way)
         size = 1 + float(out.abs().max())
         assert float((ours - out).abs().max()) <= 1e-11 * size
         for a, b in zip(our_grads, grads, strict=True):
             assert float((a - b).abs().max()) <= 1e-8 * (1 + float(b.abs().max()))
+
+
+@pytest.mark.parametrize("h", [0.1, (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("name", STACKS)
+def test_steps_that_are_floats_keep_their_precision(name, h):
+    function, weights = stack(name, Random(0), 2, 3, 3)
+    k = next(i for i, w in enumerate(weights) if w.shape == (3,))
+    weights[k] = h
+    y = Random(1)(5, 4)
+    expected = function(y, *weights, engine="reference", backprop="stored")
+    for way in ways(name):
+        torch.testing.assert_close(function(y, *weights, **way), expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -161,10 +176,11 @@ def test_checkpoints_of_an_euler_stack_are_about_the_root_of_its_depth():
 def fixed_stack(N: int, m: int, h: float, scale: float, dtype: torch.dtype, activation="tanh"):
     normal = Random(0)
     K_p, K_q = (scale * normal(N, m, m) / m**0.5 for _ in range(2))
-    half, layer, part = dispatch._schedule(splitting.SEMI_IMPLICIT_EULER, N, False)
+    halves, parts = dispatch.turns(splitting.SEMI_IMPLICIT_EULER, False)
+    half, layer = stacks.schedule(halves, N, False, torch.device("cpu"))
     b = torch.zeros(N, m)
     tensors = [t.to(dtype) for t in (K_p, K_q, b, b)]
-    coef = (h * part).to(dtype)
+    coef = dispatch.coefficients(parts, [h] * N, False, dtype, torch.device("cpu"))
     return plain.Shears(*tensors, None, None, half, layer, coef, activation, "same")
 
 
@@ -218,8 +234,6 @@ def test_a_reversal_that_drifts_warns_and_can_be_told_not_to():
 
     def run() -> None:
         functional.h2(y, *shears[:4], 0.5, **way).sum().backward()
-
-    from hdnn.engine import stacks
 
     stacks._reversals = iter([1, 1, 3])
     with pytest.warns(ReversalWarning, match="drifted"):
@@ -296,8 +310,9 @@ def test_networks_carry_their_way_to_run_and_report_it():
 
 @pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
 @pytest.mark.parametrize("name", INVERTIBLE)
-def test_inside_compile_a_stack_can_be_one_operator(name, backprop):
+def test_inside_compile_a_stack_can_be_one_operator(name, backprop, monkeypatch):
     torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "ANCHOR", 32)
     function, weights = stack(name, Random(0), 2, 3, 70)
     y = Random(1)(5, 4)
     way = {"backprop": backprop}
@@ -316,15 +331,18 @@ def test_inside_compile_a_stack_can_be_one_operator(name, backprop):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
 
 
-def test_the_operator_keeps_the_promises_of_an_operator():
+def test_the_operator_keeps_the_promises_of_an_operator(monkeypatch):
+    monkeypatch.setattr(dispatch, "ANCHOR", 32)
     from hdnn.engine import operators
 
-    half, layer, part = dispatch._schedule(splitting.VERLET, 3, False)
-    normal = Random(0)
-    tensors = [normal(5, 4), normal(3, 2, 2), normal(3, 2, 2), normal(3, 2), normal(3, 2)]
+    halves, parts = dispatch.turns(splitting.VERLET, True)
+    normal, N = Random(0), 70
+    tensors = [normal(5, 4), normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
     leaves = [t.requires_grad_() for t in tensors]
-    how = ((0.1 * part).requires_grad_(), half, layer, "tanh", "same", False, 4)
-    torch.library.opcheck(operators.split_stack, (*leaves, None, None, *how))
+    coef = dispatch.coefficients(parts, [0.1] * N, True, F64, torch.device("cpu"))
+    how = (coef.clone().requires_grad_(), list(halves), True, "tanh", "same")
+    for way in ("reference checkpoint", "fused reversible"):
+        torch.library.opcheck(operators.split_stack, (*leaves, None, None, *how, way))
 
 
 def test_inside_compile_forward_euler_says_that_it_cannot_be_one_operator():

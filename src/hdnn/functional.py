@@ -82,8 +82,9 @@ def h1(
     def layer(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
         return y + h * _times_J(partial_H(y, K, b, sigma), J)
 
-    if not trajectory and (plan := _planned(y, K, sigma, engine, backprop)) is not None:
-        return plan.euler(y, K, b, _times_J(K, J), [one[2] for one in layers], "general")
+    if not trajectory and (plan := _planned(y, sigma, engine, backprop)) is not None:
+        V, kind = (None, "canonical") if J is None else (_times_J(K, J), "general")
+        return plan.euler(y, K, b, V, [one[2] for one in layers], kind)
     return _run(layer, y, layers, trajectory)
 
 
@@ -108,7 +109,7 @@ def ms2(
     def layer(y: Tensor, K: Tensor, b: Tensor, h) -> Tensor:
         return y + h * sigma(y @ K.mT + b)
 
-    if not trajectory and (plan := _planned(y, K, sigma, engine, backprop)) is not None:
+    if not trajectory and (plan := _planned(y, sigma, engine, backprop)) is not None:
         return plan.euler(y, K, b, None, steps, "identity")
     return _run(layer, y, _zip(K, b, steps), trajectory)
 
@@ -155,14 +156,13 @@ def split(
     sigma = activations.get(activation)
     where, names = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
     shapes = Shapes(where + "_inverse" * inverse, y, split=True)
-    shapes.check(names[0], K_p, "N r_p m")
-    shapes.check(names[1], K_q, "N r_q m")
-    shapes.check(names[2], b_p, "N r_p")
-    shapes.check(names[3], b_q, "N r_q")
+    specs = ((K_p, "N r_p m"), (K_q, "N r_q m"), (b_p, "N r_p"), (b_q, "N r_q"))
+    for name, k in sorted((name, k) for k, name in enumerate(names)):  # as the caller gave them
+        shapes.check(name, *specs[k])
     if X is not None:
         shapes.check("X", X, "m m", "N m m")
     steps = shapes.steps(h)
-    if not trajectory and (plan := _planned(y, K_p, sigma, engine, backprop, True)) is not None:
+    if not trajectory and (plan := _planned(y, sigma, engine, backprop, True)) is not None:
         V = (_times_X(K_p, X), _times_X(K_q, X, adjoint=True)) if X is not None else (None, None)
         kind = "same" if X is None else "general"
         return plan.split(y, (K_p, K_q, b_p, b_q), V, steps, shears, kind, inverse)
@@ -329,7 +329,7 @@ def ms1(
         return p, q
 
     steps = shapes.steps(h)
-    if not trajectory and (plan := _planned(y, K_0, sigma, engine, backprop, True)) is not None:
+    if not trajectory and (plan := _planned(y, sigma, engine, backprop, True)) is not None:
         weights = (K_0.mT, K_0, b_1, b_2)
         return plan.split(y, weights, (None, None), steps, splitting.MS1, "identity", inverse)
     layers = _zip(K_0, b_1, b_2, steps)
@@ -466,7 +466,6 @@ _LAYER_BY_LAYER = engines.Settings(engine="reference", backprop="stored")
 
 def _planned(
     y: Tensor,
-    K: Tensor,
     sigma: Activation,
     engine: str | None,
     backprop: str | None,
@@ -484,7 +483,7 @@ def _planned(
         return None
     from hdnn.engine import dispatch
 
-    return dispatch.prepare(settings, y, K, sigma, reversible)
+    return dispatch.prepare(settings, y, sigma, reversible)
 
 
 def _times_J(g: Tensor, J: Tensor | None) -> Tensor:

@@ -41,14 +41,14 @@ class Shapes:
             raise ShapeError(
                 f"{self.where}: {name} must be a torch.Tensor, but got {type(tensor).__name__}."
             )
-        letters = next((s.split() for s in specs if len(s.split()) == tensor.ndim), None)
-        if letters is None:
+        letters = next((s.split() for s in specs if s.count(" ") + 1 == tensor.ndim), None)
+        known, sizes = len(self.sizes), self.sizes
+        if letters is None or any(
+            sizes.setdefault(a, k) != k for a, k in zip(letters, tensor.shape, strict=True)
+        ):
+            self.sizes = dict(list(sizes.items())[:known])  # what this tensor said does not count
             raise ShapeError(self._mismatch(name, tensor, specs))
-        bound = dict(self.sizes)
-        if any(bound.setdefault(a, k) != k for a, k in zip(letters, tensor.shape, strict=True)):
-            raise ShapeError(self._mismatch(name, tensor, specs))
-        self.sizes = bound
-        if bound.get("N") == 0:
+        if sizes.get("N") == 0:
             raise ShapeError(f"{self.where}: {name} has no layers; N must be at least 1.")
         if tensor.dtype != self.dtype and not autocasting(self.device):
             raise ShapeError(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hdnn.engine import operators
-from hdnn.engine.dispatch import ANCHOR
 from hdnn.errors import OptionError
 from hdnn.integrators import splitting
 
@@ -20,8 +19,7 @@ class Compiled:
     """A shear stack as one operator of the graph."""
 
     activation: str
-    fused: bool
-    segment: int
+    how: str  # engine and backprop
 
     def split(
         self,
@@ -33,24 +31,27 @@ class Compiled:
         kind: str,
         inverse: bool,
     ) -> Tensor:
-        turns = splitting.inverse(shears) if inverse else shears
-        order = list(range(len(h)))
+        order = splitting.inverse(shears) if inverse else shears
+        turns = [int(half == "q") for half, _ in order]
+        parts = [part if half == "q" else -part for half, part in order]
+        steps = list(h)
         if inverse:
-            order.reverse()
-        steps = [(half == "q", j, part) for j in order for half, part in turns]
-        half = torch.tensor([int(q) for q, _, _ in steps])
-        layer = torch.tensor([j for _, j, _ in steps])
-        signs = [part if q else -part for q, _, part in steps]
-        if isinstance(h[0], Tensor):
-            fraction = torch.tensor(signs, dtype=h[0].dtype, device=h[0].device)
-            coef = fraction * torch.stack([h[j] for _, j, _ in steps])
+            steps.reverse()
+        if isinstance(steps[0], Tensor):
+            stacked = torch.stack(steps)
+            fraction = torch.tensor(parts, dtype=stacked.dtype, device=stacked.device)
+            coef = (stacked[:, None] * fraction).flatten()
         else:
-            coef = torch.tensor([s * h[j] for s, (_, j, _) in zip(signs, steps, strict=True)])
+            coef = torch.tensor(
+                [step * part for step in steps for part in parts], dtype=torch.float64
+            )
         tensors = [None if t is None else t.contiguous() for t in (*weights, *V)]
         flat = y.reshape(-1, y.shape[-1]).contiguous()
         coef = coef.to(dtype=y.dtype, device=y.device)
-        how = (self.activation, kind, self.fused, self.segment)
-        return operators.split_stack(flat, *tensors, coef, half, layer, *how)[0].reshape(y.shape)
+        out, _ = operators.split_stack(
+            flat, *tensors, coef, turns, inverse, self.activation, kind, self.how
+        )
+        return out.reshape(y.shape)
 
 
 def prepare(
@@ -61,5 +62,5 @@ def prepare(
             "inside torch.compile only invertible stacks (H2, MS1, MS3, Verlet, Yoshida) can be "
             'one operator; leave engine and backprop at "auto".'
         )
-    segment = 0 if backprop == "reversible" else ANCHOR
-    return Compiled(activation, engine == "fused", segment)
+    ways = ("fused" if engine == "fused" else "reference", backprop or "checkpoint")
+    return Compiled(activation, " ".join(ways))

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
-from hdnn.engine import Settings
-from hdnn.engine.stacks import EulerStack, Run, SplitStack
+from hdnn.engine import Settings, plain
+from hdnn.engine.stacks import EagerEulerStack, EagerSplitStack, EulerStack, Run, SplitStack
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.integrators import splitting
 from hdnn.shapes import autocasting
 
-ANCHOR = 128  # shears between stored states when drift is to stay that of a shallow stack
+FUSED = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+ANCHOR = 256  # layers between stored states when drift is to stay that of a shallow stack
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def plan(
     dtype: torch.dtype,
     n: int,
     batch: int,
-    layers: int,
+    activation: str,
     traced: bool = False,
 ) -> Plan:
     """Choose for a stack of that size; what was asked for and cannot run is an error."""
@@ -57,7 +58,7 @@ def plan(
         )
     if settings.state == "fixed":
         return _fixed_plan(settings, reversible)
-    missing = _why_not_fused(device, dtype, n)
+    missing = _why_not_fused(device, dtype, n, activation)
     if engine == "fused" and missing:
         raise (MissingExtraError if "install" in missing else OptionError)(
             f'engine="fused" cannot run here: {missing}.'
@@ -68,7 +69,7 @@ def plan(
             'or "reversible", or engine="reference".'
         )
     if engine == "auto":
-        worth, why = _worth_fusing(device, n, batch, layers)
+        worth, why = _worth_fusing(device, n, batch, reversible)
         if traced:
             engine, why = "reference", "the call is traced or transformed by PyTorch"
         elif missing:
@@ -101,8 +102,10 @@ def _fixed_plan(settings: Settings, reversible: bool) -> Plan:
     return Plan("reference", "reversible", 'state="fixed" is asked for')
 
 
-def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int) -> str:
+def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int, activation: str) -> str:
     """What is missing for a fused kernel, or nothing."""
+    if activation not in FUSED:
+        return f"the kernels do not know the activation {activation!r}"
     if device.type == "cpu":
         if dtype not in (torch.float32, torch.float64):
             return f"the CPU kernel is for float32 and float64, not {dtype}"
@@ -125,23 +128,27 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _worth_fusing(device: torch.device, n: int, batch: int, layers: int) -> tuple[bool, str]:
-    """The measured rule: where one kernel beats a loop of PyTorch's."""
-    if device.type == "cuda":
-        return True, "one kernel launch instead of one an operation"
+def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
+    """The measured rule: where one kernel beats a loop of PyTorch's (docs/results/engine-*.md)."""
     if batch == 0:
         return False, "there are no samples"
-    return True, "one kernel keeps the state in the cache"
+    if device.type == "cuda":
+        widest = 128 if reversible else 64  # past that the state no longer fits the registers
+    else:
+        widest = 256  # past that matrix products by BLAS are as fast one by one
+    if n > widest:
+        return False, f"one kernel is not faster for more than {widest} features"
+    return True, "one kernel for all layers is faster than one an operation"
 
 
 def traced(y: Tensor) -> bool:
     """Whether PyTorch is compiling, exporting or transforming the call, or casting inside it."""
-    return (
-        torch.compiler.is_compiling()
-        or y.is_meta
-        or autocasting(y.device)
-        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    return torch.compiler.is_compiling() or y.is_meta or autocasting(y.device) or transformed()
+
+
+def transformed() -> bool:
+    """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @lru_cache
@@ -149,28 +156,35 @@ def kernels(device: str) -> Any:
     return importlib.import_module(f"hdnn.engine.{'cpu' if device == 'cpu' else 'triton'}")
 
 
-@lru_cache(maxsize=64)
-def _schedule(
-    shears: tuple[splitting.Shear, ...], N: int, inverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """half, layer and signed fraction of h of every shear, in the order they are taken."""
-    turns = splitting.inverse(shears) if inverse else shears
-    order = reversed(range(N)) if inverse else range(N)
-    steps = [(half == "q", j, part) for j in order for half, part in turns]
-    half = torch.tensor([int(q) for q, _, _ in steps])
-    layer = torch.tensor([j for _, j, _ in steps])
-    sign = [part if q else -part for q, _, part in steps]
-    return half, layer, torch.tensor(sign, dtype=torch.float64)
+def turns(
+    shears: tuple[splitting.Shear, ...], inverse: bool
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Of each shear of a layer: which half moves, and by what signed fraction of h."""
+    order = splitting.inverse(shears) if inverse else shears
+    return (
+        tuple(int(half == "q") for half, _ in order),
+        tuple(part if half == "q" else -part for half, part in order),
+    )
 
 
-def _coefficients(fraction: Tensor, layer: Tensor, h: Sequence[Any], like: Tensor) -> Tensor:
+def coefficients(
+    parts: tuple[float, ...], h: Sequence[Any], inverse: bool, dtype: torch.dtype, device: Any
+) -> Tensor:
+    """By how much each shear moves: its fraction of the step of its layer."""
     if isinstance(h[0], Tensor):
-        steps = torch.stack([*h])
-        index = layer.to(steps.device)
-        return (fraction.to(steps) * steps[index]).to(like)
-    if h[0] == h[-1] and len(set(h)) == 1:
-        return (fraction * h[0]).to(like)
-    return (fraction * torch.tensor(h, dtype=torch.float64)[layer]).to(like)
+        steps = torch.stack([*h][::-1] if inverse else [*h])
+        fraction = torch.tensor(parts, dtype=steps.dtype, device=steps.device)
+        return (steps[:, None] * fraction).flatten().to(device, dtype)
+    return _constants(parts, tuple(h), inverse, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    parts: tuple[float, ...], h: tuple[float, ...], inverse: bool, dtype: torch.dtype, device: Any
+) -> Tensor:
+    steps = torch.tensor(h[::-1] if inverse else h, dtype=torch.float64)
+    fraction = torch.tensor(parts, dtype=torch.float64)
+    return (steps[:, None] * fraction).flatten().to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -181,14 +195,19 @@ class Prepared:
     settings: Settings
     activation: str
 
-    def _run(self, y: Tensor, kind: str, half: Tensor, layer: Tensor) -> Run:
-        run = Run(half, layer, self.activation, kind, check=self.settings.check)
+    def _run(self, y: Tensor, kind: str, **how: Any) -> Run:
+        run = Run(self.activation, kind, check=self.settings.check, **how)
         run.grid = self.settings.state == "fixed"
         if self.plan.engine == "fused":
             run.kernels = kernels(y.device.type)
             if y.is_cuda:
+                # p and q take turns, which the GPU kernel likes, but not where it adds in order
+                alternate = len(run.turns) == 2 and not self.settings.deterministic
                 run.options = (self.settings.precision,)
                 run.backward_options = (self.settings.precision, self.settings.deterministic)
+                if run.turns:
+                    run.options += (alternate,)
+                    run.backward_options += (True, alternate)
         return run
 
     def split(
@@ -202,29 +221,32 @@ class Prepared:
         inverse: bool,
     ) -> Tensor:
         """A shear stack: y_N from y_0, for any batch shape."""
-        half, layer, fraction = _schedule(shears, len(weights[0]), inverse)
-        run = self._run(y, kind, half, layer)
+        halves, parts = turns(shears, inverse)
+        run = self._run(y, kind, turns=halves, inverse=inverse)
         run.segment = ANCHOR if self.plan.backprop == "checkpoint" else None
-        coef = _coefficients(fraction, layer, h, y)
+        coef = coefficients(parts, h, inverse, y.dtype, y.device)
         tensors = [None if t is None else t.contiguous() for t in (*weights, *V)]
         flat = y.reshape(-1, y.shape[-1]).contiguous()
-        return SplitStack.apply(flat, *tensors, coef, run)[0].reshape(y.shape)
+        stack = SplitStack if transformed() else EagerSplitStack
+        return stack.apply(flat, *tensors, coef, run)[0].reshape(y.shape)
 
     def euler(
         self, y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, h: Sequence[Any], kind: str
     ) -> Tensor:
         """An Euler stack: y_N from y_0, for any batch shape."""
-        run = self._run(y, kind, _NONE, _NONE)
+        run = self._run(y, kind)
         run.segment = max(1, math.isqrt(len(K))) if self.plan.backprop == "checkpoint" else None
-        steps = torch.stack([*h]) if isinstance(h[0], Tensor) else torch.tensor(h).double()
+        steps = coefficients((1.0,), h, False, y.dtype, y.device)
+        if kind == "canonical" and run.kernels is not plain and y.is_cuda:
+            K_p, K_q = K.chunk(2, -1)
+            V, run.kind = torch.cat([-K_q, K_p], -1), "general"
         tensors = [None if t is None else t.contiguous() for t in (K, b, V)]
         flat = y.reshape(-1, y.shape[-1]).contiguous()
-        return EulerStack.apply(flat, *tensors, steps.to(y), run)[0].reshape(y.shape)
+        stack = EulerStack if transformed() else EagerEulerStack
+        return stack.apply(flat, *tensors, steps, run)[0].reshape(y.shape)
 
 
-def prepare(
-    settings: Settings, y: Tensor, K: Tensor, sigma: Activation, reversible: bool
-) -> Prepared | None:
+def prepare(settings: Settings, y: Tensor, sigma: Activation, reversible: bool) -> Prepared | None:
     """The plan for a call, or None if the reference is to run it layer by layer."""
     n = y.shape[-1]
     chosen = plan(
@@ -234,10 +256,7 @@ def prepare(
         dtype=y.dtype,
         n=n,
         batch=y.numel() // n,
-        layers=len(K),
+        activation=sigma.name,
         traced=traced(y) or not activations.is_registered(sigma),
     )
     return None if chosen.is_reference else Prepared(chosen, settings, sigma.name)
-
-
-_NONE = torch.empty(0, dtype=torch.int64)

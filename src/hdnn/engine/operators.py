@@ -7,6 +7,7 @@ sees the layers one by one, and so do exporters, whose formats know no such oper
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from hdnn.engine.stacks import Run
 
 
 def _run(
-    half: Tensor, layer: Tensor, device: str, activation: str, kind: str, fused: bool, segment: int
+    turns: Sequence[int], inverse: bool, device: str, activation: str, kind: str, how: str
 ) -> Run:
-    run = Run(half, layer, activation, kind, check=False, segment=segment or None)
-    if fused:
+    run = Run(activation, kind, tuple(turns), inverse, check=False)
+    engine, backprop = how.split()
+    run.segment = dispatch.ANCHOR if backprop == "checkpoint" else None
+    if engine == "fused":
         run.kernels = dispatch.kernels(device)
         if device == "cuda":
             run.options, run.backward_options = ("ieee",), ("ieee", False)
@@ -37,20 +40,20 @@ def split_stack(
     V_p: Tensor | None,
     V_q: Tensor | None,
     coef: Tensor,
-    half: Tensor,
-    layer: Tensor,
+    turns: Sequence[int],
+    inverse: bool,
     activation: str,
     kind: str,
-    fused: bool,
-    segment: int,
+    how: str,
 ) -> tuple[Tensor, Tensor]:
-    run = _run(half, layer, y.device.type, activation, kind, fused, segment)
+    run = _run(turns, inverse, y.device.type, activation, kind, how)
     return stacks.SplitStack.forward(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, run)
 
 
 @split_stack.register_fake
-def _(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, half, layer, activation, kind, fused, segment):
-    anchors = math.ceil(half.shape[0] / segment) - 1 if segment else 0
+def _(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, turns, inverse, activation, kind, how):
+    segments = math.ceil(K_p.shape[0] / dispatch.ANCHOR) if how.endswith("checkpoint") else 1
+    anchors = segments - 1
     shape = (anchors, *y.shape) if anchors else (0,)
     return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(shape)
 
@@ -68,17 +71,17 @@ def split_stack_backward(
     V_p: Tensor | None,
     V_q: Tensor | None,
     coef: Tensor,
-    half: Tensor,
-    layer: Tensor,
+    turns: Sequence[int],
+    inverse: bool,
     activation: str,
     kind: str,
-    fused: bool,
-    segment: int,
+    how: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = _run(half, layer, y.device.type, activation, kind, fused, segment)
+    run = _run(turns, inverse, y.device.type, activation, kind, how)
     tensors = (K_p, K_q, b_p, b_q, V_p, V_q, coef)
     grads = stacks.back(run, y, y_N, anchors, g.contiguous(), tensors)
-    found = [y.new_empty(0) if grad is None else grad for grad in grads]
+    # Copies, because what a kernel returns may be pieces of one buffer, and an operator may not.
+    found = [y.new_empty(0) if grad is None else grad.clone() for grad in grads]
     return (found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7])
 
 
@@ -90,21 +93,21 @@ def _(g, y, y_N, anchors, K_p, K_q, b_p, b_q, V_p, V_q, coef, *_):
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.activation, ctx.kind, ctx.fused, ctx.segment = inputs
+    *tensors, ctx.turns, ctx.inverse, ctx.activation, ctx.kind, ctx.how = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, g: Tensor, _: Any) -> Any:
-    y, K_p, K_q, b_p, b_q, V_p, V_q, coef, half, layer, y_N, anchors = ctx.saved_tensors
-    how = (half, layer, ctx.activation, ctx.kind, ctx.fused, ctx.segment)
+    y, K_p, K_q, b_p, b_q, V_p, V_q, coef, y_N, anchors = ctx.saved_tensors
+    how = (ctx.turns, ctx.inverse, ctx.activation, ctx.kind, ctx.how)
     g_0, *grads, d_coef = split_stack_backward(
         g, y, y_N, anchors, K_p, K_q, b_p, b_q, V_p, V_q, coef, *how
     )
     for k, V in ((4, V_p), (5, V_q)):
         if V is None:
             grads[k] = None
-    return g_0, *grads, d_coef, *[None] * 6
+    return g_0, *grads, d_coef, *[None] * 5
 
 
 split_stack.register_autograd(_backward, setup_context=_setup_context)

@@ -3,7 +3,8 @@
 The interface that the kernels share. A *shear stack* is a schedule of shears: `half` says which
 half moves (0: p, by weights of q; 1: q, by weights of p), `layer` whose weights it uses, `coef` by
 how much: target += coef sigma(source K^T + b) V. V is K itself ("same"), nothing ("identity"), or
-given ("general"). An *Euler stack* is y += h sigma(y K^T + b) V, layer by layer.
+given ("general"). An *Euler stack* is y += h sigma(y K^T + b) V, layer by layer; there V may also
+be K J^T with the canonical J ("canonical").
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Euler(NamedTuple):
     V: Tensor | None
     h: Tensor  # (N,)
     activation: str
-    kind: str  # "identity" or "general"
+    kind: str  # "identity", "general" or "canonical"
 
 
 def split_forward(y: Tensor, stack: Shears) -> Tensor:
@@ -130,6 +131,8 @@ def euler_backward(states: Tensor, g: Tensor, stack: Euler) -> tuple[Tensor | No
         d_b[j] = u.sum(0)
         if d_V is not None:
             d_V[j] = h[j] * (z.mT @ g)
+        elif kind == "canonical":
+            d_K[j] += h[j] * (z.mT @ -_canonical(g))
         g += u @ K[j]
     return g, d_K, d_b, d_V, d_h
 
@@ -138,10 +141,20 @@ def out(z: Tensor, K: Tensor, V: Tensor | None, j: int, kind: str) -> Tensor:
     """z V for layer j."""
     if kind == "identity":
         return z
+    if kind == "canonical":
+        return _canonical(z @ K[j])
     return z @ (K if V is None else V)[j]
+
+
+def _canonical(g: Tensor) -> Tensor:
+    """J g for rows g and the canonical J; its transpose is its negative."""
+    g_p, g_q = g.chunk(2, -1)
+    return torch.cat([-g_q, g_p], -1)
 
 
 def _out_adjoint(delta: Tensor, K: Tensor, V: Tensor | None, j: int, kind: str) -> Tensor:
     if kind == "identity":
         return delta
+    if kind == "canonical":
+        return -_canonical(delta) @ K[j].mT
     return delta @ (K if V is None else V)[j].mT

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,32 +18,56 @@ from hdnn.engine import fixed, plain
 from hdnn.engine.plain import Euler, Shears
 
 
+@lru_cache(maxsize=256)
+def schedule(
+    turns: tuple[int, ...], layers: int, inverse: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Which half moves in each shear of so many layers, and by whose weights."""
+    order = torch.arange(layers).flip(0) if inverse else torch.arange(layers)
+    half, layer = torch.tensor(turns).repeat(layers), order.repeat_interleave(len(turns))
+    if device.type == "cpu":
+        return half, layer
+    return half.to(device, torch.int32), layer.to(device, torch.int32)
+
+
 @dataclass
 class Run:
     """How one call runs: by which kernels, and from which states gradients come back."""
 
-    half: Tensor
-    layer: Tensor
     activation: str
     kind: str
+    turns: tuple[int, ...] = ()  # which half moves (0: p, 1: q) in each shear of a layer
+    inverse: bool = False  # last layer first
     kernels: Any = plain  # a module with split_forward and so on
     options: tuple[Any, ...] = ()  # what its forward kernels take besides
     backward_options: tuple[Any, ...] = ()
-    segment: int | None = None  # shears between stored states; None stores the last one only
+    segment: int | None = None  # layers between stored states; None stores the last one only
     grid: bool = False  # the state is fixed-point
     check: bool = True
 
-    def shears(self, tensors: tuple[Any, ...], start: int = 0, end: int | None = None) -> Shears:
-        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
-        half, layer = self.half[start:end], self.layer[start:end]
-        schedule = (half, layer, coef[start:end], self.activation, self.kind)
-        return Shears(K_p, K_q, b_p, b_q, V_p, V_q, *schedule)
+    def cuts(self, N: int) -> list[tuple[int, int]]:
+        """The layers of each segment, in the order in which they run."""
+        size = N if self.segment is None else self.segment
+        cuts = [(start, min(start + size, N)) for start in range(0, N, size)]
+        return cuts[::-1] if self.inverse else cuts
 
-    def cuts(self) -> list[tuple[int, int]]:
-        """Where the schedule is cut into segments."""
-        M = len(self.half)
-        size = M if self.segment is None else self.segment
-        return [(start, min(start + size, M)) for start in range(0, M, size)]
+    def shears(self, tensors: tuple[Any, ...], cut: tuple[int, int] | None = None) -> Shears:
+        """The stack, or a segment of it."""
+        weights: list[Any]
+        *weights, coef = tensors
+        N, per = len(weights[0]), len(self.turns)
+        first, last = cut or (0, N)
+        if last - first < N:
+            weights = [None if w is None else w[first:last] for w in weights]
+            begin, end = (N - last, N - first) if self.inverse else (first, last)
+            coef = coef[begin * per : end * per]
+        device = coef.device if self.options else _CPU  # the GPU kernels read it there
+        half, layer = schedule(self.turns, last - first, self.inverse, device)
+        K_p, K_q, b_p, b_q, V_p, V_q = weights
+        return Shears(K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef, self.activation, self.kind)
+
+
+_CPU = torch.device("cpu")
 
 
 class SplitStack(torch.autograd.Function):
@@ -54,8 +80,8 @@ class SplitStack(torch.autograd.Function):
             Y = fixed.split_forward(y, run.shears(tensors))
             return fixed.from_grid(Y, y.dtype), Y
         anchors = []
-        for start, end in run.cuts():
-            y = run.kernels.split_forward(y, *_flat(run, run.shears(tensors, start, end)))
+        for cut in run.cuts(len(K_p)):
+            y = run.kernels.split_forward(y, *_flat(run, run.shears(tensors, cut)))
             anchors.append(y)
         return y, torch.stack(anchors[:-1]) if len(anchors) > 1 else y.new_empty(0)
 
@@ -94,6 +120,18 @@ class SplitStack(torch.autograd.Function):
         return (y_N, y_N.new_empty(0)), (0, None)
 
 
+class EagerSplitStack(torch.autograd.Function):
+    """The same for ordinary autograd: PyTorch calls this form with less ado."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = SplitStack.forward(*inputs)
+        SplitStack.setup_context(ctx, inputs, output)
+        return output
+
+    backward = SplitStack.backward
+
+
 def _flat(run: Run, stack: Shears) -> tuple[Any, ...]:
     return (stack,) if run.kernels is plain else (*stack, *run.options)
 
@@ -115,26 +153,29 @@ def _reference_vjp(run: Run, g: Tensor, y: Tensor, *tensors: Any) -> tuple[Tenso
 def back(
     run: Run, y: Tensor, y_N: Tensor, anchors: Tensor, g: Tensor, tensors: tuple[Any, ...]
 ) -> list[Any]:
-    """Segment by segment from the last: undo, and add up the gradients."""
-    cuts, total, d_coef = run.cuts(), [], []
+    """Segment by segment from the last that ran: undo it, and collect its layers' gradients."""
+    cuts, parts = run.cuts(len(tensors[0])), []
     ends = [*anchors.unbind(0), y_N] if anchors.numel() else [y_N]
     y_0: Any = y_N
-    for (start, end), y_end in zip(reversed(cuts), reversed(ends), strict=True):
-        stack = run.shears(tensors, start, end)
+    for cut, y_end in zip(reversed(cuts), reversed(ends), strict=True):
+        stack = run.shears(tensors, cut)
         if run.kernels is plain:
-            y_0, g, *grads, d_c = plain.split_backward(y_end, g, stack)  # pyright: ignore[reportAssignmentType]
+            y_0, g, *grads = plain.split_backward(y_end, g, stack)  # pyright: ignore[reportAssignmentType]
         else:
-            back = run.kernels.split_backward(y_end, g, *stack, *run.backward_options)
-            y_0, g, *grads, d_c = back
-        d_coef.append(d_c)
-        total = [_sum(a, b) for a, b in zip(total, grads, strict=True)] if total else grads
-    if run.check and len(cuts) == 1 and y.numel():
-        _check_drift(y, y_0)
-    return [g, *total, torch.cat(d_coef[::-1])]
+            y_0, g, *grads = run.kernels.split_backward(y_end, g, *stack, *run.backward_options)
+        parts.append(grads)
+    if len(parts) == 1:
+        if run.check and y.numel():
+            _check_drift(y, y_0)
+        return [g, *parts[0]]
+    ordered = parts if run.inverse else parts[::-1]  # by layer
+    weights = [_join(pieces) for pieces in list(zip(*ordered, strict=True))[:-1]]
+    return [g, *weights, _join([part[-1] for part in reversed(parts)])]
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else a + b
+def _join(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    present = [piece for piece in pieces if piece is not None]
+    return torch.cat(present) if present else None
 
 
 _reversals = itertools.count(1)
@@ -225,6 +266,18 @@ class EulerStack(torch.autograd.Function):
 
         y_N = torch.func.vmap(one, in_dims=tuple(in_dims[:5]))(*tensors)
         return (y_N, y_N.new_empty(0)), (0, None)
+
+
+class EagerEulerStack(torch.autograd.Function):
+    """The same for ordinary autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = EulerStack.forward(*inputs)
+        EulerStack.setup_context(ctx, inputs, output)
+        return output
+
+    backward = EulerStack.backward
 
 
 def _layers(stack: Euler, start: int, end: int) -> Euler:

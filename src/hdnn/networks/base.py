@@ -170,7 +170,7 @@ class Network(nn.Module):
             dtype=like.dtype,
             n=self.features,
             batch=positive_int("batch", batch),
-            layers=self.layers,
+            activation=self.activation,
         )
         return f"{where}: {plan.engine} engine, backprop {plan.backprop} ({plan.why})"
 
