@@ -350,3 +350,56 @@ def test_inside_compile_forward_euler_says_that_it_cannot_be_one_operator():
     net = hdnn.H1(4, 3, backprop="checkpoint")
     with pytest.raises(Exception, match="only invertible stacks"):
         torch.compile(net, fullgraph=True, backend="eager")(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("h", [0.1, "each"])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
+    from hdnn.engine import compiled
+
+    _, weights = stack("h2", Random(0), 2, 3, 6)
+    steps = list(weights[4]) if h == "each" else [h] * 6
+    y = Random(1)(2, 5, 4)
+    arguments = (tuple(weights[:4]), (None, None), steps, splitting.VERLET, "same", inverse)
+    for engine_, backprop in ((None, "reversible"), ("fused", None)):
+        ours = compiled.prepare("tanh", engine_, backprop, True).split(y, *arguments)
+        expected = functional.verlet(
+            y, *weights[:4], steps if h == 0.1 else weights[4], inverse=inverse
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(OptionError, match="only invertible stacks"):
+        compiled.prepare("tanh", "fused", None, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine_", "why"),
+    [
+        ({"device": "cuda", "n": 64}, "fused", "faster"),
+        ({"device": "cuda", "n": 200}, "reference", "128 features"),
+        ({"device": "cuda", "n": 200, "reversible": False}, "reference", "64 features"),
+        ({"device": "cuda", "n": 300}, "reference", "up to 256"),
+        ({"device": "cuda", "dtype": torch.float64}, "reference", "float32"),
+        ({"device": "mps"}, "reference", "no kernel for mps"),
+        ({"dtype": torch.bfloat16}, "reference", "float32 and float64"),
+        ({"n": 512}, "reference", "256 features"),
+        ({"batch": 0}, "reference", "no samples"),
+        ({"activation": "mine"}, "reference", "mine"),
+        ({"traced": True}, "reference", "traced"),
+        ({"backprop": "stored"}, "reference", "stored"),
+        ({}, "fused", "faster"),
+    ],
+)
+def test_auto_chooses_by_device_dtype_and_size_and_says_why(options, engine_, why):
+    given = {"reversible": True, "dtype": torch.float32, "n": 4, "batch": 9, "activation": "tanh"}
+    given |= {"device": "cpu"} | options
+    device = torch.device(given.pop("device"))
+    asked = engine.Settings(backprop=given.pop("backprop", "auto"))
+    plan = dispatch.plan(asked, device=device, **given)
+    assert plan.engine == engine_
+    assert why in plan.why
+
+
+def test_a_fused_stack_keeps_no_states():
+    function, weights = stack("h2", Random(0), 2, 2, 3)
+    with pytest.raises(OptionError, match="keeps no states"):
+        function(Random(1)(5, 4), *weights, engine="fused", backprop="stored")

@@ -607,3 +607,23 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it():
     with refused(errors.MissingExtraError, "no_such_module", "pip install 'hdnn[plot]'"):
         errors.require("no_such_module", extra="plot")
     assert errors.require("math", extra="plot") is math
+
+
+def test_odds_and_ends_are_refused_in_a_sentence():
+    net = hdnn.H2(4, 2)
+    model = hdnn.Model(None, net, hdnn.SoftmaxHead(4, 2))
+    for kind, wrong in (
+        (hdnn.errors.StepError, lambda: hdnn.H2(4, 2, step=10**400)),
+        (hdnn.errors.OptionError, lambda: hdnn.H2(4, 2, generator=3)),
+        (hdnn.errors.OptionError, lambda: hdnn.H2(4, 2, device="nowhere")),
+        (hdnn.errors.OptionError, lambda: hdnn.H2(4, 2, sparsity={"R": [[1]], "typo": 1})),
+        (hdnn.errors.OptionError, lambda: hdnn.regularization.gradient_budget(model)),
+        (hdnn.errors.CheckpointError, lambda: hdnn.load(None)),
+        (hdnn.errors.CheckpointError, lambda: hdnn.save(net, None)),
+        (ShapeError, lambda: hdnn.interconnection.canonical(4.0)),
+        (ShapeError, lambda: hdnn.analysis.symplectic_defect(torch.eye(4), torch.eye(2))),
+        (hdnn.errors.DataError, lambda: model.loss(torch.ones(3, 4), torch.ones(3))),
+    ):
+        with pytest.raises(kind):
+            wrong()
+    assert hdnn.Augment(2, 4, torch.tensor([1, 3])).placement == [1, 3]
