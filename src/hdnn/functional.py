@@ -14,13 +14,13 @@ stacks run (see `hdnn.engine`), never what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn import activations
+from hdnn import activations, interconnection
 from hdnn import engine as engines
 from hdnn.activations import Activation
 from hdnn.integrators import implicit, splitting
@@ -77,15 +77,15 @@ def h1(
     K (N, r, n), b (N, r), J (n, n) or (N, n, n), by default the canonical [[0, -I], [I, 0]].
     """
     sigma = activations.get(activation)
-    layers = _full_layers("h1", y, K, b, h, J)
+    steps = _full_steps("h1", y, K, b, h, J)
 
     def layer(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
         return y + h * _times_J(partial_H(y, K, b, sigma), J)
 
     if not trajectory and (plan := _planned(y, sigma, engine, backprop)) is not None:
         V, kind = (None, "canonical") if J is None else (_times_J(K, J), "general")
-        return plan.euler(y, K, b, V, [one[2] for one in layers], kind)
-    return _run(layer, y, layers, trajectory)
+        return plan.euler(y, K, b, V, steps, kind)
+    return _run(layer, y, _zip(K, b, steps, per_layer(J, len(K))), trajectory)
 
 
 def ms2(
@@ -403,7 +403,7 @@ def midpoint(
     Arguments as in `h1`.
     """
     sigma = activations.get(activation)
-    layers = _full_layers("midpoint", y, K, b, h, J)
+    steps = _full_steps("midpoint", y, K, b, h, J)
     check_tolerance("midpoint", tol, max_iter)
     newton: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
     half = -0.5 if inverse else 0.5
@@ -413,7 +413,8 @@ def midpoint(
         middle = implicit.solve(y, B, K, b, sigma, where=f"midpoint, layer {j}", **newton)
         return 2 * middle - y
 
-    return _run(layer, y, [(j, *one) for j, one in enumerate(layers)], trajectory, inverse=inverse)
+    layers = _zip(range(len(K)), K, b, steps, per_layer(J, len(K)))
+    return _run(layer, y, layers, trajectory, inverse=inverse)
 
 
 # How a stack runs
@@ -450,15 +451,16 @@ def _zip(*stacks: Tensor | Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(zip(*unbound, strict=True))
 
 
-def _full_layers(
+def _full_steps(
     where: str, y: Tensor, K: Tensor, b: Tensor, h: Step, J: Tensor | None
-) -> list[tuple[Any, ...]]:
+) -> Sequence[Any]:
+    """Check the arguments of a scheme with a full K, and return its step for each layer."""
     shapes = Shapes(where, y, split=J is None)
     shapes.check("K", K, "N r n")
     shapes.check("b", b, "N r")
     if J is not None:
         shapes.check("J", J, "n n", "N n n")
-    return _zip(K, b, shapes.steps(h), per_layer(J, shapes.N))
+    return shapes.steps(h)
 
 
 _LAYER_BY_LAYER = engines.Settings(engine="reference", backprop="stored")
@@ -487,11 +489,8 @@ def _planned(
 
 
 def _times_J(g: Tensor, J: Tensor | None) -> Tensor:
-    """J g for rows g (..., n); the canonical J swaps the halves and turns one sign."""
-    if J is None:
-        g_p, g_q = g.chunk(2, -1)
-        return torch.cat([-g_q, g_p], -1)
-    return g @ J.mT
+    """J g for rows g (..., n), by default with the canonical J."""
+    return interconnection.times_canonical(g) if J is None else g @ J.mT
 
 
 def _times_X(g: Tensor, X: Tensor | None, *, adjoint: bool = False) -> Tensor:

@@ -30,6 +30,12 @@ def from_X(X: Tensor) -> Tensor:
     return torch.cat([torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2)
 
 
+def times_canonical(g: Tensor) -> Tensor:
+    """J g for rows g (..., n): the canonical J swaps the halves and turns one sign."""
+    g_p, g_q = g.chunk(2, -1)
+    return torch.cat([-g_q, g_p], -1)
+
+
 def block_diagonal(
     sizes: list[int] | tuple[int, ...], *, dtype: torch.dtype | None = None
 ) -> Tensor:

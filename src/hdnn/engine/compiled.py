@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.engine import operators
+from hdnn.engine import dispatch, operators
 from hdnn.errors import OptionError
 from hdnn.integrators import splitting
 
@@ -31,25 +31,14 @@ class Compiled:
         kind: str,
         inverse: bool,
     ) -> Tensor:
-        order = splitting.inverse(shears) if inverse else shears
-        turns = [int(half == "q") for half, _ in order]
-        parts = [part if half == "q" else -part for half, part in order]
-        steps = list(h)
-        if inverse:
-            steps.reverse()
-        if isinstance(steps[0], Tensor):
-            stacked = torch.stack(steps)
-            fraction = torch.tensor(parts, dtype=stacked.dtype, device=stacked.device)
-            coef = (stacked[:, None] * fraction).flatten()
-        else:
-            coef = torch.tensor(
-                [step * part for step in steps for part in parts], dtype=torch.float64
-            )
+        halves, parts = dispatch.turns(shears, inverse)
+        # As tensors: the compiler does not follow the memory of coefficients that are constant.
+        steps = h if isinstance(h[0], Tensor) else torch.tensor(h, dtype=torch.float64).unbind(0)
+        coef = dispatch.coefficients(parts, steps, inverse, y.dtype, y.device)
         tensors = [None if t is None else t.contiguous() for t in (*weights, *V)]
         flat = y.reshape(-1, y.shape[-1]).contiguous()
-        coef = coef.to(dtype=y.dtype, device=y.device)
         out, _ = operators.split_stack(
-            flat, *tensors, coef, turns, inverse, self.activation, kind, self.how
+            flat, *tensors, coef, list(halves), inverse, self.activation, kind, self.how
         )
         return out.reshape(y.shape)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn import activations
+from hdnn import activations, interconnection
 from hdnn.activations import Activation
 from hdnn.engine import Settings, plain
 from hdnn.engine.stacks import EagerEulerStack, EagerSplitStack, EulerStack, Run, SplitStack
@@ -109,7 +109,7 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int, activation:
     if device.type == "cpu":
         if dtype not in (torch.float32, torch.float64):
             return f"the CPU kernel is for float32 and float64, not {dtype}"
-        if not _installed("numba") or not _installed("hdnn.engine.cpu"):
+        if not _installed("numba"):
             return "numba is not installed: pip install 'hdnn[fast]'"
         return ""
     if device.type == "cuda":
@@ -117,7 +117,7 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int, activation:
             return f"the GPU kernel is for float32, not {dtype}"
         if n > 256:
             return f"the GPU kernel is for up to 256 features, not {n}"
-        if not _installed("triton") or not _installed("hdnn.engine.triton"):
+        if not _installed("triton"):
             return "triton is not installed: pip install 'hdnn[gpu]'"
         return ""
     return f"there is no kernel for {device.type}"
@@ -182,9 +182,9 @@ def coefficients(
 def _constants(
     parts: tuple[float, ...], h: tuple[float, ...], inverse: bool, dtype: torch.dtype, device: Any
 ) -> Tensor:
-    steps = torch.tensor(h[::-1] if inverse else h, dtype=torch.float64)
-    fraction = torch.tensor(parts, dtype=torch.float64)
-    return (steps[:, None] * fraction).flatten().to(device, dtype)
+    return coefficients(
+        parts, torch.tensor(h, dtype=torch.float64).unbind(0), inverse, dtype, device
+    )
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,7 @@ class Prepared:
         run.segment = max(1, math.isqrt(len(K))) if self.plan.backprop == "checkpoint" else None
         steps = coefficients((1.0,), h, False, y.dtype, y.device)
         if kind == "canonical" and run.kernels is not plain and y.is_cuda:
-            K_p, K_q = K.chunk(2, -1)
-            V, run.kind = torch.cat([-K_q, K_p], -1), "general"
+            V, run.kind = interconnection.times_canonical(K), "general"
         tensors = [None if t is None else t.contiguous() for t in (K, b, V)]
         flat = y.reshape(-1, y.shape[-1]).contiguous()
         stack = EulerStack if transformed() else EagerEulerStack

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hdnn import activations
+from hdnn import activations, interconnection
 
 
 class Shears(NamedTuple):
@@ -132,7 +132,7 @@ def euler_backward(states: Tensor, g: Tensor, stack: Euler) -> tuple[Tensor | No
         if d_V is not None:
             d_V[j] = h[j] * (z.mT @ g)
         elif kind == "canonical":
-            d_K[j] += h[j] * (z.mT @ -_canonical(g))
+            d_K[j] += h[j] * (z.mT @ -interconnection.times_canonical(g))
         g += u @ K[j]
     return g, d_K, d_b, d_V, d_h
 
@@ -142,19 +142,13 @@ def out(z: Tensor, K: Tensor, V: Tensor | None, j: int, kind: str) -> Tensor:
     if kind == "identity":
         return z
     if kind == "canonical":
-        return _canonical(z @ K[j])
+        return interconnection.times_canonical(z @ K[j])
     return z @ (K if V is None else V)[j]
-
-
-def _canonical(g: Tensor) -> Tensor:
-    """J g for rows g and the canonical J; its transpose is its negative."""
-    g_p, g_q = g.chunk(2, -1)
-    return torch.cat([-g_q, g_p], -1)
 
 
 def _out_adjoint(delta: Tensor, K: Tensor, V: Tensor | None, j: int, kind: str) -> Tensor:
     if kind == "identity":
         return delta
     if kind == "canonical":
-        return -_canonical(delta) @ K[j].mT
+        return -interconnection.times_canonical(delta) @ K[j].mT
     return delta @ (K if V is None else V)[j].mT

@@ -139,10 +139,14 @@ class Network(nn.Module):
                 f"but got {tuple(y.shape)}; augment the features (hdnn.heads.Augment) "
                 f"or make the network with features={y.shape[-1]}."
             )
-        if self.engines:  # "auto" is whatever hdnn.engine.use says
-            for name in ("engine", "backprop"):
-                options[name] = None if getattr(self, name) == "auto" else getattr(self, name)
+        if self.engines:
+            options |= self._asked()
         return self.function(y, **weights, activation=self.activation, **options)
+
+    def _asked(self) -> dict[str, str | None]:
+        """How this network asks to run; "auto" leaves it to `hdnn.engine.use`."""
+        given = {"engine": self.engine, "backprop": self.backprop}
+        return {name: None if value == "auto" else value for name, value in given.items()}
 
     def _choose_engine(self, engine: str, backprop: str) -> None:
         """Check and set how the stack runs."""
@@ -161,10 +165,8 @@ class Network(nn.Module):
             return f"{where}: reference engine, stored states (it runs layer by layer only)"
         from hdnn.engine import dispatch
 
-        given = {"engine": self.engine, "backprop": self.backprop}
-        settings = current(**{k: None if v == "auto" else v for k, v in given.items()})
         plan = dispatch.plan(
-            settings,
+            current(**self._asked()),
             reversible=self.invertible,
             device=like.device,
             dtype=like.dtype,
