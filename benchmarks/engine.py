@@ -3,86 +3,79 @@
     python benchmarks/engine.py --device cpu
     python benchmarks/engine.py --device cuda --out docs/results
 
-Everything that is compared runs in one process, in turns, so that a busy machine slows all alike:
-read the ratios, with their quartiles. The plain loop indexes K[j] in Python, with autograd.
+All that is compared runs in one process and in turns, so that slow drifts of the machine cancel. In
+its turn a contestant takes as many steps in a row as fill about 30 ms, after one that does not
+count, and waits for the device once at the end; a step that is longer than that has the turn to
+itself. The time of a step is that of its turn over the number of steps, a ratio is taken turn by
+turn, and medians and quartiles are over the turns. "Alone" is the ratio of single steps, each right
+after one of the other contestant, which has just emptied the caches: nobody trains like that.
+
+The plain loop indexes K[j] in Python, with autograd.
+
+Other programs do not slow all alike: many small operations wait for threads that have no core, one
+kernel hardly does, and ratios come out several times too large. The last line says how much of the
+machine others took; figures are worth keeping if that is next to nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import floor
+import report
+import rivals
 import torch
+from rivals import PLAIN, Row, Step, say, training_step, weights
 from torch import Tensor
 
 import hdnn
 from hdnn import functional
+from hdnn.engine import fixed, plain
 
-Step = Callable[[], object]
+BLOCK = 0.03  # seconds of a turn
+median = statistics.median
 
-
-def weights(kind: str, n: int, batch: int, N: int, device: str) -> list[Tensor]:
-    """y and the weights of a stack, all with gradients."""
-    generator = torch.Generator().manual_seed(0)
-    m = n // 2
-    shapes = [(N, n, n), (N, n)] if kind == "h1" else [(N, m, m), (N, m, m), (N, m), (N, m)]
-    scale = (n if kind == "h1" else m) ** -0.5
-    tensors = [torch.randn(batch, n, generator=generator)]
-    tensors += [
-        (scale if len(shape) == 3 else 0.1) * torch.randn(shape, generator=generator)
-        for shape in shapes
-    ]
-    return [t.to(device).requires_grad_() for t in tensors]
+# Timing
 
 
-def plain_h2(y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float) -> Tensor:
-    p, q = y.chunk(2, -1)
-    for j in range(len(K_p)):
-        p = p - h * torch.tanh(q @ K_q[j].T + b_q[j]) @ K_q[j]
-        q = q + h * torch.tanh(p @ K_p[j].T + b_p[j]) @ K_p[j]
-    return torch.cat([p, q], -1)
-
-
-def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
-    J = hdnn.interconnection.canonical(y.shape[-1], device=y.device)
-    for j in range(len(K)):
-        y = y + h * (torch.tanh(y @ K[j].T + b[j]) @ K[j]) @ J.T
-    return y
-
-
-def training_step(function: Callable[..., Tensor], tensors: list[Tensor], **options: Any) -> Step:
-    """Forwards and backwards, as one trains."""
-
-    def step() -> None:
-        for t in tensors:
-            t.grad = None
-        function(*tensors, 0.1, **options).sum().backward()
-
-    return step
-
-
-def interleaved(steps: dict[str, Step], device: str, seconds: float) -> dict[str, list[float]]:
-    """Times in milliseconds of each, taken in turns until the time is up."""
+def in_turns(
+    steps: dict[str, Step], device: str, seconds: float, *, block: float = BLOCK, least: int = 5
+) -> dict[str, list[float]]:
+    """Milliseconds a step of each contestant, turn by turn, until the time is up."""
+    counts = {name: _steps_that_fill(step, block, device) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-        step()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
         for name, step in steps.items():
-            _wait(device)
-            start = time.perf_counter()
-            step()
-            _wait(device)
-            times[name].append(1e3 * (time.perf_counter() - start))
+            if counts[name] > 1:
+                step()
+            times[name].append(1e3 * _clock(step, counts[name], device))
     return times
+
+
+def _steps_that_fill(step: Step, block: float, device: str) -> int:
+    step()  # compiles
+    once = min(_clock(step, 1, device) for _ in range(2))
+    return max(1, round(block / once))
+
+
+def _clock(step: Step, count: int, device: str) -> float:
+    """Seconds a step, of so many in a row."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait(device)
+    return (time.perf_counter() - start) / count
 
 
 def _wait(device: str) -> None:
@@ -90,183 +83,143 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
+def compare(what: str, steps: dict[str, Step], device: str, seconds: float, target: str) -> Row:
+    """How often the second contestant's step fits into the first one's."""
+    times = in_turns(steps, device, seconds)
+    single = in_turns(steps, device, seconds / 4, block=0.0)
+    (low, middle, high), (base, ours) = _ratio(times), (median(t) for t in times.values())
+    row = {"what": what, "instead_ms": base, "hdnn_ms": ours, "ratio": middle}
+    row |= {"ratio_quartiles": [low, high], "turns": len(next(iter(times.values())))}
+    row |= {"alone": _ratio(single)[1], "target": target}
+    say(
+        f"{what}: {base:.2f} ms / {ours:.3f} ms = {middle:.1f}x ({low:.1f} .. {high:.1f}), "
+        f"alone {row['alone']:.1f}x {target}"
+    )
+    return row
+
+
+def _ratio(times: dict[str, list[float]]) -> tuple[float, float, float]:
+    """Quartiles of the ratio, turn by turn, so that noise common to both cancels."""
+    base, other = times.values()
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(base, other, strict=True)], n=4)
     return low, middle, high
 
 
-def row(what: str, base: list[float], other: list[float], target: str) -> dict[str, Any]:
-    """The ratio of the two, turn by turn, so that noise common to both cancels."""
-    low, middle, high = quartiles([a / b for a, b in zip(base, other, strict=True)])
-    return {
-        "what": what,
-        "plain_ms": quartiles(base)[1],
-        "hdnn_ms": quartiles(other)[1],
-        "ratio": middle,
-        "ratio_quartiles": [low, high],
-        "turns": len(base),
-        "target": target,
-    }
-
+# What is measured
 
 CPU = [
-    ("h2", 4, 125, 64, ">= 50"),
-    ("h1", 4, 125, 64, ">= 50"),
-    ("h2", 16, 125, 64, ">= 20"),
-    ("h1", 16, 125, 64, ">= 20"),
-    ("h2", 64, 1000, 64, ">= 2"),
-    ("h1", 64, 1000, 64, ">= 2"),
-    ("h2", 256, 1000, 64, ">= 1.1"),
-    ("h1", 256, 1000, 64, ">= 1.1"),
+    ("h2", 4, 125, 64, "ieee", ">= 50"),
+    ("h1", 4, 125, 64, "ieee", ">= 50"),
+    ("h2", 16, 125, 64, "ieee", ">= 20"),
+    ("h1", 16, 125, 64, "ieee", ">= 20"),
+    ("h2", 64, 1000, 64, "ieee", ">= 2"),
+    ("h1", 64, 1000, 64, "ieee", ">= 2"),
+    ("h2", 256, 1000, 64, "ieee", ">= 1.1"),
+    ("h1", 256, 1000, 64, "ieee", ">= 1.1"),
 ]
 CUDA = [
     ("h2", 64, 8192, 256, "tf32", ">= 100"),
     ("h2", 64, 8192, 256, "ieee", ">= 20"),
     ("h2", 64, 8192, 256, "bf16", ""),
     ("h1", 64, 8192, 256, "tf32", ">= 30"),
+    ("h1", 64, 8192, 256, "ieee", ""),
     ("h2", 64, 8192, 64, "tf32", ""),
 ]
 
 
-def speed(device: str, seconds: float) -> list[dict[str, Any]]:
+def speed(device: str, seconds: float, quick: bool) -> list[Row]:
     """Against the plain loop."""
     rows = []
-    cases = [(*c[:4], "ieee", c[4]) for c in CPU] if device == "cpu" else CUDA
-    for kind, n, batch, N, precision, target in cases:
+    cases = CPU if device == "cpu" else CUDA
+    for kind, n, batch, N, precision, target in cases[:2] if quick else cases:
         tensors = weights(kind, n, batch, N, device)
-        plain = plain_h1 if kind == "h1" else plain_h2
-        with hdnn.engine.use(precision=precision, check=False):
-            steps = {
-                "plain": training_step(plain, tensors),
-                "hdnn": training_step(getattr(functional, kind), tensors),
-            }
-            times = interleaved(steps, device, seconds)
+        steps = {
+            "plain": training_step(PLAIN[kind], tensors),
+            "hdnn": training_step(getattr(functional, kind), tensors),
+        }
         what = f"{kind.upper()}, n = {n}, batch {batch}, {N} layers, {precision}"
-        rows.append(row(what, times["plain"], times["hdnn"], target))
-        print(_line(rows[-1]), flush=True)
+        with hdnn.engine.use(precision=precision, check=False):
+            rows.append(compare(what, steps, device, seconds, target))
     return rows
 
 
-def others(device: str, seconds: float) -> list[dict[str, Any]]:
+def others(device: str, seconds: float, quick: bool) -> list[Row]:
     """Against what one would pick instead, for one H2 of a usual size."""
     n, batch, N = (64, 8192, 64) if device == "cuda" else (16, 125, 64)
-    tensors = weights("h2", n, batch, N, device)
-    rivals: dict[str, Callable[[], Step]] = {
-        "torch.compile": lambda: training_step(torch.compile(plain_h2), tensors),
-        "torch.utils.checkpoint": lambda: training_step(_checkpointed, tensors),
-        "torchdiffeq, adjoint": lambda: _torchdiffeq(tensors),
-        "memcnn": lambda: _memcnn(tensors),
-        "revlib": lambda: _revlib(tensors),
-    }
+    tensors = weights("h2", n, batch, 8 if quick else N, device)
     rows = []
-    for name, make in rivals.items():
-        try:
-            steps = {"rival": make(), "hdnn": training_step(functional.h2, tensors)}
-            times = interleaved(steps, device, seconds)
-        except Exception as error:  # a rival that does not run is a result too
-            reason = " ".join(str(error).split())[:160]
-            rows.append({"what": name, "failed": f"{type(error).__name__}: {reason}"})
-            print(f"{name}: does not run here ({rows[-1]['failed']})", flush=True)
+    for name, products, precision, target in _rivals(device):
+        make = rivals.RIVALS[name]
+        what = f"{name}, {products}, ours {precision}" if device == "cuda" else name
+        if quick and name == "torch.compile":
+            rows.append({"what": what, "failed": "left out of a quick run"})
             continue
-        rows.append(row(name, times["rival"], times["hdnn"], ""))
-        print(_line(rows[-1]), flush=True)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
+        try:
+            with hdnn.engine.use(precision=precision, check=False):
+                steps = {
+                    "rival": rivals.step_of(*make(tensors)),
+                    "hdnn": training_step(functional.h2, tensors),
+                }
+                rows.append(compare(what, steps, device, seconds, target))
+        except Exception as error:  # a rival that does not run is a result too
+            rows.append({"what": what, "failed": f"does not run: {rivals.why_not(error)}"})
+            say(f"{what}: {rows[-1]['failed']}")
+        finally:
+            torch.set_float32_matmul_precision(before)
     return rows
 
 
-def _checkpointed(y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float):
-    from torch.utils.checkpoint import checkpoint
-
-    for part in torch.arange(len(K_p)).split(8):
-        chosen = [w[part] for w in (K_p, K_q, b_p, b_q)]
-        y = checkpoint(plain_h2, y, *chosen, h, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
-    return y
-
-
-def _torchdiffeq(tensors: list[Tensor]) -> Step:
-    from torchdiffeq import odeint_adjoint  # pyright: ignore[reportMissingImports]
-
-    class Field(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.ParameterList([torch.nn.Parameter(t) for t in tensors[1:]])
-
-        def forward(self, t: Tensor, y: Tensor) -> Tensor:
-            K_p, K_q, b_p, b_q = self.w
-            j = min(int(t / 0.1), len(K_p) - 1)
-            p, q = y.chunk(2, -1)
-            f_p = -torch.tanh(q @ K_q[j].T + b_q[j]) @ K_q[j]
-            return torch.cat([f_p, torch.tanh(p @ K_p[j].T + b_p[j]) @ K_p[j]], -1)
-
-    field, N = Field().to(tensors[0].device), len(tensors[1])
-    grid = torch.linspace(0, 0.1 * N, N + 1, device=tensors[0].device)
-
-    def step() -> None:
-        odeint_adjoint(field, tensors[0], grid, method="euler")[-1].sum().backward()
-
-    return step
+def _rivals(device: str) -> list[tuple[str, str, str, str]]:
+    """Name, precision of its products, precision of ours, target."""
+    rest = [(name, "ieee", "ieee", "") for name in rivals.RIVALS]
+    if device == "cpu":
+        return rest
+    name = rest[0][0]
+    return [(name, "ieee", "tf32", ">= 50"), (name, "tf32", "tf32", ">= 50"), *rest[1:]]
 
 
-class _Half(torch.nn.Module):
-    """One half step, for reversible wrappers."""
-
-    def __init__(self, K: Tensor, b: Tensor, sign: float) -> None:
-        super().__init__()
-        self.K, self.b = (
-            torch.nn.Parameter(K.detach().clone()),
-            torch.nn.Parameter(b.detach().clone()),
-        )
-        self.sign = sign
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.sign * 0.1 * torch.tanh(x @ self.K.T + self.b) @ self.K
-
-
-def _memcnn(tensors: list[Tensor]) -> Step:
-    import memcnn  # pyright: ignore[reportMissingImports]
-
-    y, K_p, K_q, b_p, b_q = tensors
-    blocks = [
-        memcnn.InvertibleModuleWrapper(
-            memcnn.AdditiveCoupling(
-                _Half(K_q[j], b_q[j], -1), _Half(K_p[j], b_p[j], 1), split_dim=-1
-            ),
-            keep_input=False,
-        )
-        for j in range(len(K_p))
-    ]
-    net = torch.nn.Sequential(*blocks).to(y.device)
-    return lambda: net(y.detach().clone().requires_grad_()).sum().backward()
+def sweep(device: str, seconds: float, quick: bool) -> list[Row]:
+    """`auto` against the plain loop from narrow to wide: it is never to be slower."""
+    rows = []
+    sizes = (2, 16) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    for kind in ("h2", "h1"):
+        for n in sizes:
+            for batch in (32, 1000):
+                tensors = weights(kind, n, batch, 16, device)
+                steps = {
+                    "plain": training_step(PLAIN[kind], tensors),
+                    "hdnn": training_step(getattr(functional, kind), tensors),
+                }
+                with hdnn.engine.use(check=False):
+                    times = in_turns(steps, device, seconds / 8, least=3)
+                low, middle, high = _ratio(times)
+                row: Row = {"kind": kind.upper(), "n": n, "batch": batch, "ratio": middle}
+                rows.append(row | {"ratio_quartiles": [low, high], "slower": high < 1})
+                say(
+                    f"auto, {kind.upper()}, n = {n}, batch {batch}: {middle:.2f}x "
+                    f"({low:.2f} .. {high:.2f}){' SLOWER' if high < 1 else ''}"
+                )
+    return rows
 
 
-def _revlib(tensors: list[Tensor]) -> Step:
-    import revlib  # pyright: ignore[reportMissingImports]
-
-    y, K_p, K_q, b_p, b_q = tensors
-    halves = [
-        half
-        for j in range(len(K_p))
-        for half in (_Half(K_q[j], b_q[j], -1), _Half(K_p[j], b_p[j], 1))
-    ]
-    net = revlib.ReversibleSequential(*halves, split_dim=-1).to(y.device)
-    return lambda: net(y.detach().clone().requires_grad_()).sum().backward()
-
-
-def depth(device: str, seconds: float) -> list[dict[str, Any]]:
+def depth(device: str, seconds: float, quick: bool) -> list[Row]:
     """Time and memory of a training step against the number of layers."""
     n, batch = (64, 8192) if device == "cuda" else (16, 1000)
     rows = []
-    for N in (16, 64, 256, 1024, 4096):
+    for N in (4, 16) if quick else (16, 64, 256, 1024, 4096):
         tensors = weights("h2", n, batch, N, device)
         steps = {"hdnn": training_step(functional.h2, tensors, backprop="reversible")}
         if N <= 1024:
-            steps["plain"] = training_step(plain_h2, tensors)
+            steps["plain"] = training_step(rivals.plain_h2, tensors)
         with hdnn.engine.use(check=False):
-            times = interleaved(steps, device, seconds / 2)
+            times = in_turns(steps, device, seconds / 2)
             memory = {name: _memory(step, tensors, device) for name, step in steps.items()}
         for name in steps:
-            ms = quartiles(times[name])[1]
+            ms = median(times[name])
             rows.append({"layers": N, "engine": name, "ms": ms, "MiB": memory[name]})
-            print(f"{N:5d} layers, {name:5s}: {ms:9.2f} ms, {memory[name]:9.2f} MiB", flush=True)
+            say(f"{N:5d} layers, {name:5s}: {ms:9.2f} ms, {memory[name]:9.2f} MiB")
     return rows
 
 
@@ -291,94 +244,151 @@ def _memory(step: Step, tensors: list[Tensor], device: str) -> float:
     return sum(kept.values()) / 2**20
 
 
-def accuracy(device: str) -> list[dict[str, Any]]:
+# Run by itself, because the peak of a process is that of all it ever did. Linux lets it forget.
+PEAK = """
+import resource, sys
+import torch, hdnn
+from rivals import training_step, weights
+from hdnn import functional
+from hdnn.engine import fixed, plain
+
+def resident(field):
+    try:
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+N, batch = int(sys.argv[1]), int(sys.argv[2])
+step = lambda t: training_step(functional.h2, t, backprop="reversible")()
+with hdnn.engine.use(check=False):
+    step(weights("h2", 16, batch, 2, "cpu"))  # compiles, starts threads
+    tensors = weights("h2", 16, batch, N, "cpu")
+    try:
+        open("/proc/self/clear_refs", "w").write("5")
+    except OSError:
+        pass
+    before = resident("VmRSS")
+    step(tensors)
+    grads = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
+    print((resident("VmHWM") - before - grads) / 2**20)
+"""
+
+
+def peak(rows: list[Row], device: str, quick: bool) -> Row:
+    """The peak of a reversible step from shallow to deep, beyond weights and gradients."""
+    depths = (4, 16) if quick else (16, 256, 4096)
+    if device == "cuda":
+        n, batch = 64, 8192
+        found = [r["MiB"] for r in rows if r["engine"] == "hdnn" and r["layers"] in depths]
+    else:
+        n, batch = 16, 1000 if quick else 50_000
+        found = [float(_python(PEAK, str(N), str(batch))) for N in depths]
+    state = batch * n * 4 / 2**20
+    row: Row = {"layers": list(depths), "batch": batch, "MiB": found, "state_MiB": state}
+    row |= {"ratio": found[-1] / found[0] if found[0] > 0 else None, "target": "<= 1.05"}
+    listed = ", ".join(f"{MiB:.2f} MiB at {N}" for N, MiB in zip(depths, found, strict=True))
+    say(
+        f"peak of a reversible step, n = {n}, batch {batch}: {listed} layers; one state is "
+        f"{state:.1f} MiB (target: last <= 1.05 times first)"
+    )
+    return row
+
+
+def _python(program: str, *arguments: str) -> str:
+    """What a fresh Python says last."""
+    paths = Path(__file__).resolve().parent, Path(hdnn.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )
+    if done.returncode:
+        raise RuntimeError(f"a measurement in its own process failed: {done.stderr[-2000:]}")
+    return done.stdout.splitlines()[-1]
+
+
+def accuracy(device: str) -> list[Row]:
     """Gradients against the float64 reference: K = randn/sqrt(m), h = 0.1, N = 64."""
     rows = []
     targets = {"ieee": 1e-5, "tf32x3": 1e-5, "tf32": 3e-3, "bf16": 5e-2}
     for precision in ["ieee"] if device == "cpu" else list(targets):
         tensors = weights("h2", 64, 1000, 64, device)
         exact = [t.detach().double().requires_grad_() for t in tensors]
-        functional.h2(*exact, 0.1, engine="reference", backprop="stored").sum().backward()  # pyright: ignore
+        training_step(functional.h2, exact, engine="reference", backprop="stored")()
         with hdnn.engine.use(precision=precision, check=False):
-            functional.h2(*tensors, 0.1).sum().backward()  # pyright: ignore
+            training_step(functional.h2, tensors)()
         error = max(
             float((t.grad - e.grad).norm() / e.grad.norm())  # pyright: ignore
             for t, e in zip(tensors, exact, strict=True)
         )
         rows.append({"precision": precision, "error": error, "target": targets[precision]})
-        print(f"gradients, {precision}: {error:.1e} (target {targets[precision]:.0e})", flush=True)
+        say(f"gradients, {precision}: {error:.1e} (target {targets[precision]:.0e})")
     return rows
 
 
-def _line(r: dict[str, Any]) -> str:
-    low, high = r["ratio_quartiles"]
-    return (
-        f"{r['what']}: {r['plain_ms']:.2f} ms / {r['hdnn_ms']:.3f} ms = {r['ratio']:.1f}x "
-        f"({low:.1f} .. {high:.1f}) {r['target']}"
+def fixed_state(device: str, quick: bool) -> Row:
+    """Forwards and back on the integer grid: tanh, h = 0.5, K = 2 randn/sqrt(m), m = 8."""
+    N, m, generator = 64 if quick else 4096, 8, torch.Generator().manual_seed(0)
+    y, K_p, K_q = (
+        scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for scale, *shape in ((1, 10, 2 * m), (2 * m**-0.5, N, m, m), (2 * m**-0.5, N, m, m))
     )
+    b = torch.zeros(N, m, dtype=torch.float64)
+    y, *stack = (t.to(device) for t in (y, K_p, K_q, b, b))
+    exact = {str(t)[6:]: _comes_back(y.to(t), [w.to(t) for w in stack]) for t in DTYPES}
+    h2, h2_inverse = (
+        cast(Callable[..., Tensor], f) for f in (functional.h2, functional.h2_inverse)
+    )
+    with hdnn.engine.use(engine="reference"):
+        drift = float((h2_inverse(h2(y, *stack, 0.5), *stack, 0.5) - y).abs().max())
+    say(f'state="fixed", {N} layers, bit-exact: {exact}; a float64 state drifts by {drift:.1e}')
+    row: Row = {"layers": N, "bit_exact": all(exact.values()), "by_dtype": exact}
+    return row | {"float64_drift": drift, "target": "bit-exact"}
 
 
-def machine(device: str) -> dict[str, str]:
-    chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-    return {
-        "machine": f"{chip}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "hdnn": hdnn.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    lines = ["# Engine, on " + result["machine"]["machine"], ""]
-    lines += [
-        f"`{result['command']}`, " + ", ".join(f"{k} {v}" for k, v in result["machine"].items())
-    ]
-    lines += ["", "| forwards and backwards | instead | hdnn | ratio (quartiles) | target |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
-    for r in result["speed"] + result["others"]:
-        if "failed" in r:
-            lines.append(f"| {r['what']} | does not run: {r['failed']} | | | |")
-            continue
-        low, high = r["ratio_quartiles"]
-        lines.append(
-            f"| {r['what']} | {r['plain_ms']:.2f} ms | {r['hdnn_ms']:.3f} ms "
-            f"| {r['ratio']:.1f} ({low:.1f} to {high:.1f}) | {r['target']} |"
-        )
-    lines += ["", "| layers | engine | ms | MiB |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {r['layers']} | {r['engine']} | {r['ms']:.2f} | {r['MiB']:.2f} |"
-        for r in result["depth"]
-    ]
-    lines += ["", "| precision | relative error of gradients | target |", "| --- | --- | --- |"]
-    lines += [
-        f"| {r['precision']} | {r['error']:.1e} | {r['target']:.0e} |" for r in result["accuracy"]
-    ]
-    return "\n".join(lines) + "\n"
+def _comes_back(y: Tensor, stack: list[Tensor]) -> bool:
+    """Whether the reversal inside of the backward pass ends with the very integers of y."""
+    N = len(stack[0])
+    half, layer = torch.tensor([0, 1]).repeat(N), torch.arange(N).repeat_interleave(2)
+    coef = torch.tensor([-0.5, 0.5], dtype=y.dtype, device=y.device).repeat(N)  # p, then q
+    shears = plain.Shears(*stack, None, None, half, layer, coef, "tanh", "same")  # pyright: ignore
+    Y_0, *_ = fixed.split_backward(fixed.split_forward(y, shears), torch.ones_like(y), shears)
+    return Y_0 is not None and torch.equal(Y_0.long(), fixed.to_grid(y))
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time and memory against depth."""
-    from matplotlib.figure import Figure
+IMPORT = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import hdnn
+seconds = time.perf_counter() - start
+print(seconds, *({"numba", "triton"} & (sys.modules.keys() - before)))
+"""
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for ax, key, label in zip(
-        figure.subplots(1, 2), ("ms", "MiB"), ("time, ms", "memory, MiB"), strict=True
-    ):
-        for name, colour, mark in (("plain", "#D55E00", "s"), ("hdnn", "#0072B2", "o")):
-            rows = [r for r in result["depth"] if r["engine"] == name]
-            ax.loglog(
-                [r["layers"] for r in rows],
-                [r[key] for r in rows],
-                color=colour,
-                marker=mark,
-                label={"plain": "plain loop", "hdnn": "hdnn, reversible"}[name],
-            )
-        ax.set(xlabel="layers", ylabel=label)
-        ax.grid(alpha=0.3)
-        ax.legend()
-    figure.savefig(path, dpi=150)
+
+def import_time(quick: bool) -> Row:
+    """What `import hdnn` takes after `import torch`, in fresh processes, and what it brings in."""
+    found = [_python(IMPORT).split() for _ in range(2 if quick else 7)]
+    low, middle, high = statistics.quantiles([float(line[0]) for line in found], n=4)
+    brought = sorted({module for line in found for module in line[1:]})
+    say(f"import hdnn after torch: {middle:.3f} s ({low:.3f} .. {high:.3f}) < 0.1; {brought=}")
+    row: Row = {"seconds": middle, "quartiles": [low, high], "runs": len(found)}
+    return row | {"numba_or_triton": brought, "target": "< 0.1 s, numba and triton not imported"}
+
+
+# The command
+
+
+def positive(text: str) -> float:
+    if not 0 < (value := float(text)) < 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
 
 
 def main() -> int:
@@ -386,27 +396,46 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for each comparison")
+    parser.add_argument("--seconds", type=positive, default=3.0, help="time for each comparison")
     parser.add_argument("--out", type=Path, help="folder for engine-DEVICE.json, .md and .png")
+    parser.add_argument("--quick", action="store_true", help="does it run? The figures are rough")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; use --device cpu", file=sys.stderr)
         return 2
-    result: dict[str, Any] = {
-        "command": f"python benchmarks/engine.py --device {options.device}",
-        "machine": machine(options.device),
-        "accuracy": accuracy(options.device),
-        "speed": speed(options.device, options.seconds),
-        "depth": depth(options.device, options.seconds),
-        "others": others(options.device, options.seconds),
-    }
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / f"engine-{options.device}"
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(markdown(result))
         try:
-            plot(result, stem.with_suffix(".png"))
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"--out {options.out} cannot be a folder: {error.strerror}", file=sys.stderr)
+            return 2
+    device, quick = options.device, options.quick
+    before = report.processor_time()
+    seconds = 0.2 if quick else options.seconds
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/engine.py --device {device}" + " --quick" * quick,
+        "machine": report.machine(device),
+        "import": import_time(quick),
+        "accuracy": accuracy(device),
+        "fixed_state": fixed_state(device, quick),
+        "speed": speed(device, seconds, quick),
+        "depth": depth(device, seconds, quick),
+        "memory_is": "at the peak" if device == "cuda" else "that autograd keeps",
+    }
+    if device == "cuda":
+        result["floor"] = floor.distance(seconds, quick)
+    result["peak"] = peak(result["depth"], device, quick)
+    result["sweep"] = sweep(device, seconds, quick)
+    result["others"] = others(device, seconds, quick)
+    result["others_cores"] = report.taken_by_others(before)
+    if result["others_cores"] is not None:
+        say(f"other programs took {result['others_cores']:.2f} cores (keep figures if <= 0.05)")
+    if options.out is not None:
+        stem = options.out / f"engine-{device}"
+        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        stem.with_suffix(".md").write_text(report.markdown(result))
+        try:
+            report.plot(result, stem.with_suffix(".png"))
         except ImportError:
             print("no plot: matplotlib is not installed", file=sys.stderr)
     return 0

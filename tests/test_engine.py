@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import hdnn
 from hdnn import engine, functional
-from hdnn.engine import dispatch, fixed, plain, stacks
+from hdnn.engine import calls, dispatch, fixed, plain, stacks
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
@@ -78,7 +80,8 @@ def test_all_ways_agree_with_the_reference(name, m, r, N, activation, seed):
     out, grads = gradients(function, y, weights, **plain_way)
     for way in ways(name):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "ANCHOR", 16)  # several segments
+            patch.setattr(calls, "ANCHOR", 16)  # several segments
+            patch.setattr(calls, "_known", {})
             ours, our_grads = gradients(function, y, weights, activation=activation, **way)
         size = 1 + float(out.abs().max())
         assert float((ours - out).abs().max()) <= 1e-11 * size
@@ -176,11 +179,11 @@ def test_checkpoints_of_an_euler_stack_are_about_the_root_of_its_depth():
 def fixed_stack(N: int, m: int, h: float, scale: float, dtype: torch.dtype, activation="tanh"):
     normal = Random(0)
     K_p, K_q = (scale * normal(N, m, m) / m**0.5 for _ in range(2))
-    halves, parts = dispatch.turns(splitting.SEMI_IMPLICIT_EULER, False)
+    halves, parts = calls.turns(splitting.SEMI_IMPLICIT_EULER, False)
     half, layer = stacks.schedule(halves, N, False, torch.device("cpu"))
     b = torch.zeros(N, m)
     tensors = [t.to(dtype) for t in (K_p, K_q, b, b)]
-    coef = dispatch.coefficients(parts, [h] * N, False, dtype, torch.device("cpu"))
+    coef = calls.coefficients(parts, h, N, False, dtype, torch.device("cpu"))
     return plain.Shears(*tensors, None, None, half, layer, coef, activation, "same")
 
 
@@ -307,15 +310,20 @@ def test_networks_carry_their_way_to_run_and_report_it():
 
 # One operator
 
+REVERSIBLE = {"backprop": "reversible"}
 
-@pytest.mark.parametrize("backprop", ["reversible", "checkpoint"])
-@pytest.mark.parametrize("name", INVERTIBLE)
-def test_inside_compile_a_stack_can_be_one_operator(name, backprop, monkeypatch):
+
+@pytest.mark.parametrize("way", [{"backprop": "checkpoint"}, {"engine": "fused"}, REVERSIBLE])
+@pytest.mark.parametrize("name", STACKS)
+def test_inside_compile_a_stack_can_be_one_operator(name, way, monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(dispatch, "ANCHOR", 32)
+    monkeypatch.setattr(calls, "ANCHOR", 32)
     function, weights = stack(name, Random(0), 2, 3, 70)
     y = Random(1)(5, 4)
-    way = {"backprop": backprop}
+    if name not in INVERTIBLE and way == REVERSIBLE:
+        with pytest.raises(Exception, match="explicit inverse"):
+            torch.compile(function, fullgraph=True, backend="eager")(y, *weights, **way)
+        return
     expected = gradients(function, y, weights, engine="reference", backprop="stored")
     seen: list[str] = []
 
@@ -325,31 +333,32 @@ def test_inside_compile_a_stack_can_be_one_operator(name, backprop, monkeypatch)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     out, grads = gradients(compiled, y, weights, **way)
-    assert sum("split_stack" in target for target in seen) == 1
+    assert sum("split_stack" in target or "euler_stack" in target for target in seen) == 1
     torch.testing.assert_close(out, expected[0], rtol=1e-9, atol=1e-9)
     for a, b in zip(grads, expected[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
 
 
 def test_the_operator_keeps_the_promises_of_an_operator(monkeypatch):
-    monkeypatch.setattr(dispatch, "ANCHOR", 32)
+    monkeypatch.setattr(calls, "ANCHOR", 32)
     from hdnn.engine import operators
 
-    halves, parts = dispatch.turns(splitting.VERLET, True)
+    halves, parts = calls.turns(splitting.VERLET, True)
     normal, N = Random(0), 70
     tensors = [normal(5, 4), normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
     leaves = [t.requires_grad_() for t in tensors]
-    coef = dispatch.coefficients(parts, [0.1] * N, True, F64, torch.device("cpu"))
+    coef = calls.coefficients(parts, 0.1, N, True, F64, torch.device("cpu"))
     how = (coef.clone().requires_grad_(), list(halves), True, "tanh", "same")
     for way in ("reference checkpoint", "fused reversible"):
         torch.library.opcheck(operators.split_stack, (*leaves, None, None, *how, way))
-
-
-def test_inside_compile_forward_euler_says_that_it_cannot_be_one_operator():
-    torch._dynamo.reset()
-    net = hdnn.H1(4, 3, backprop="checkpoint")
-    with pytest.raises(Exception, match="only invertible stacks"):
-        torch.compile(net, fullgraph=True, backend="eager")(torch.ones(2, 4))
+    y = leaves[0]
+    steps = normal(N, 1)[:, 0].requires_grad_()
+    K = normal(N, 3, 4).requires_grad_()
+    b = normal(N, 3).requires_grad_()
+    for V, kind in ((None, "canonical"), (normal(N, 3, 4).requires_grad_(), "general")):
+        for way in ("reference checkpoint", "fused stored"):
+            arguments = (y, K, b, V, steps, "tanh", kind, way)
+            torch.library.opcheck(operators.euler_stack, arguments)
 
 
 @pytest.mark.parametrize("h", [0.1, "each"])
@@ -358,17 +367,16 @@ def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
     from hdnn.engine import compiled
 
     _, weights = stack("h2", Random(0), 2, 3, 6)
-    steps = list(weights[4]) if h == "each" else [h] * 6
-    y = Random(1)(2, 5, 4)
-    arguments = (tuple(weights[:4]), (None, None), steps, splitting.VERLET, "same", inverse)
+    steps = weights[4] if h == "each" else h
+    y, sigma = Random(1)(2, 5, 4), hdnn.activations.get("tanh")
     for engine_, backprop in ((None, "reversible"), ("fused", None)):
-        ours = compiled.prepare("tanh", engine_, backprop, True).split(y, *arguments)
-        expected = functional.verlet(
-            y, *weights[:4], steps if h == 0.1 else weights[4], inverse=inverse
-        )
+        call = compiled.make(sigma, engine_, backprop, "same", 6, splitting.VERLET, inverse)
+        assert call is not None
+        ours = call(y, tuple(weights[:4]), None, steps)
+        expected = functional.verlet(y, *weights[:4], steps, inverse=inverse)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    with pytest.raises(OptionError, match="only invertible stacks"):
-        compiled.prepare("tanh", "fused", None, False)
+    with pytest.raises(OptionError, match="explicit inverse"):
+        compiled.make(sigma, "fused", "reversible", "canonical", 6, None, False)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +388,8 @@ def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
         ({"device": "cuda", "n": 300}, "reference", "up to 256"),
         ({"device": "cuda", "dtype": torch.float64}, "reference", "float32"),
         ({"device": "mps"}, "reference", "no kernel for mps"),
-        ({"dtype": torch.bfloat16}, "reference", "float32 and float64"),
+        ({"dtype": torch.bfloat16}, "fused", "faster"),
+        ({"dtype": torch.complex64}, "reference", "complex64"),
         ({"n": 512}, "reference", "256 features"),
         ({"batch": 0}, "reference", "no samples"),
         ({"activation": "mine"}, "reference", "mine"),
@@ -403,3 +412,67 @@ def test_a_fused_stack_keeps_no_states():
     function, weights = stack("h2", Random(0), 2, 2, 3)
     with pytest.raises(OptionError, match="keeps no states"):
         function(Random(1)(5, 4), *weights, engine="fused", backprop="stored")
+
+
+# Precision on a GPU
+
+
+def on_a_gpu(dtype: torch.dtype) -> Any:
+    return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, is_cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "matmul", "expected"),
+    [
+        ("auto", torch.float32, "highest", "ieee"),
+        ("auto", torch.float32, "high", "tf32"),
+        ("auto", torch.float32, "medium", "bf16"),
+        ("auto", torch.bfloat16, "highest", "bf16"),
+        ("auto", torch.float16, "highest", "tf32"),
+        ("tf32x3", torch.float32, "highest", "tf32x3"),
+    ],
+)
+def test_products_are_as_precise_as_asked_or_as_pytorch_is_set(
+    asked, dtype, matmul, expected, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
+    ask = engine.Settings(precision=asked, deterministic=True)
+    run = stacks.Run("tanh", "canonical", 10)
+    run = calls.lay_out(run, "fused", "checkpoint", ask, on_a_gpu(dtype), learned=True)
+    assert run.options == (expected,)
+    assert run.backward_options == (expected, True, True)
+    assert run.segment == 3
+
+
+def test_p_and_q_that_take_turns_are_told_to_the_gpu(monkeypatch):
+    monkeypatch.setattr(stacks.Run, "ready", lambda run, device: run)
+    run = stacks.Run("tanh", "same", 10, (0, 1))
+    y = on_a_gpu(torch.float32)
+    run = calls.lay_out(run, "fused", "reversible", engine.Settings(), y, learned=False)
+    assert run.options == ("ieee", True)
+    assert run.backward_options == ("ieee", False, False, True)
+
+
+def test_calls_are_forgotten_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(calls, "_known", {})
+    monkeypatch.setattr(calls, "REMEMBERED", 2)
+    function, weights = stack("h2", Random(0), 2, 2, 3)
+    for batch in range(1, 6):
+        function(Random(1)(batch, 4), *weights, backprop="reversible")
+        assert 1 <= len(calls._known) <= 2
+
+
+def test_short_kernels_leave_threads_alone_that_kept_them_waiting(monkeypatch):
+    pytest.importorskip("numba")
+    from hdnn.engine import cpu
+
+    work = cpu._Work("split_forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "_openmp", lambda *a: time.sleep(2e-3))
+    monkeypatch.setattr(cpu, "_alone_until", 0.0)
+    assert work._threads() == 2
+    cpu._watched(None, 0, 2)
+    assert work._threads() == 1
+    monkeypatch.setattr(cpu, "_alone_until", 0.0)
+    monkeypatch.setattr(cpu, "_openmp", None)
+    assert work._threads() == 1  # a pool of Python's threads takes longer to wake

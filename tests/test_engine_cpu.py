@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hdnn import activations, functional
-from hdnn.engine import cpu
+from hdnn.engine import cpu, tiles
 from hdnn.integrators import splitting
 from strategies import ACTIVATIONS, Random, seeds
 
@@ -104,12 +104,14 @@ def of_scheme(shears: tuple[splitting.Shear, ...], N: int) -> tuple[list[int], l
 @pytest.fixture(params=["tiles", "blas"])
 def on_path(request, monkeypatch) -> str:
     monkeypatch.setattr(cpu, "path", lambda *sizes: request.param)
+    monkeypatch.setattr(cpu, "_sizes", cpu._Sizes)  # which would remember another path
     return request.param
 
 
 def force(path: str) -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     patch.setattr(cpu, "path", lambda *sizes: path)
+    patch.setattr(cpu, "_sizes", cpu._Sizes)
     return patch
 
 
@@ -190,13 +192,14 @@ def test_any_euler_stack_has_the_values_and_gradients_of_the_definition(
     V = V[0] if V else None
     patch = force(path)
     try:
-        found = cpu.euler_forward(y, K, b, V, h, activation, kind, True)
-        last = cpu.euler_forward(y, K, b, V, h, activation, kind, False)
-        g_0, dK, db, dV, dh = cpu.euler_backward(found, g, K, b, V, h, activation, kind)
+        found, kept = cpu.euler_forward(y, K, b, V, h, activation, kind, True)
+        last, nothing = cpu.euler_forward(y, K, b, V, h, activation, kind, False)
+        g_0, dK, db, dV, dh = cpu.euler_backward(kept, g, K, b, V, h, activation, kind)
     finally:
         patch.undo()
-    assert close(found, states.detach(), dtype)
-    assert close(last, found[-1], dtype)
+    assert nothing is None
+    assert close(found, states[-1].detach(), dtype)
+    assert close(last, found, dtype)
     assert (dV is None) == (kind != "general")
     for mine, theirs in zip((g_0, dK, db, dh, dV), (*wanted, None)[:5], strict=True):
         if mine is not None and theirs is not None:
@@ -209,15 +212,15 @@ def test_h1_and_ms2_are_euler_stacks(name, on_path):
     y, K, b = normal(70, n), normal(N, n, n), normal(N, n)
     steps = torch.full((N,), h, dtype=torch.float64)
     if name == "h1":
-        wanted = functional.h1(y, K, b, h, trajectory=True)
-        found = cpu.euler_forward(y, K, b, None, steps, "tanh", "canonical", True)
+        wanted = functional.h1(y, K, b, h, engine="reference")
+        found, _ = cpu.euler_forward(y, K, b, None, steps, "tanh", "canonical", True)
         assert close(found, wanted, torch.float64)
         V = torch.cat([-K[..., n // 2 :], K[..., : n // 2]], -1)  # K J^T
-        found = cpu.euler_forward(y, K, b, V, steps, "tanh", "general", True)
+        found, _ = cpu.euler_forward(y, K, b, V, steps, "tanh", "general", True)
     else:
         K = K - K.mT
-        wanted = functional.ms2(y, K, b, h, trajectory=True)
-        found = cpu.euler_forward(y, K, b, None, steps, "tanh", "identity", True)
+        wanted = functional.ms2(y, K, b, h, engine="reference")
+        found, _ = cpu.euler_forward(y, K, b, None, steps, "tanh", "identity", True)
     assert close(found, wanted, torch.float64)
 
 
@@ -364,8 +367,8 @@ def test_nothing_is_compiled_again_for_new_sizes():
     for m, B, N in ((2, 5, 2), (3, 100, 4), (5, 300, 1)):
         Split(Random(0), m, m, m, N, B, "same", [0, 1], [0, 0]).check(torch.float32, "tanh")
         if m == 2:
-            before = dict(cpu._compiled)
-    assert cpu._compiled == before
+            before = dict(tiles._compiled)
+    assert tiles._compiled == before
 
 
 def test_importing_the_module_does_not_import_numba():
@@ -393,8 +396,8 @@ def test_without_a_place_on_disk_kernels_are_compiled_all_the_same(monkeypatch):
         return cfunc(signature, **options)
 
     monkeypatch.setattr(numba, "cfunc", nowhere)
-    monkeypatch.setattr(cpu, "_compiled", {})
-    assert callable(cpu._kernel("add_up", torch.float32))
+    monkeypatch.setattr(tiles, "_compiled", {})
+    assert callable(tiles.kernel("collect", torch.float32))
     assert asked == [True, False]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hdnn import activations
+from hdnn import activations, interconnection
 from hdnn.engine import triton as engine
 from hdnn.errors import OptionError, ShapeError
 
@@ -45,8 +45,12 @@ def euler_reference(y, K, b, V, h, activation, kind):
     sigma = activations.get(activation)
     for j in range(len(K)):
         z = sigma(y @ K[j].T + b[j])
-        out = {"same": K, "general": V, "identity": None}[kind]
-        y = y + h[j] * (z if out is None else z @ out[j])
+        if kind == "canonical":
+            moved = interconnection.times_canonical(z @ K[j])
+        else:
+            out = {"same": K, "general": V, "identity": None}[kind]
+            moved = z if out is None else z @ out[j]
+        y = y + h[j] * moved
     return y
 
 
@@ -69,6 +73,7 @@ def compare(names, got, wanted):
         if one is not None:
             assert one.shape == other.shape, name
             assert one.dtype == torch.float32, name
+            assert one.is_contiguous(), name
             errors[name] = error(one, other)
     return errors
 
@@ -82,7 +87,7 @@ def gradients(function, tensors, g):
 
 def split_errors(
     B, m, r_p, r_q, N, *, activation="tanh", kind="same", precision="ieee", scheme="h2",
-    deterministic=False, device="cpu", h=0.1,
+    deterministic=False, device="cpu", h=0.1, weights="float32",
 ):  # fmt: skip
     random = torch.Generator().manual_seed(B + m + N)
 
@@ -93,46 +98,51 @@ def split_errors(
     V_p, V_q = None, None
     if kind == "general":
         V_p, V_q = draw(N, r_p, m) / math.sqrt(m), draw(N, r_q, m) / math.sqrt(m)
-    tensors = (draw(B, 2 * m), K_p, K_q, 0.1 * draw(N, r_p), 0.1 * draw(N, r_q), V_p, V_q)
+    dtype = getattr(torch, weights)
+    given = (K_p, K_q, 0.1 * draw(N, r_p), 0.1 * draw(N, r_q), V_p, V_q)
+    tensors = (draw(B, 2 * m), *(None if w is None else w.to(dtype) for w in given))
     g, (half, layer, coef) = draw(B, 2 * m), schedule(scheme, N, h)
 
     def reference(*leaves):
-        *others, c = leaves
-        return split_reference(*others, half, layer, c, activation, kind)
+        *inputs, c = leaves
+        return split_reference(*inputs, half, layer, c, activation, kind)
 
     y_N, wanted = gradients(reference, (*tensors, coef), g)
-    y, *weights = (None if t is None else t.to(device) for t in (*tensors, half, layer, coef))
+    y, *others = (None if t is None else t.to(device) for t in (*tensors, half, layer, coef))
     options = {"alternating": scheme in ("h2", "ms1")}
-    out = engine.split_forward(y, *weights, activation, kind, precision, **options)
+    out = engine.split_forward(y, *others, activation, kind, precision, **options)
     settings = (activation, kind, precision, deterministic)
-    got = engine.split_backward(out, g.to(device), *weights, *settings, **options)
+    got = engine.split_backward(out, g.to(device), *others, *settings, **options)
     names = ("y_N", "y_0", "g_0", "dK_p", "dK_q", "db_p", "db_q", "dV_p", "dV_q", "dcoef")
     return compare(names, (out, *got), (y_N, tensors[0].double(), *wanted))
 
 
 def euler_errors(
     B, n, r, N, *, activation="tanh", kind="general", precision="ieee", deterministic=False,
-    device="cpu", h=0.1,
+    device="cpu", h=0.1, weights="float32",
 ):  # fmt: skip
     random = torch.Generator().manual_seed(B + n + N)
 
     def draw(*shape):
         return torch.randn(*shape, generator=random)
 
+    dtype = getattr(torch, weights)
     V = draw(N, r, n) / math.sqrt(n) if kind == "general" else None
-    tensors = (draw(B, n), draw(N, r, n) / math.sqrt(n), 0.1 * draw(N, r), V, torch.full((N,), h))
+    given = (draw(N, r, n) / math.sqrt(n), 0.1 * draw(N, r), V)
+    rounded = (None if w is None else w.to(dtype) for w in given)
+    tensors = (draw(B, n), *rounded, torch.full((N,), h))
     g = draw(B, n)
 
     def reference(*leaves):
         return euler_reference(*leaves, activation, kind)
 
     y_N, wanted = gradients(reference, tensors, g)
-    y, *weights = (None if t is None else t.to(device) for t in tensors)
+    y, *others = (None if t is None else t.to(device) for t in tensors)
     settings = (activation, kind, precision)
-    out = engine.euler_forward(y, *weights, *settings)
-    states = engine.euler_forward(y, *weights, *settings, keep=True)
+    out = engine.euler_forward(y, *others, *settings)
+    states = engine.euler_forward(y, *others, *settings, keep=True)
     assert torch.equal(states[0], y)
-    got = engine.euler_backward(states, g.to(device), *weights, *settings, deterministic)
+    got = engine.euler_backward(states, g.to(device), *others, *settings, deterministic)
     names = ("y_N", "last state", "g_0", "dK", "db", "dV", "dh")
     return compare(names, (out, states[-1], *got), (y_N, y_N, *wanted))
 
@@ -144,6 +154,8 @@ GROUPS = {
         ("split", (33, 20, 7, 40, 2), {"kind": "general"}),
         ("euler", (70, 10, 10, 3), {}),
         ("euler", (5, 3, 20, 1), {"kind": "same"}),
+        ("euler", (70, 10, 7, 3), {"kind": "canonical"}),
+        ("euler", (5, 2, 1, 1), {"kind": "canonical"}),
     ],
     "schemes": [
         ("split", (20, 16, 16, 16, 3), {"kind": "identity", "scheme": "ms1"}),
@@ -151,27 +163,51 @@ GROUPS = {
         ("split", (20, 4, 6, 4, 2), {"scheme": "yoshida", "kind": "general"}),
         ("euler", (20, 10, 10, 3), {"kind": "identity"}),
         ("euler", (17, 200, 200, 2), {"kind": "identity"}),
+        ("euler", (20, 64, 64, 2), {"kind": "canonical"}),
+        ("euler", (17, 150, 150, 1), {"kind": "canonical"}),
     ],
     "several blocks": [
         ("split", (20, 8, 150, 70, 2), {}),
         ("split", (20, 8, 70, 70, 2), {"scheme": "verlet", "deterministic": True}),
         ("euler", (20, 40, 150, 2), {}),
+        ("euler", (20, 40, 128, 2), {"kind": "same"}),
+        ("euler", (20, 40, 150, 2), {"kind": "canonical"}),
+        ("euler", (20, 64, 128, 2), {"kind": "canonical", "deterministic": True}),
     ],
     "deterministic": [
         ("split", (70, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
         ("split", (70, 8, 8, 8, 5), {"scheme": "yoshida", "deterministic": True}),
         ("euler", (70, 10, 12, 5), {"deterministic": True}),
         ("euler", (70, 10, 12, 5), {"kind": "same", "deterministic": True}),
+        ("euler", (70, 10, 13, 5), {"kind": "canonical", "deterministic": True}),
     ],
     "precisions": [
-        (stack, sizes, {"precision": precision})
+        (stack, sizes, {"precision": precision, **options})
         for precision in engine.PRECISIONS
-        for stack, sizes in (("split", (20, 8, 8, 8, 3)), ("euler", (20, 8, 8, 3)))
+        for stack, sizes, options in (
+            ("split", (20, 8, 8, 8, 3), {}),
+            ("euler", (20, 8, 8, 3), {}),
+            ("euler", (20, 8, 8, 3), {"kind": "canonical"}),
+        )
     ],
     "activations": [
-        (stack, sizes, {"activation": activation})
+        (stack, sizes, {"activation": activation, **options})
         for activation in engine.ACTIVATIONS
-        for stack, sizes in (("split", (20, 4, 4, 4, 2)), ("euler", (20, 4, 4, 2)))
+        for stack, sizes, options in (
+            ("split", (20, 4, 4, 4, 2), {}),
+            ("euler", (20, 4, 4, 2), {}),
+            ("euler", (20, 4, 5, 2), {"kind": "canonical"}),
+        )
+    ],
+    "half weights": [
+        (stack, sizes, {"weights": dtype, **options})
+        for dtype in ("bfloat16", "float16")
+        for stack, sizes, options in (
+            ("split", (20, 5, 5, 6, 2), {"kind": "general"}),
+            ("split", (20, 16, 16, 16, 2), {}),
+            ("euler", (20, 10, 12, 2), {}),
+            ("euler", (20, 32, 32, 2), {"kind": "canonical"}),
+        )
     ],
 }
 
@@ -223,7 +259,9 @@ def test_compiled_kernels_agree_with_float64(group):
 def test_gradients_through_64_layers_are_as_exact_as_the_precision_promises(precision):
     options = {"precision": precision, "device": "cuda"}
     assert max(split_errors(1000, 32, 32, 32, 64, **options).values()) < TOLERANCE[precision]
-    assert max(euler_errors(1000, 64, 64, 64, **options).values()) < TOLERANCE[precision]
+    for kind in ("general", "canonical"):
+        errors = euler_errors(1000, 64, 64, 64, kind=kind, **options)
+        assert max(errors.values()) < TOLERANCE[precision]
 
 
 @pytest.mark.gpu
@@ -231,7 +269,9 @@ def test_gradients_through_64_layers_are_as_exact_as_the_precision_promises(prec
 def test_the_widest_states_fit(precision):
     options = {"precision": precision, "device": "cuda"}
     assert max(split_errors(100, 128, 128, 128, 3, **options).values()) < TOLERANCE[precision]
-    assert max(euler_errors(100, 256, 256, 3, **options).values()) < TOLERANCE[precision]
+    for kind in ("general", "canonical"):
+        errors = euler_errors(100, 256, 256, 3, kind=kind, **options)
+        assert max(errors.values()) < TOLERANCE[precision]
 
 
 @pytest.mark.gpu
@@ -247,6 +287,83 @@ def test_deterministic_gradients_are_equal_to_the_last_bit():
     runs = [engine.split_backward(y, g, *weights, *shears, deterministic=True) for _ in range(3)]
     for other in runs[1:]:
         assert all(a is b or torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def h2_on_gpu(device="cuda"):
+    """y, the weights and the schedule of a small H2 stack."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, device=device)
+
+    weights = (draw(4, 16, 16) / 4, draw(4, 16, 16) / 4, draw(4, 16), draw(4, 16))
+    return draw(100, 32), weights, tuple(t.to(device) for t in schedule("h2", 4, 0.1))
+
+
+def shifted(t):
+    """The same values, 4 bytes past where Triton would like them."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+@pytest.mark.gpu
+def test_repeated_calls_look_again_at_where_the_tensors_lie():
+    y, (K_p, *rest), shears = h2_on_gpu()
+    wanted = engine.split_forward(y, K_p, *rest, None, None, *shears)
+    for state, K in [(shifted(y), K_p), (y, shifted(K_p)), (y.clone(), K_p.clone())] * 2:
+        assert torch.equal(engine.split_forward(state, K, *rest, None, None, *shears), wanted)
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_the_current_stream():
+    y, weights, shears = h2_on_gpu()
+    wanted = engine.split_forward(y, *weights, None, None, *shears)
+    late, stream = torch.zeros_like(y), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late.copy_(y)
+        out = engine.split_forward(late, *weights, None, None, *shears)
+    stream.synchronize()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_where_their_tensors_are():
+    results = []
+    for device in ("cuda:0", "cuda:1", "cuda:1"):
+        y, weights, shears = h2_on_gpu(device)
+        y = y * 0 + 0.1
+        weights = tuple(w * 0 + 0.1 for w in weights)
+        results.append(engine.split_forward(y, *weights, None, None, *shears).cpu())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [16, 5])
+def test_autograd_takes_gradients_as_they_are(m):
+    _, _, shears = h2_on_gpu()
+    shapes = [(20, 2 * m), (4, m, m), (4, m, m), (4, m), (4, m)]
+    leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    returned = []
+
+    class Stack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, *weights):
+            y_N = engine.split_forward(y, *weights, None, None, *shears)
+            ctx.save_for_backward(y_N, *weights)
+            return y_N
+
+        @staticmethod
+        def backward(ctx, g):
+            y_N, *weights = ctx.saved_tensors
+            _, *d, _, _, _ = engine.split_backward(y_N, g, *weights, None, None, *shears)
+            returned.extend(t.data_ptr() for t in d)
+            return tuple(d)
+
+    Stack.apply(*leaves).backward(torch.ones(20, 2 * m, device="cuda"))
+    assert [leaf.grad.data_ptr() for leaf in leaves] == returned
 
 
 def arguments(y):
@@ -269,6 +386,8 @@ def test_what_no_kernel_takes_is_an_error():
         engine.euler_forward(*arguments(torch.zeros(2, 4, dtype=torch.float64)))
     with pytest.raises(ShapeError, match="up to 256 features, but y has 300"):
         engine.euler_forward(*arguments(torch.zeros(2, 300)))
+    with pytest.raises(ShapeError, match="even number of features, but has 3"):
+        engine.euler_forward(*arguments(torch.zeros(2, 3)), kind="canonical")
     with pytest.raises(ShapeError, match="contiguous"):
         engine.euler_forward(*arguments(torch.zeros(4, 2).T))
 

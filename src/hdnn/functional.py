@@ -14,17 +14,18 @@ stacks run (see `hdnn.engine`), never what they compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn import activations, interconnection
-from hdnn import engine as engines
+from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.engine.calls import Way
 from hdnn.integrators import implicit, splitting
-from hdnn.shapes import Shapes, Step, check_tolerance, per_layer
+from hdnn.interconnection import times_J, times_X
+from hdnn.shapes import Shapes, Step, check_tolerance, layer_steps, per_layer
 
 __all__ = [
     "energy",
@@ -77,15 +78,18 @@ def h1(
     K (N, r, n), b (N, r), J (n, n) or (N, n, n), by default the canonical [[0, -I], [I, 0]].
     """
     sigma = activations.get(activation)
-    steps = _full_steps("h1", y, K, b, h, J)
+    way = Way("h1", y, (K, b, J), h, sigma, engine, backprop, trajectory)
+    if way.call is None:
+        _check_full("h1", y, K, b, h, J)
+        way.plan("canonical" if J is None else "general", len(K))
+    if way.call is not None:
+        return way.call(y, (K, b), J, h)
 
     def layer(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
-        return y + h * _times_J(partial_H(y, K, b, sigma), J)
+        return y + h * times_J(partial_H(y, K, b, sigma), J)
 
-    if not trajectory and (plan := _planned(y, sigma, engine, backprop)) is not None:
-        V, kind = (None, "canonical") if J is None else (_times_J(K, J), "general")
-        return plan.euler(y, K, b, V, steps, kind)
-    return _run(layer, y, _zip(K, b, steps, per_layer(J, len(K))), trajectory)
+    layers = _zip(K, b, layer_steps("h1", h, len(K)), per_layer(J, len(K)))
+    return _run(layer, y, layers, trajectory)
 
 
 def ms2(
@@ -100,18 +104,21 @@ def ms2(
     backprop: str | None = None,
 ) -> Tensor:
     """y_{j+1} = y_j + h sigma(K_j y_j + b_j) with K_j (N, n, n) skew-symmetric   (eq:MS2)."""
-    sigma, shapes = activations.get(activation), Shapes("ms2", y)
-    shapes.check("K", K, "N n n")
-    shapes.check("b", b, "N n")
-
-    steps = shapes.steps(h)
+    sigma = activations.get(activation)
+    way = Way("ms2", y, (K, b), h, sigma, engine, backprop, trajectory)
+    if way.call is None:
+        shapes = Shapes("ms2", y)
+        shapes.check("K", K, "N n n")
+        shapes.check("b", b, "N n")
+        shapes.steps(h)
+        way.plan("identity", shapes.N)
+    if way.call is not None:
+        return way.call(y, (K, b), None, h)
 
     def layer(y: Tensor, K: Tensor, b: Tensor, h) -> Tensor:
         return y + h * sigma(y @ K.mT + b)
 
-    if not trajectory and (plan := _planned(y, sigma, engine, backprop)) is not None:
-        return plan.euler(y, K, b, None, steps, "identity")
-    return _run(layer, y, _zip(K, b, steps), trajectory)
+    return _run(layer, y, _zip(K, b, layer_steps("ms2", h, len(K))), trajectory)
 
 
 def mlp(
@@ -154,28 +161,31 @@ def split(
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
     sigma = activations.get(activation)
-    where, names = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
-    shapes = Shapes(where + "_inverse" * inverse, y, split=True)
-    specs = ((K_p, "N r_p m"), (K_q, "N r_q m"), (b_p, "N r_p"), (b_q, "N r_q"))
-    for name, k in sorted((name, k) for k, name in enumerate(names)):  # as the caller gave them
-        shapes.check(name, *specs[k])
-    if X is not None:
-        shapes.check("X", X, "m m", "N m m")
-    steps = shapes.steps(h)
-    if not trajectory and (plan := _planned(y, sigma, engine, backprop, True)) is not None:
-        V = (_times_X(K_p, X), _times_X(K_q, X, adjoint=True)) if X is not None else (None, None)
-        kind = "same" if X is None else "general"
-        return plan.split(y, (K_p, K_q, b_p, b_q), V, steps, shears, kind, inverse)
-    layers = _zip(K_p, K_q, b_p, b_q, steps, per_layer(X, shapes.N))
+    where = ("split", shears, inverse)
+    way = Way(where, y, (K_p, K_q, b_p, b_q, X), h, sigma, engine, backprop, trajectory)
+    if way.call is None:
+        name, letters = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
+        shapes = Shapes(name + "_inverse" * inverse, y, split=True)
+        specs = ((K_p, "N r_p m"), (K_q, "N r_q m"), (b_p, "N r_p"), (b_q, "N r_q"))
+        for letter, k in sorted((letter, k) for k, letter in enumerate(letters)):  # as given
+            shapes.check(letter, *specs[k])
+        if X is not None:
+            shapes.check("X", X, "m m", "N m m")
+        shapes.steps(h)
+        way.plan("same" if X is None else "general", shapes.N, shears, inverse)
+    if way.call is not None:
+        return way.call(y, (K_p, K_q, b_p, b_q), X, h)
+    N = len(K_p)
+    layers = _zip(K_p, K_q, b_p, b_q, layer_steps("split", h, N), per_layer(X, N))
     turns = splitting.inverse(shears) if inverse else shears
 
     def layer(y: Halves, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h, X) -> Halves:
         p, q = y
         for half, fraction in turns:
             if half == "p":  # p - h X^T K_q^T sigma(K_q q + b_q)   (eq:p_update)
-                p = p - (fraction * h) * _times_X(partial_H(q, K_q, b_q, sigma), X, adjoint=True)
+                p = p - (fraction * h) * times_X(partial_H(q, K_q, b_q, sigma), X, adjoint=True)
             else:  # q + h X K_p^T sigma(K_p p + b_p)   (eq:q_update)
-                q = q + (fraction * h) * _times_X(partial_H(p, K_p, b_p, sigma), X)
+                q = q + (fraction * h) * times_X(partial_H(p, K_p, b_p, sigma), X)
         return p, q
 
     return _run(layer, y, layers, trajectory, inverse=inverse, halves=True)
@@ -311,10 +321,17 @@ def ms1(
     q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
     p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2); K_0 (N, m, m), b_1, b_2 (N, m).
     """
-    sigma, shapes = activations.get(activation), Shapes("ms1", y, split=True)
-    shapes.check("K_0", K_0, "N m m")
-    shapes.check("b_1", b_1, "N m")
-    shapes.check("b_2", b_2, "N m")
+    sigma = activations.get(activation)
+    way = Way(("ms1", inverse), y, (K_0, b_1, b_2), h, sigma, engine, backprop, trajectory)
+    if way.call is None:
+        shapes = Shapes("ms1", y, split=True)
+        shapes.check("K_0", K_0, "N m m")
+        shapes.check("b_1", b_1, "N m")
+        shapes.check("b_2", b_2, "N m")
+        shapes.steps(h)
+        way.plan("identity", shapes.N, splitting.MS1, inverse)
+    if way.call is not None:
+        return way.call(y, (K_0.mT, K_0, b_1, b_2), None, h)
 
     def layer(y: Halves, K_0: Tensor, b_1: Tensor, b_2: Tensor, h) -> Halves:
         p, q = y
@@ -328,11 +345,7 @@ def ms1(
         q = q + h * sigma(p @ K_0 + b_1)
         return p, q
 
-    steps = shapes.steps(h)
-    if not trajectory and (plan := _planned(y, sigma, engine, backprop, True)) is not None:
-        weights = (K_0.mT, K_0, b_1, b_2)
-        return plan.split(y, weights, (None, None), steps, splitting.MS1, "identity", inverse)
-    layers = _zip(K_0, b_1, b_2, steps)
+    layers = _zip(K_0, b_1, b_2, layer_steps("ms1", h, len(K_0)))
     return _run(undo if inverse else layer, y, layers, trajectory, inverse=inverse, halves=True)
 
 
@@ -371,13 +384,13 @@ def implicit_h2(
         where = f"implicit_h2, layer {j}"
         if inverse:
             a = p @ K_p.mT + b
-            q = implicit.solve(q, -h * _times_X(K_p, X).mT, K_q, a, sigma, where=where, **newton)
-            p = p + h * _times_X(sigma(a + q @ K_q.mT) @ K_q, X, adjoint=True)
+            q = implicit.solve(q, -h * times_X(K_p, X).mT, K_q, a, sigma, where=where, **newton)
+            p = p + h * times_X(sigma(a + q @ K_q.mT) @ K_q, X, adjoint=True)
         else:
             a = q @ K_q.mT + b
-            B = -h * _times_X(K_q, X, adjoint=True).mT
+            B = -h * times_X(K_q, X, adjoint=True).mT
             p = implicit.solve(p, B, K_p, a, sigma, where=where, **newton)
-            q = q + h * _times_X(sigma(a + p @ K_p.mT) @ K_p, X)
+            q = q + h * times_X(sigma(a + p @ K_p.mT) @ K_p, X)
         return p, q
 
     layers = _zip(range(shapes.N), K, b, shapes.steps(h), per_layer(X, shapes.N))
@@ -403,16 +416,17 @@ def midpoint(
     Arguments as in `h1`.
     """
     sigma = activations.get(activation)
-    steps = _full_steps("midpoint", y, K, b, h, J)
+    _check_full("midpoint", y, K, b, h, J)
     check_tolerance("midpoint", tol, max_iter)
     newton: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
     half = -0.5 if inverse else 0.5
 
     def layer(y: Tensor, j: int, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
-        B = (half * h) * _times_J(K, J).mT
+        B = (half * h) * times_J(K, J).mT
         middle = implicit.solve(y, B, K, b, sigma, where=f"midpoint, layer {j}", **newton)
         return 2 * middle - y
 
+    steps = layer_steps("midpoint", h, len(K))
     layers = _zip(range(len(K)), K, b, steps, per_layer(J, len(K)))
     return _run(layer, y, layers, trajectory, inverse=inverse)
 
@@ -451,50 +465,11 @@ def _zip(*stacks: Tensor | Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(zip(*unbound, strict=True))
 
 
-def _full_steps(
-    where: str, y: Tensor, K: Tensor, b: Tensor, h: Step, J: Tensor | None
-) -> Sequence[Any]:
-    """Check the arguments of a scheme with a full K, and return its step for each layer."""
+def _check_full(where: str, y: Tensor, K: Tensor, b: Tensor, h: Step, J: Tensor | None) -> None:
+    """Check the arguments of a scheme with a full K."""
     shapes = Shapes(where, y, split=J is None)
     shapes.check("K", K, "N r n")
     shapes.check("b", b, "N r")
     if J is not None:
         shapes.check("J", J, "n n", "N n n")
-    return shapes.steps(h)
-
-
-_LAYER_BY_LAYER = engines.Settings(engine="reference", backprop="stored")
-
-
-def _planned(
-    y: Tensor,
-    sigma: Activation,
-    engine: str | None,
-    backprop: str | None,
-    reversible: bool = False,
-) -> Any:
-    """How a stack runs other than layer by layer here, or None."""
-    if torch.compiler.is_compiling():  # the compiler sees each layer, unless it is told not to
-        if engine != "fused" and backprop not in ("checkpoint", "reversible"):
-            return None
-        from hdnn.engine import compiled
-
-        return compiled.prepare(sigma.name, engine, backprop, reversible)
-    settings = engines.current(engine=engine, backprop=backprop)
-    if settings == _LAYER_BY_LAYER:
-        return None
-    from hdnn.engine import dispatch
-
-    return dispatch.prepare(settings, y, sigma, reversible)
-
-
-def _times_J(g: Tensor, J: Tensor | None) -> Tensor:
-    """J g for rows g (..., n), by default with the canonical J."""
-    return interconnection.times_canonical(g) if J is None else g @ J.mT
-
-
-def _times_X(g: Tensor, X: Tensor | None, *, adjoint: bool = False) -> Tensor:
-    """X g, or X^T g, for rows g (..., m)."""
-    if X is None:
-        return g
-    return g @ (X if adjoint else X.mT)
+    shapes.steps(h)

@@ -85,3 +85,15 @@ def check_finite(name: str, value: Tensor) -> None:
         raise InterconnectionError(
             f"{name} has an entry that is NaN or infinite; all must be finite."
         )
+
+
+def times_J(g: Tensor, J: Tensor | None) -> Tensor:
+    """J g for rows g (..., n), by default with the canonical J."""
+    return times_canonical(g) if J is None else g @ J.mT
+
+
+def times_X(g: Tensor, X: Tensor | None, *, adjoint: bool = False) -> Tensor:
+    """X g, or X^T g, for rows g (..., m)."""
+    if X is None:
+        return g
+    return g @ (X if adjoint else X.mT)

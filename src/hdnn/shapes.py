@@ -50,6 +50,11 @@ class Shapes:
             raise ShapeError(self._mismatch(name, tensor, specs))
         if sizes.get("N") == 0:
             raise ShapeError(f"{self.where}: {name} has no layers; N must be at least 1.")
+        if tensor.device != self.device:
+            raise ShapeError(
+                f"{self.where}: {name} is on {tensor.device}, but y is on {self.device}; "
+                "both must be on one device: use .to(device) on one of them."
+            )
         if tensor.dtype != self.dtype and not autocasting(self.device):
             raise ShapeError(
                 f"{self.where}: {name} is {tensor.dtype}, but y is {self.dtype}; "

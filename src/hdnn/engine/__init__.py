@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from hdnn.errors import choose, flag
@@ -21,7 +22,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "engine": ("auto", "reference", "fused"),
     "backprop": ("auto", "stored", "checkpoint", "reversible"),
     "state": ("float", "fixed"),
-    "precision": ("ieee", "tf32", "tf32x3", "bf16"),
+    "precision": ("auto", "ieee", "tf32", "tf32x3", "bf16"),
 }
 
 
@@ -30,7 +31,8 @@ class Settings:
     """What the caller asks of the engine.
 
     `state="fixed"` keeps the state on an integer grid, so that its reversal is exact to the last
-    bit. `precision` is of the matrix products on a GPU. `deterministic` forbids atomic additions
+    bit. `precision` is of the matrix products on a GPU: "auto" follows the dtype, and for float32
+    `torch.set_float32_matmul_precision`. `deterministic` forbids atomic additions
     there. `check` compares the state that a reversal ends with to the one it began with, and warns
     once when they differ by more than rounding should.
     """
@@ -38,7 +40,7 @@ class Settings:
     engine: str = "auto"
     backprop: str = "auto"
     state: str = "float"
-    precision: str = "ieee"
+    precision: str = "auto"
     deterministic: bool = False
     check: bool = True
 
@@ -53,10 +55,18 @@ _DEFAULT = Settings()
 _current: ContextVar[Settings] = ContextVar("hdnn_engine", default=_DEFAULT)
 
 
-def current(**given: Any) -> Settings:
+def current(engine: str | None = None, backprop: str | None = None) -> Settings:
     """The settings in force, with those that are given and not None in their place."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(_current.get(), **chosen) if chosen else _current.get()
+    settings = _current.get()
+    if engine is None and backprop is None:
+        return settings
+    return _changed(settings, engine, backprop)
+
+
+@lru_cache(maxsize=256)
+def _changed(settings: Settings, engine: str | None, backprop: str | None) -> Settings:
+    given = {"engine": engine, "backprop": backprop}
+    return replace(settings, **{k: v for k, v in given.items() if v is not None})
 
 
 @contextmanager

@@ -9,6 +9,9 @@ A shear with r hidden units is the sum of shears with a part of them, which move
 the same source: kernels walk over (shear, block of rows of K), so r has no limit and K needs no
 more room than one block.
 
+A kernel is chosen, cut up and compiled once for tensors of some shapes (`_Recipe`). Later calls
+with such tensors only allocate what they return and launch it.
+
 Triton is imported when a kernel is first asked for. It reads the names that a kernel uses from this
 module, which is why `tl` is one of them and why `_load` replaces each kernel by its compiled form.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +30,7 @@ from torch import Tensor
 from hdnn.errors import OptionError, ShapeError, choose, require
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
-KINDS = ("same", "general", "identity")
+KINDS = ("same", "general", "identity", "canonical")
 ACTIVATIONS = ("gelu", "identity", "relu", "sigmoid", "silu", "sin", "softplus", "tanh")
 MAX_WIDTH = 256
 """The widest state y, in features."""
@@ -134,30 +138,63 @@ def _times(
     return _dot(z, tl.trans(_ordered(tl.trans(V), BM, BR, PREC)), acc, PREC)
 
 
-def _column_sum(u, u_T, into, BR: constexpr, BT: constexpr, PREC, DET):  # pragma: kernel
+def _column_sum(u, u_T, into, block, r, BR: constexpr, BT: constexpr, PREC, DET):  # pragma: kernel
+    i = block * BR + tl.arange(0, BR)
     if PREC == "ieee" or PREC == "emulated":
-        _put(into + tl.arange(0, BR), tl.sum(u, 0), DET)
+        _put(into + i, tl.sum(u, 0), i < r, DET)
     else:  # a product with ones takes the tensor cores less time than shuffles would need
         ones = _rounded(tl.full((BT, 16), 1.0, tl.float32), PREC)
         total = _dot(u_T, ones, tl.zeros((BR, 16), tl.float32), PREC)
         column = tl.arange(0, 16)[None, :]
-        at = into + tl.arange(0, BR)[:, None] + column * 0
-        if DET:
-            tl.store(at, total, mask=column == 0)
-        else:
-            tl.atomic_add(at, total, mask=column == 0, sem="relaxed")
+        _put(into + i[:, None] + column * 0, total, (i[:, None] < r) & (column == 0), DET)
 
 
-def _matrix(W, block, r, m, BR: constexpr, BM: constexpr, EVEN, PREC):  # pragma: kernel
-    i = tl.arange(0, BR)
+def _column(n, BM: constexpr, GAP: constexpr):  # pragma: kernel
+    """Which column of a matrix a tile's column is; both halves of y = (p, q) may be padded."""
     k = tl.arange(0, BM)
+    if GAP:
+        k = tl.where(k < BM // 2, k, k - BM // 2 + n // 2)
+    return k
+
+
+def _is_column(n, BM: constexpr, GAP: constexpr):  # pragma: kernel
+    k = tl.arange(0, BM)
+    if GAP:
+        return k % (BM // 2) < n // 2
+    return k < n
+
+
+def _entries(block, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN):  # pragma: kernel
+    """Where a block of rows of a matrix with n columns lies."""
+    i = tl.arange(0, BR)[:, None]
+    k = _column(n, BM, GAP)[None, :]
     if EVEN:
-        tile = tl.load(W + block * (BR * BM) + (i[:, None] * BM + k[None, :]))
+        at = block * (BR * BM) + (i * BM + k)
     else:
-        i += block * BR
-        at = W + (i[:, None] * m + k[None, :])
-        tile = tl.load(at, mask=(i[:, None] < r) & (k[None, :] < m), other=0.0)
+        at = (block * BR + i) * n + k
+    return at
+
+
+def _exist(block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr):  # pragma: kernel
+    i = block * BR + tl.arange(0, BR)[:, None]
+    return (i < r) & _is_column(n, BM, GAP)[None, :]
+
+
+def _matrix(
+    W, block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN, PREC
+):  # pragma: kernel
+    at = W + _entries(block, n, BR, BM, GAP, EVEN)
+    if EVEN:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=_exist(block, r, n, BR, BM, GAP), other=0.0)
     return _rounded(tile.to(tl.float32), PREC)
+
+
+def _turned(x, ROWS: constexpr, COLS: constexpr):  # pragma: kernel
+    """J x for rows x = (p, q) and the canonical J: (-q, p)."""
+    p, q = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(-q, p), (0, 2, 1)), (ROWS, COLS))
 
 
 def _vector(b, block, r, BR: constexpr):  # pragma: kernel
@@ -165,11 +202,21 @@ def _vector(b, block, r, BR: constexpr):  # pragma: kernel
     return tl.load(b + i, mask=i < r, other=0.0).to(tl.float32)
 
 
-def _put(into, value, DET: constexpr):  # pragma: kernel
+def _put(into, value, mask, DET: constexpr):  # pragma: kernel
     if DET:
-        tl.store(into, value)
+        tl.store(into, value, mask=mask)
     else:
-        tl.atomic_add(into, value, sem="relaxed")
+        tl.atomic_add(into, value, mask=mask, sem="relaxed")
+
+
+def _put_matrix(
+    W, value, block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN, DET
+):  # pragma: kernel
+    at = W + _entries(block, n, BR, BM, GAP, EVEN)
+    if EVEN:
+        _put(at, value, None, DET)
+    else:
+        _put(at, value, _exist(block, r, n, BR, BM, GAP), DET)
 
 
 def _split_forward_kernel(
@@ -216,13 +263,13 @@ def _split_forward_kernel(
     c_next = tl.load(coef)
     r = tl.where(turn_next == 0, r_q, r_p)
     K_next = _matrix(
-        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, 0, r, m, BR, BM, EVEN, PREC
+        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, 0, r, m, BR, BM, False, EVEN, PREC
     )
     b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, 0, r, BR)
     V_next = K_next
     if KIND == "general":
         V_next = _matrix(
-            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m, 0, r, m, BR, BM, EVEN, PREC
+            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m, 0, r, m, BR, BM, False, EVEN, PREC
         )
     s = tl.minimum(1, M * RB - 1) // RB
     turn_after = tl.load(half + s)
@@ -249,7 +296,15 @@ def _split_forward_kernel(
             c_after = tl.load(coef + s)
             r = tl.where(turn_next == 0, r_q, r_p)
             K_next = _matrix(
-                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, block, r, m, BR, BM, EVEN, PREC
+                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m,
+                block,
+                r,
+                m,
+                BR,
+                BM,
+                False,
+                EVEN,
+                PREC,
             )
             b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, block, r, BR)
             V_next = K_next
@@ -261,6 +316,7 @@ def _split_forward_kernel(
                     m,
                     BR,
                     BM,
+                    False,
                     EVEN,
                     PREC,
                 )
@@ -306,12 +362,12 @@ def _split_backward_kernel(
     dV,
     dcoef,
     B,
-    N,
     low,
     high,
     m,
     r_p,
     r_q,
+    first_p,
     ACT: constexpr,
     KIND: constexpr,
     PREC: constexpr,
@@ -344,20 +400,27 @@ def _split_backward_kernel(
     target = tl.load(y_in + again, mask=cols[None, :] < m, other=0.0)
     g_source = tl.load(g_in + at + m, mask=inside, other=0.0)
     g_target = tl.load(g_in + at, mask=inside, other=0.0)
-    in_block = tl.arange(0, BR)[:, None] * BM + cols[None, :]
 
     turn_next = tl.load(half + high - 1)
     j_next = tl.load(layer + high - 1).to(tl.int64)
     c_next = tl.load(coef + high - 1)
     r = tl.where(turn_next == 0, r_q, r_p)
     K_next = _matrix(
-        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, RB - 1, r, m, BR, BM, EVEN, PREC
+        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, RB - 1, r, m, BR, BM, False, EVEN, PREC
     )
     b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, RB - 1, r, BR)
     V_next = K_next
     if KIND == "general":
         V_next = _matrix(
-            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m, RB - 1, r, m, BR, BM, EVEN, PREC
+            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m,
+            RB - 1,
+            r,
+            m,
+            BR,
+            BM,
+            False,
+            EVEN,
+            PREC,
         )
     s = tl.maximum(high * RB - 2, low * RB) // RB
     turn_after = tl.load(half + s)
@@ -385,7 +448,15 @@ def _split_backward_kernel(
             c_after = tl.load(coef + s)
             r = tl.where(turn_next == 0, r_q, r_p)
             K_next = _matrix(
-                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, block, r, m, BR, BM, EVEN, PREC
+                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m,
+                block,
+                r,
+                m,
+                BR,
+                BM,
+                False,
+                EVEN,
+                PREC,
             )
             b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, block, r, BR)
             V_next = K_next
@@ -397,6 +468,7 @@ def _split_backward_kernel(
                     m,
                     BR,
                     BM,
+                    False,
                     EVEN,
                     PREC,
                 )
@@ -426,13 +498,15 @@ def _split_backward_kernel(
             else:
                 target = _times(-cz, V, target, BT, BR, BM, PREC)
 
-            if DET:
-                slot = ((k // RB - low).to(tl.int64) * tl.num_programs(0) + pid) * RB + k % RB
-                slot_coef = slot
-            else:
-                slot = (turn * N + j) * RB + k % RB
+            block = k % RB
+            r = tl.where(turn == 0, r_q, r_p)
+            if DET:  # the rows of a tile of samples
+                slot = (k // RB - low).to(tl.int64) * tl.num_programs(0) + pid
+                row = slot * tl.maximum(r_p, r_q)
+                slot_coef = slot * RB + block
+            else:  # the rows of a layer: those of q come first
+                row = turn * first_p + j * r
                 slot_coef = k // RB
-            into = slot * (BR * BM)
             u_T = tl.trans(_rounded(u, WPREC))
             z_T = tl.trans(_rounded(cz, WPREC))
             grad = tl.zeros((BR, BM), tl.float32)
@@ -440,12 +514,12 @@ def _split_backward_kernel(
                 grad = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
             if KIND == "general":
                 grad_V = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
-                _put(dV + into + in_block, grad_V, DET)
+                _put_matrix(dV + row * m, grad_V, block, r, m, BR, BM, False, EVEN, DET)
             grad = _dot(u_T, _rounded(source, WPREC), grad, WPREC)
-            _put(dK + into + in_block, grad, DET)
-            _column_sum(u, u_T, db + slot * BR, BR, BT, WPREC, DET)
+            _put_matrix(dK + row * m, grad, block, r, m, BR, BM, False, EVEN, DET)
+            _column_sum(u, u_T, db + row, block, r, BR, BT, WPREC, DET)
             if STEP:
-                _put(dcoef + slot_coef, tl.sum(z * t), DET)
+                _put(dcoef + slot_coef, tl.sum(z * t), None, DET)
             if ALT:
                 source, target = target, source
                 g_source, g_target = g_target, g_source
@@ -474,6 +548,7 @@ def _euler_forward_kernel(
     PREC: constexpr,
     FAST: constexpr,
     EVEN: constexpr,
+    GAP: constexpr,
     KEEP: constexpr,
     RB: constexpr,
     BT: constexpr,
@@ -482,9 +557,8 @@ def _euler_forward_kernel(
 ):  # pragma: kernel
     first = tl.program_id(0).to(tl.int64) * BT
     rows = tl.arange(0, BT)
-    cols = tl.arange(0, BM)
-    at = rows[:, None] * n + cols[None, :]
-    inside = (first + rows[:, None] < B) & (cols[None, :] < n)
+    at = rows[:, None] * n + _column(n, BM, GAP)[None, :]
+    inside = (first + rows[:, None] < B) & _is_column(n, BM, GAP)[None, :]
     y_in += first * n
     y_out += first * n
     zero = first * 0
@@ -493,10 +567,10 @@ def _euler_forward_kernel(
         tl.store(y_out + at, y, mask=inside)
     new = y
 
-    W_next = _matrix(K, 0, r, n, BR, BM, EVEN, PREC)
+    W_next = _matrix(K, 0, r, n, BR, BM, GAP, EVEN, PREC)
     V_next = W_next
     if KIND == "general":
-        V_next = _matrix(V, 0, r, n, BR, BM, EVEN, PREC)
+        V_next = _matrix(V, 0, r, n, BR, BM, GAP, EVEN, PREC)
     b_next = _vector(b, 0, r, BR)
     c_next = tl.load(h)
     for k in range(N * RB):
@@ -504,10 +578,10 @@ def _euler_forward_kernel(
         ahead = tl.minimum(k + 1, N * RB - 1)
         j = (ahead // RB).to(tl.int64)
         block = ahead % RB
-        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, EVEN, PREC)
+        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, GAP, EVEN, PREC)
         V_next = W_next
         if KIND == "general":
-            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, EVEN, PREC)
+            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, GAP, EVEN, PREC)
         b_next = _vector(b + j * r, block, r, BR)
         c_next = tl.load(h + j)
 
@@ -516,6 +590,9 @@ def _euler_forward_kernel(
         z = c * _sigma(a, ACT, FAST)
         if KIND == "identity":
             new += z
+        elif KIND == "canonical":
+            moved = _times(z, W, tl.zeros((BT, BM), tl.float32), BT, BR, BM, PREC)
+            new += _turned(moved, BT, BM)
         else:
             new = _times(z, U, new, BT, BR, BM, PREC)
         if RB == 1:
@@ -551,6 +628,7 @@ def _euler_backward_kernel(
     PREC: constexpr,
     FAST: constexpr,
     EVEN: constexpr,
+    GAP: constexpr,
     DET: constexpr,
     STEP: constexpr,
     OUTER: constexpr,
@@ -563,21 +641,19 @@ def _euler_backward_kernel(
     pid = tl.program_id(0)
     first = pid.to(tl.int64) * BT
     rows = tl.arange(0, BT)
-    cols = tl.arange(0, BM)
-    at = rows[:, None] * n + cols[None, :]
-    inside = (first + rows[:, None] < B) & (cols[None, :] < n)
+    at = rows[:, None] * n + _column(n, BM, GAP)[None, :]
+    inside = (first + rows[:, None] < B) & _is_column(n, BM, GAP)[None, :]
     states += first * n
     g_in += first * n
     g_out += first * n
     g = tl.load(g_in + at, mask=inside, other=0.0)
     new = g
-    in_block = tl.arange(0, BR)[:, None] * BM + cols[None, :]
 
     top = (high - 1).to(tl.int64)
-    W_next = _matrix(K + top * r * n, RB - 1, r, n, BR, BM, EVEN, PREC)
+    W_next = _matrix(K + top * r * n, RB - 1, r, n, BR, BM, GAP, EVEN, PREC)
     V_next = W_next
     if KIND == "general":
-        V_next = _matrix(V + top * V_stride, RB - 1, r, n, BR, BM, EVEN, PREC)
+        V_next = _matrix(V + top * V_stride, RB - 1, r, n, BR, BM, GAP, EVEN, PREC)
     b_next = _vector(b + top * r, RB - 1, r, BR)
     c_next = tl.load(h + top)
     y_next = tl.load(states + top * B * n + at, mask=inside, other=0.0)
@@ -587,41 +663,48 @@ def _euler_backward_kernel(
         ahead = tl.maximum(k - 1, low * RB)
         j = (ahead // RB).to(tl.int64)
         block = ahead % RB
-        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, EVEN, PREC)
+        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, GAP, EVEN, PREC)
         V_next = W_next
         if KIND == "general":
-            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, EVEN, PREC)
+            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, GAP, EVEN, PREC)
         b_next = _vector(b + j * r, block, r, BR)
         c_next = tl.load(h + j)
         y_next = tl.load(states + j * B * n + at, mask=inside, other=0.0)
 
         start = tl.zeros((BT, BR), tl.float32) + bias[None, :]
         a = _times_transposed(y, W, start, BT, BR, BM, PREC)
+        g_zK = g  # dL/d(z K), if V is made of K
+        if KIND == "canonical":
+            g_zK = _turned(-g, BT, BM)
         if KIND == "identity":
             t = g
         else:
-            t = _times_transposed(g, U, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
+            t = _times_transposed(g_zK, U, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
         z = _sigma(a, ACT, FAST)
         u = c * _slope(a, z, ACT) * t
         new = _times(u, W, new, BT, BR, BM, PREC)
 
+        block = k % RB
         if DET:
-            slot = ((k // RB - low).to(tl.int64) * tl.num_programs(0) + pid) * RB + k % RB
-            slot_h = slot
+            slot = (k // RB - low).to(tl.int64) * tl.num_programs(0) + pid
+            slot_h = slot * RB + block
         else:
-            slot = (k // RB).to(tl.int64) * RB + k % RB
-            slot_h = (k // RB).to(tl.int64)
-        into = slot * (BR * BM)
+            slot = (k // RB).to(tl.int64)
+            slot_h = slot
+        row = slot * r
         u_T = tl.trans(_rounded(u, WPREC))
+        z_T = tl.trans(_rounded(c * z, WPREC))
+        grad = tl.zeros((BR, BM), tl.float32)
+        if KIND == "same" or KIND == "canonical":
+            grad = _dot(z_T, _rounded(g_zK, WPREC), grad, WPREC)
         if OUTER:
-            z_T = tl.trans(_rounded(c * z, WPREC))
-            grad_V = _dot(z_T, _rounded(g, WPREC), tl.zeros((BR, BM), tl.float32), WPREC)
-            _put(dV + into + in_block, grad_V, DET)
-        grad = _dot(u_T, _rounded(y, WPREC), tl.zeros((BR, BM), tl.float32), WPREC)
-        _put(dK + into + in_block, grad, DET)
-        _column_sum(u, u_T, db + slot * BR, BR, BT, WPREC, DET)
+            grad_V = _dot(z_T, _rounded(g, WPREC), grad, WPREC)
+            _put_matrix(dV + row * n, grad_V, block, r, n, BR, BM, GAP, EVEN, DET)
+        grad = _dot(u_T, _rounded(y, WPREC), grad, WPREC)
+        _put_matrix(dK + row * n, grad, block, r, n, BR, BM, GAP, EVEN, DET)
+        _column_sum(u, u_T, db + row, block, r, BR, BT, WPREC, DET)
         if STEP:
-            _put(dh + slot_h, tl.sum(z * t), DET)
+            _put(dh + slot_h, tl.sum(z * t), None, DET)
         if RB == 1:
             g = new
         else:
@@ -638,6 +721,7 @@ class _Kernels(NamedTuple):
     euler_forward: Any
     euler_backward: Any
     fast: bool  # whether inline assembly can be used
+    direct: bool  # whether a compiled kernel can be called without Triton's look at each argument
 
 
 _HELPERS = (
@@ -649,9 +733,15 @@ _HELPERS = (
     "_times_transposed",
     "_times",
     "_column_sum",
+    "_column",
+    "_is_column",
+    "_turned",
+    "_entries",
+    "_exist",
     "_matrix",
     "_vector",
     "_put",
+    "_put_matrix",
 )
 
 
@@ -671,14 +761,16 @@ def _load() -> _Kernels:
         _euler_backward_kernel,
     )
     # One compiled kernel serves every depth and batch.
-    open_ended = ("B", "M", "N", "low", "high")
+    open_ended = ("B", "M", "N", "first_p", "low", "high")
     jit = [
         triton.jit(
             k, do_not_specialize=[a for a in open_ended if a in inspect.signature(k).parameters]
         )
         for k in kernels
     ]
-    return _Kernels(*jit, fast=not interpreted())
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    compiled = not interpreted()
+    return _Kernels(*jit, fast=compiled, direct=compiled and version >= (3, 3))
 
 
 def interpreted() -> bool:
@@ -736,11 +828,20 @@ _EULER: dict[int, dict[str, tuple[Plan, Plan]]] = {
         "bf16": (Plan(64, 32, 8), Plan(64, 32, 8)),
     },
 }
+_CANONICAL = {  # Euler with V = K J^T
+    **_EULER,
+    64: {
+        "ieee": (Plan(32, 64, 4), Plan(16, 64, 4)),
+        "tf32": (Plan(64, 64, 4), Plan(32, 64, 4)),
+        "tf32x3": (Plan(32, 64, 4), Plan(32, 64, 8)),
+        "bf16": (Plan(64, 64, 4), Plan(64, 64, 4)),
+    },
+}
 
 
-def plan(euler: bool, width: int, r: int, precision: str, *, backward: bool) -> Plan:
+def plan(name: str, kind: str, width: int, r: int, precision: str, *, backward: bool) -> Plan:
     """How a kernel over K of this padded width and r rows is cut up."""
-    table = _EULER if euler else _SPLIT
+    table = _SPLIT if name == "split" else _CANONICAL if kind == "canonical" else _EULER
     samples, rows, warps = table[max(32, width)][precision][backward]
     return Plan(samples, min(rows, _padded(r)), warps)
 
@@ -757,66 +858,206 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _check(y: Tensor, activation: str, kind: str, precision: str, *weights: Tensor | None) -> None:
-    choose("activation", activation, ACTIVATIONS)
-    choose("kind", kind, KINDS)
-    choose("precision", precision, PRECISIONS)
-    if y.dtype != torch.float32:
+class _Stack(NamedTuple):
+    """What a kernel depends on besides the values of its arguments."""
+
+    name: str  # "split" or "euler"
+    backward: bool
+    y: tuple[int, ...]
+    layers: int
+    rows: tuple[int, ...]  # of K, or of K_q and K_p
+    steps: int
+    arguments: tuple[tuple[torch.dtype, int], ...]  # dtype and device of each, y first
+    activation: str
+    kind: str
+    precision: str
+    alternating: bool = False
+    keep: bool = False
+    deterministic: bool = False
+    step_gradient: bool = False
+
+
+def _arguments(*tensors: Tensor | None) -> tuple[tuple[torch.dtype, int], ...]:
+    """The dtype and the device of each, after a look at how they lie."""
+    seen = []
+    for tensor in tensors:
+        if tensor is not None:
+            if not tensor.is_contiguous():
+                raise ShapeError("the Triton engine takes contiguous tensors; call .contiguous().")
+            seen.append((tensor.dtype, tensor.get_device()))
+    return tuple(seen)
+
+
+def _check(stack: _Stack) -> None:
+    choose("activation", stack.activation, ACTIVATIONS)
+    choose("kind", stack.kind, KINDS[:3] if stack.name == "split" else KINDS)
+    choose("precision", stack.precision, PRECISIONS)
+    dtype, n = stack.arguments[0][0], stack.y[-1]
+    if dtype != torch.float32:
         raise OptionError(
-            f"the Triton engine computes in float32, but the state is {y.dtype}; "
+            f"the Triton engine computes in float32, but the state is {dtype}; "
             "convert it or choose engine='reference'."
         )
-    if y.shape[-1] > MAX_WIDTH:
+    if n > MAX_WIDTH:
         raise ShapeError(
-            f"the Triton engine takes up to {MAX_WIDTH} features, but y has {y.shape[-1]}; "
+            f"the Triton engine takes up to {MAX_WIDTH} features, but y has {n}; "
             "choose engine='reference'."
         )
-    for tensor in (y, *weights):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ShapeError("the Triton engine takes contiguous tensors; call .contiguous().")
+    if n % 2 and (stack.name == "split" or stack.kind == "canonical"):
+        raise ShapeError(f"y = (p, q) needs an even number of features, but has {n}.")
 
 
-class _Cut(NamedTuple):
-    """A plan with everything that a launch needs of it."""
+class _Recipe:
+    """A stack's kernel, cut up for its sizes: made once, and then called again and again."""
 
-    tiles: int
-    blocks: int
-    kind: str
-    options: dict[str, Any]
-
-
-def _cut(
-    B: int,
-    width: int,
-    rows: tuple[int, ...],
-    activation: str,
-    kind: str,
-    precision: str,
-    backward: bool,
-    euler: bool = False,
-) -> _Cut:
-    BM = _padded(width)
-    samples, BR, warps = plan(euler, BM, max(rows), precision, backward=backward)
-    if kind == "identity":
-        if BM > 128:
-            kind = "unit"
-        else:
+    def __init__(self, stack: _Stack) -> None:
+        _check(stack)
+        (B, n), r, split = stack.y, max(stack.rows), stack.name == "split"
+        width = n // 2 if split else n
+        BM = _padded(width)
+        BT, BR, warps = plan(
+            stack.name, stack.kind, BM, r, stack.precision, backward=stack.backward
+        )
+        self.unit = stack.kind == "identity" and BM > 128  # z in blocks, times a unit matrix
+        if stack.kind == "identity" and not self.unit:
             BR = BM
-    blocks = -(-max(rows) // BR)
-    options = {
-        "ACT": activation,
-        "KIND": "general" if kind == "unit" else kind,
-        "PREC": _INTERPRETED.get(precision, precision) if interpreted() else precision,
-        "FAST": _load().fast and precision in ("tf32", "bf16"),
-        "EVEN": width == BM and all(r == blocks * BR for r in rows),
-        "RB": blocks,
-        "BT": samples,
-        "BM": BM,
-        "BR": BR,
-        "num_warps": warps,
-        "num_stages": 1,
-    }
-    return _Cut(-(-B // samples), blocks, kind, options)
+        self.tiles, self.blocks = -(-B // BT), -(-r // BR)
+        self.empty = B == 0 or stack.steps == 0
+        self.steps, self.rows = stack.steps, stack.rows
+        precision = stack.precision
+        if interpreted():
+            precision = _INTERPRETED.get(precision, precision)
+        constants = {
+            "ACT": stack.activation,
+            "KIND": "general" if self.unit else stack.kind,
+            "PREC": precision,
+            "WPREC": _weight_precision(precision),
+            "FAST": _load().fast and precision in ("tf32", "bf16"),
+            "EVEN": width == BM and all(rows == self.blocks * BR for rows in stack.rows),
+            "GAP": stack.kind == "canonical" and width < BM,
+            "ALT": stack.alternating and self.blocks == 1,
+            "KEEP": stack.keep,
+            "DET": stack.deterministic,
+            "STEP": stack.step_gradient,
+            "OUTER": stack.kind == "general",
+            "RB": self.blocks,
+            "BT": BT,
+            "BM": BM,
+            "BR": BR,
+        }
+        self.gradients = _Gradients(stack)
+        if split:
+            sizes = (width, *stack.rows[::-1])
+            if stack.backward:
+                sizes += (self.gradients.starts[1],)
+        else:
+            sizes = (width, r, 0 if self.unit else r * width)
+        self.B, self.sizes = B, sizes
+        self.kernel = getattr(_load(), f"{stack.name}_{'back' if stack.backward else 'for'}ward")
+        self.constants = {
+            name: constants[name] for name in self.kernel.arg_names if name in constants
+        }
+        # To fuse products and sums is Triton's default, but only for now.
+        self.options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
+        self.device = stack.arguments[0][1]
+        self.rest = (*self.sizes, *self.constants.values())
+        self.direct: Any = None
+
+    def launch(self, tensors: tuple[Tensor, ...], *span: int) -> None:
+        """Run the kernel over so many steps, or over the steps from .. to."""
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.launch(tensors, *span)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        aligned = bits % 16 == 0
+        if aligned and self.direct:
+            self.direct(*pointers, self.B, *span, *self.rest)
+            return None
+        grid = (self.tiles, 1, 1)
+        compiled = self.kernel[grid](
+            *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
+        )
+        if aligned and _load().direct:
+            # Triton compiles for aligned pointers, and for what _Stack tells apart.
+            self.direct = compiled[grid]
+        return None
+
+
+_recipe = functools.lru_cache(maxsize=1024)(_Recipe)
+
+
+class _Gradients:
+    """How the gradients of a stack share one buffer, each of them contiguous.
+
+    Rows of dK, db and dV are counted alike: layer by layer, all of q before all of p. One row more
+    takes what is for none of them.
+    """
+
+    def __init__(self, stack: _Stack) -> None:
+        N, width = stack.layers, stack.y[1] // (2 if stack.name == "split" else 1)
+        self.starts, self.spare = [], 0
+        for r in stack.rows:
+            self.starts.append(self.spare)
+            self.spare = _aligned(self.spare + N * r)
+        self.most = max(stack.rows)
+        tails = [(width,), (), (width,)] if stack.kind == "general" else [(width,), ()]
+        self.widths = [math.prod(tail) for tail in tails]
+        self.offsets = [0]
+        self.places: list[tuple[tuple[int, ...], tuple[int, ...], int] | None] = []
+        for tail, w in zip(tails, self.widths, strict=True):
+            for r, start in zip(stack.rows, self.starts, strict=True):
+                strides = (r * w, w, 1)[: 2 + len(tail)]
+                self.places.append(((N, r, *tail), strides, self.offsets[-1] + start * w))
+            self.offsets.append(_aligned(self.offsets[-1] + (self.spare + 1) * w))
+        self.places += [None] * (3 * len(stack.rows) - len(self.places))
+        self.places.append(
+            ((stack.steps,), (1,), self.offsets[-1]) if stack.step_gradient else None
+        )
+        self.size = self.offsets[-1] + stack.steps * stack.step_gradient
+
+    def new(self, like: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """The buffer, and dK, db, dV (of q and of p each) and dstep in it, all zero."""
+        buffer = like.new_zeros(self.size)
+        return buffer, [None if at is None else buffer.as_strided(*at) for at in self.places]
+
+    def add_in_order(
+        self, buffer: Tensor, rows: Tensor, recipe: _Recipe, tensors: tuple[Tensor, ...]
+    ) -> None:
+        """Launch for some steps at a time; add up what each tile found, always in one order.
+
+        rows (steps, most) says where the rows of a step belong.
+        """
+        widths, most, tiles = self.widths, self.most, recipe.tiles
+        chunk = PARTIAL_BYTES // (4 * tiles * most * sum(widths))
+        chunk = max(2, chunk - chunk % 2)  # whole pairs of shears
+        parts = [buffer.new_empty(chunk, tiles, most * w) for w in widths]
+        step_parts = buffer.new_empty(chunk, tiles * recipe.blocks)
+        of_steps = buffer[self.offsets[-1] :]
+        for high in range(len(rows), 0, -chunk):
+            low = max(0, high - chunk)
+            recipe.launch((*tensors, parts[0], parts[1], parts[-1], step_parts), low, high)
+            here = rows[low:high].flatten()
+            for part, w, offset in zip(parts, widths, self.offsets, strict=False):
+                total = buffer.as_strided((self.spare + 1, w), (w, 1), offset)
+                summed = part[: high - low].sum(1).view(-1, w)
+                # Sorts the rows first; index_add_ would add in the order of arrival.
+                total.index_put_((here,), summed, accumulate=True)
+            if len(of_steps):
+                of_steps[low:high] = step_parts[: high - low].sum(1)
+
+
+def _aligned(size: int) -> int:
+    """The next multiple of 32 numbers, or 128 bytes."""
+    return -(-size // 32) * 32
+
+
+def _targets(parts: list[Any]) -> tuple[Any, Any, Any, Any]:
+    """dK, db, dV and dstep for a kernel; of those that are not there, it takes no notice."""
+    dK, db, dV, dstep = parts
+    return dK, db, dK if dV is None else dV, db if dstep is None else dstep
 
 
 def split_forward(
@@ -839,21 +1080,30 @@ def split_forward(
 
     Shear s moves p by K_q (half[s] = 0) or q by K_p (half[s] = 1), with the weights of layer[s];
     coef (M,) is float32, half and layer are int32. `kind`: V is K ("same"), given ("general",
-    V_p and V_q (N, r, m)), or left out ("identity", r = m). `alternating` promises that p and q
-    take turns and M is even, which saves a few instructions.
+    V_p and V_q (N, r, m)), or left out ("identity", r = m). The weights may be of half precision.
+    `alternating` promises that p and q take turns and M is even, which saves a few instructions.
     """
-    _check(y, activation, kind, precision, K_p, K_q, b_p, b_q, V_p, V_q)
-    (B, n), rows = y.shape, (K_p.shape[1], K_q.shape[1])
-    cut = _cut(B, n // 2, rows, activation, kind, precision, False)
+    recipe = _recipe(
+        _Stack(
+            "split",
+            False,
+            y.shape,
+            K_p.shape[0],
+            (K_q.shape[1], K_p.shape[1]),
+            half.shape[0],
+            _arguments(y, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
+            activation,
+            kind,
+            precision,
+            alternating,
+        )
+    )
+    if recipe.empty:
+        return y.clone()
     out = torch.empty_like(y)
-    if B == 0 or len(half) == 0:
-        return out.copy_(y)
     V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
     weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
-    sizes = (B, len(half), n // 2, *rows)
-    _load().split_forward[(cut.tiles,)](
-        y, out, *weights, *sizes, ALT=alternating and cut.blocks == 1, **cut.options
-    )
+    recipe.launch((y, out, *weights), recipe.steps)
     return out
 
 
@@ -880,37 +1130,51 @@ def split_backward(
 ]:
     """(y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef) from y_N and g_N = dL/dy_N.
 
-    Gradients are float32. `deterministic` adds up the tiles in a fixed order, in at most
-    PARTIAL_BYTES; `coef_gradient=False` leaves dcoef out.
+    Gradients are float32 and contiguous. `deterministic` adds up the tiles in a fixed order, in at
+    most PARTIAL_BYTES; `coef_gradient=False` leaves dcoef out, which takes time.
     """
-    _check(y_N, activation, kind, precision, g_N, K_p, K_q, b_p, b_q, V_p, V_q)
-    B, (N, r_p, m), r_q, M = len(y_N), K_p.shape, K_q.shape[1], len(half)
-    cut = _cut(B, m, (r_p, r_q), activation, kind, precision, True)
-    options = {**cut.options, "DET": deterministic, "STEP": coef_gradient}
-    options["ALT"] = alternating and cut.blocks == 1
-    options["WPREC"] = _weight_precision(options["PREC"])
-    BR, BM = options["BR"], options["BM"]
-    copy = torch.clone if deterministic or not (B and M) else torch.empty_like
+    recipe = _recipe(
+        _Stack(
+            "split",
+            True,
+            y_N.shape,
+            K_p.shape[0],
+            (K_q.shape[1], K_p.shape[1]),
+            half.shape[0],
+            _arguments(y_N, g_N, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
+            activation,
+            kind,
+            precision,
+            alternating,
+            False,
+            deterministic,
+            coef_gradient,
+        )
+    )
+    copy = torch.clone if deterministic or recipe.empty else torch.empty_like
     y_0, g_0 = copy(y_N), copy(g_N)
-    sums = _Sums(y_N, 2 * N, M, cut.blocks, BR, BM, general=kind == "general")
+    buffer, parts = recipe.gradients.new(y_N)
     V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
     weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
-    kernel = _load().split_backward
-    if B and M and deterministic:
-        slots = half.long() * N + layer.long()
-        chunk, partial = sums.partial(cut.tiles)
-        for high in range(M, 0, -chunk):
-            low = max(0, high - chunk)
-            sizes = (B, N, low, high, m, r_p, r_q)
-            kernel[(cut.tiles,)](y_0, g_0, y_0, g_0, *weights, *partial, *sizes, **options)
-            sums.collect(partial, slots[low:high], low, high)
-    elif B and M:
-        sizes = (B, N, 0, M, m, r_p, r_q)
-        kernel[(cut.tiles,)](y_N, g_N, y_0, g_0, *weights, *sums.all, *sizes, **options)
-    dK, db, dV = sums.of_weights(max(r_p, r_q), m)
-    dV_p, dV_q = (dV[N:, :r_p], dV[:N, :r_q]) if dV is not None else (None, None)
-    dcoef = sums.all[3] if coef_gradient else None
-    return y_0, g_0, dK[N:, :r_p], dK[:N, :r_q], db[N:, :r_p], db[:N, :r_q], dV_p, dV_q, dcoef
+    if recipe.empty:
+        pass
+    elif deterministic:
+        rows = _rows_of_shears(half, layer, recipe)
+        recipe.gradients.add_in_order(buffer, rows, recipe, (y_0, g_0, y_0, g_0, *weights))
+    else:
+        targets = _targets(parts[::2])
+        recipe.launch((y_N, g_N, y_0, g_0, *weights, *targets), 0, recipe.steps)
+    dK_q, dK_p, db_q, db_p, dV_q, dV_p, dcoef = parts
+    return y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef  # pyright: ignore[reportReturnType]
+
+
+def _rows_of_shears(half: Tensor, layer: Tensor, recipe: _Recipe) -> Tensor:
+    """Of each shear: which rows of the gradients its rows are added to."""
+    into, (r_q, r_p) = recipe.gradients, recipe.rows
+    i = torch.arange(into.most, device=half.device)
+    is_p = half.long()[:, None]
+    r = r_q + (r_p - r_q) * is_p
+    return torch.where(i < r, into.starts[1] * is_p + layer.long()[:, None] * r + i, into.spare)
 
 
 def euler_forward(
@@ -926,17 +1190,29 @@ def euler_forward(
 ) -> Tensor:
     """y_N by `y += h[j] sigma(y K[j]^T + b[j]) V[j]`, or with `keep` all states (N+1, B, n).
 
-    `kind`: V (N, r, n) is given ("general"), is K ("same"), or left out ("identity", r = n).
+    `kind`: V (N, r, n) is given ("general"), is K ("same"), is K J^T with the canonical J
+    ("canonical"), or left out ("identity", r = n). The weights may be of half precision.
     """
-    _check(y, activation, kind, precision, K, b, V)
     (B, n), (N, r, _) = y.shape, K.shape
-    cut = _cut(B, n, (r,), activation, kind, precision, False, euler=True)
-    out = torch.empty((N + 1, B, n) if keep else (B, n), dtype=y.dtype, device=y.device)
-    if B == 0 or N == 0:
+    recipe = _recipe(
+        _Stack(
+            "euler",
+            False,
+            (B, n),
+            N,
+            (r,),
+            N,
+            _arguments(y, K, b, V, h),
+            activation,
+            kind,
+            precision,
+            keep=keep,
+        )
+    )
+    out = y.new_empty((N + 1, B, n) if keep else (B, n))
+    if recipe.empty:
         return out.copy_(y)
-    V, V_stride, _ = _outer(K, V, cut.kind)
-    sizes = (B, N, n, r, V_stride)
-    _load().euler_forward[(cut.tiles,)](y, out, K, b, V, h, *sizes, KEEP=keep, **cut.options)
+    recipe.launch((y, out, *_euler_weights(K, b, V, h, recipe)), N)
     return out
 
 
@@ -955,80 +1231,43 @@ def euler_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """(g_0, dK, db, dV, dh) from the states (N+1 or N, B, n) and g_N = dL/dy_N.
 
-    With kind "same", dK holds both parts and dV is None.
+    Gradients are float32 and contiguous. With kind "same" or "canonical", dK holds both parts and
+    dV is None; `step_gradient=False` leaves dh out, which takes time.
     """
-    _check(g_N, activation, kind, precision, states, K, b, V)
     (B, n), (N, r, _) = g_N.shape, K.shape
-    cut = _cut(B, n, (r,), activation, kind, precision, True, euler=True)
-    V, V_stride, outer = _outer(K, V, cut.kind)
-    options = {**cut.options, "DET": deterministic, "STEP": step_gradient, "OUTER": outer}
-    options["WPREC"] = _weight_precision(options["PREC"])
-    g_0 = g_N.clone() if deterministic or not (B and N) else torch.empty_like(g_N)
-    sums = _Sums(g_N, N, N, cut.blocks, options["BR"], options["BM"], general=outer)
-    kernel = _load().euler_backward
-    if B and N and deterministic:
-        slots = torch.arange(N, device=g_N.device)
-        chunk, partial = sums.partial(cut.tiles)
-        for high in range(N, 0, -chunk):
-            low = max(0, high - chunk)
-            sizes = (B, low, high, n, r, V_stride)
-            kernel[(cut.tiles,)](states, g_0, g_0, K, b, V, h, *partial, *sizes, **options)
-            sums.collect(partial, slots[low:high], low, high)
-    elif B and N:
-        sizes = (B, 0, N, n, r, V_stride)
-        kernel[(cut.tiles,)](states, g_N, g_0, K, b, V, h, *sums.all, *sizes, **options)
-    dK, db, dV = sums.of_weights(r, n)
-    if kind == "same" and dV is not None:
-        dK, dV = dK + dV, None
-    return g_0, dK, db, dV, sums.all[3] if step_gradient else None
-
-
-def _outer(K: Tensor, V: Tensor | None, kind: str) -> tuple[Tensor, int, bool]:
-    """The matrices outside of sigma, how far apart they lie, and whether they have gradients."""
-    if kind == "unit":
-        return torch.eye(K.shape[1], dtype=K.dtype, device=K.device), 0, False
-    if V is None:
-        return K, K.stride(0), kind == "same"
-    return V, V.stride(0), True
-
-
-class _Sums:
-    """Gradients of the weights, padded to whole blocks."""
-
-    def __init__(
-        self, like: Tensor, slots: int, steps: int, blocks: int, BR: int, BM: int, *, general: bool
-    ) -> None:
-        self.slots, self.blocks, self.BR, self.BM = slots, blocks, BR, BM
-        sizes = (slots * blocks * BR * BM, slots * blocks * BR, steps)
-        parts = like.new_zeros(sum(sizes) + general * sizes[0]).split(
-            [*sizes, *([sizes[0]] if general else [])]
+    recipe = _recipe(
+        _Stack(
+            "euler",
+            True,
+            (B, n),
+            N,
+            (r,),
+            N,
+            _arguments(g_N, states, K, b, V, h),
+            activation,
+            kind,
+            precision,
+            deterministic=deterministic,
+            step_gradient=step_gradient,
         )
-        dV = parts[3] if general else parts[0]
-        self.general = general
-        self.all = (parts[0], parts[1], dV, parts[2])
+    )
+    g_0 = g_N.clone() if deterministic or recipe.empty else torch.empty_like(g_N)
+    buffer, parts = recipe.gradients.new(g_N)
+    weights = _euler_weights(K, b, V, h, recipe)
 
-    def partial(self, tiles: int) -> tuple[int, tuple[Tensor, ...]]:
-        """How many steps fit into the room for the sums of single tiles, and that room."""
-        rows, new = self.blocks * self.BR, self.all[0].new_empty
-        chunk = PARTIAL_BYTES // (4 * tiles * rows * self.BM * (1 + self.general))
-        chunk = max(2, chunk - chunk % 2)  # whole pairs of shears
-        dK = new(chunk, tiles, rows * self.BM)
-        dV = torch.empty_like(dK) if self.general else dK
-        return chunk, (dK, new(chunk, tiles, rows), dV, new(chunk, tiles * self.blocks))
+    if recipe.empty:
+        pass
+    elif deterministic:
+        rows = torch.arange(N * r, device=K.device).view(N, r)
+        recipe.gradients.add_in_order(buffer, rows, recipe, (states, g_0, g_0, *weights))
+    else:
+        recipe.launch((states, g_N, g_0, *weights, *_targets(parts)), 0, N)
+    return g_0, *parts  # pyright: ignore[reportReturnType]
 
-    def collect(self, partial: tuple[Tensor, ...], slots: Tensor, low: int, high: int) -> None:
-        """Add the tiles of the steps low .. high - 1, in an order that never changes."""
-        weights = zip(self.all[:3], partial[:3], (True, True, self.general), strict=True)
-        for total, part, wanted in weights:
-            if wanted:
-                summed = part[: high - low].sum(1)
-                # Sorts the slots first; index_add_ would add in the order of arrival.
-                total.view(self.slots, -1).index_put_((slots,), summed, accumulate=True)
-        self.all[3][low:high] = partial[3][: high - low].sum(1)
 
-    def of_weights(self, r: int, m: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        dK, db, dV, _ = self.all
-        rows = self.blocks * self.BR
-        matrix = (self.slots, rows, self.BM)
-        dV = dV.view(matrix)[:, :r, :m] if self.general else None
-        return dK.view(matrix)[:, :r, :m], db.view(self.slots, rows)[:, :r], dV
+def _euler_weights(
+    K: Tensor, b: Tensor, V: Tensor | None, h: Tensor, recipe: _Recipe
+) -> tuple[Tensor, ...]:
+    if recipe.unit:
+        return K, b, torch.eye(K.shape[1], dtype=K.dtype, device=K.device), h
+    return K, b, K if V is None else V, h

@@ -1,0 +1,111 @@
+"""The distance of the GPU kernels to what the chip could do."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import cast
+
+import rivals
+import torch
+from rivals import Row, say, weights
+from torch import Tensor
+
+import hdnn
+from hdnn import functional
+
+
+def distance(seconds: float, quick: bool) -> Row:
+    """How far the kernels are from what the chip could do: H2, n = 64, batch 8192, tf32.
+
+    Of each half step a sample needs eight products by an m x m matrix: two forwards, two to
+    rebuild the state, two for the adjoint, two for the gradient of K. And a hidden unit needs one
+    exponential forwards, and one backwards.
+    """
+    n, batch, N = 64, 8192, 16 if quick else 256
+    m, tensors = n // 2, weights("h2", n, batch, N, "cuda")
+    rate, special = _tf32_rate(), _special_rate()
+    operations, exponentials = batch * N * 2 * 8 * 2 * m**2, batch * N * 2 * m * 2
+    bounds = {"products_ms": 1e3 * operations / rate, "special_ms": 1e3 * exponentials / special}
+    with hdnn.engine.use(precision="tf32", check=False):
+        times, way = _kernel_times(tensors, seconds)
+    lowest, kernel = max(bounds.values()), statistics.median(times)
+    row: Row = {"what": f"H2, n = {n}, batch {batch}, {N} layers, tf32", "floor_ms": lowest}
+    row |= bounds | {"tf32_rate": rate, "special_rate": special, "kernel_ms": kernel, "by": way}
+    row |= {"ratio": kernel / lowest, "target": "report it; <= 3"}
+    say(
+        f"floor: {lowest:.3f} ms (products {bounds['products_ms']:.3f} at {rate / 1e12:.0f} "
+        f"TFLOP/s, exponentials {bounds['special_ms']:.3f}); kernels {kernel:.3f} ms by {way}: "
+        f"{row['ratio']:.1f} times the floor, moonshot 3"
+    )
+    return row
+
+
+def _elapsed(run: Callable[[], object], count: int) -> float:
+    """Milliseconds of device time of each of so many runs, queued one behind the other."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def _tf32_rate() -> float:
+    """Operations a second of a large product."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda").unbind(0)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        _elapsed(lambda: a @ b, 3)
+        return 2 * 8192**3 / (1e-3 * min(_elapsed(lambda: a @ b, 10) for _ in range(3)))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _special_rate() -> float:
+    """Exponentials a second: 16 for each multiprocessor and clock."""
+    properties = torch.cuda.get_device_properties(0)
+    clock = 1e3 * getattr(properties, "clock_rate", 0)
+    if not clock:
+        query = ["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits"]
+        try:
+            clock = 1e6 * float(subprocess.check_output(query, text=True).split()[0])
+        except (OSError, ValueError, IndexError, subprocess.CalledProcessError):
+            clock = 1.98e9
+    return properties.multi_processor_count * 16 * clock
+
+
+def _kernel_times(tensors: list[Tensor], seconds: float) -> tuple[list[float], str]:
+    """Milliseconds on the device of forwards and backwards, and how they were taken."""
+    g = torch.ones_like(tensors[0])
+
+    h2 = cast(Callable[..., Tensor], functional.h2)
+
+    def step() -> object:
+        out = h2(*tensors, rivals.H, backprop="reversible")
+        return torch.autograd.grad(out, tensors, g)
+
+    run: Callable[[], object] = step
+    way = "events around queued steps"
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run, way = graph.replay, "replays of a CUDA graph"
+    except RuntimeError as error:
+        say(f"no CUDA graph ({rivals.why_not(error)})")
+    count = max(1, round(30 / _elapsed(run, 3)))
+    end, times = time.perf_counter() + seconds, []
+    while time.perf_counter() < end or len(times) < 5:
+        times.append(_elapsed(run, count))
+    return times, way

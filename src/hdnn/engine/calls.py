@@ -1,0 +1,311 @@
+"""One call of a stack: what was checked and decided for it serves every call that is like it.
+
+Checks, plans and schedules cost more than a small stack itself. They depend on shapes, dtypes,
+devices and options alone, so a call that is `like` an earlier one goes straight to its kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn import activations
+from hdnn.activations import Activation
+from hdnn.engine import Settings, compiled, current, dispatch
+from hdnn.engine.dispatch import Plan
+from hdnn.engine.stacks import EulerStack, Run, SplitStack
+from hdnn.integrators import splitting
+from hdnn.interconnection import times_J, times_X
+from hdnn.shapes import Step, autocasting
+
+ANCHOR = 256  # layers between stored states when drift is to stay that of a shallow stack
+REMEMBERED = 1024
+
+_known: dict[Any, Any] = {}
+
+
+class Way:
+    """How a call runs other than layer by layer: as an earlier one like it, or as planned."""
+
+    def __init__(
+        self,
+        scheme: Any,
+        y: Tensor,
+        tensors: tuple[Any, ...],
+        h: Step,
+        sigma: Activation,
+        engine: str | None,
+        backprop: str | None,
+        trajectory: bool,
+    ) -> None:
+        self.call: Any = None
+        self.asked: Any = None
+        self.given = (engine, backprop, y, tensors, h, sigma)
+        if trajectory:
+            return
+        self.asked = "compiled"
+        if not torch.compiler.is_compiling():
+            self.asked = current(engine, backprop)
+            self.key = like(scheme, self.asked, sigma, h, y, *tensors)
+            self.call = known(self.key)
+
+    def plan(
+        self,
+        kind: str,
+        N: int,
+        shears: tuple[splitting.Shear, ...] | None = None,
+        inverse: bool = False,
+    ) -> None:
+        """Decide, now that the arguments are known to be sound."""
+        if self.asked is None:
+            return
+        engine, backprop, y, tensors, h, sigma = self.given
+        if self.asked == "compiled":
+            self.call = compiled.make(sigma, engine, backprop, kind, N, shears, inverse)
+            return
+        made = make(kind, self.asked, y, tensors, sigma, h, N, shears, inverse)
+        self.call = remember(self.key, made)
+
+
+def like(
+    scheme: Any, settings: Settings, sigma: Activation, h: Step, y: Tensor, *tensors: Any
+) -> Any:
+    """What decides how a call runs, or None where PyTorch is transforming it."""
+    if dispatch.transformed() or dispatch.watched():
+        return None
+    try:
+        device = y.device.type
+        if device == "meta":
+            return None
+        key = [scheme, settings, sigma, y.__class__, y.shape, y.dtype, y.device]
+        for t in tensors:
+            key += (t,) if t is None else (t.__class__, t.shape, t.dtype, t.device)
+        if isinstance(h, Tensor):
+            key += (h.shape, h.dtype, h.device)
+        elif isinstance(h, tuple):
+            key += (h, *[step.__class__ for step in h])  # 1, 1.0 and True are equal
+        else:
+            key += (h.__class__, h)
+        if torch.is_autocast_enabled(device):
+            key.append(torch.get_autocast_dtype(device))
+        if device == "cuda":
+            key.append(torch.get_float32_matmul_precision())
+        return tuple(key)
+    except AttributeError:  # some argument is no tensor, which the checks will say
+        return None
+
+
+def known(key: Any) -> Any:
+    """The call that was made for this key, or None."""
+    try:
+        return _known.get(key)
+    except TypeError:  # a list of steps, say
+        return None
+
+
+def remember(key: Any, call: Any) -> Any:
+    """Keep a call for the next that is like it."""
+    if key is not None and call is not None:
+        if len(_known) >= REMEMBERED:
+            _known.clear()
+        with contextlib.suppress(TypeError):
+            _known[key] = call
+    return call
+
+
+def make(
+    kind: str,
+    settings: Settings,
+    y: Tensor,
+    tensors: tuple[Any, ...],
+    sigma: Activation,
+    h: Step,
+    N: int,
+    shears: tuple[splitting.Shear, ...] | None = None,
+    inverse: bool = False,
+) -> SplitCall | EulerCall | None:
+    """How a call runs, or None if the reference is to run it layer by layer."""
+    n = y.shape[-1]
+    plan = dispatch.plan(
+        settings,
+        reversible=shears is not None,
+        device=y.device,
+        dtype=y.dtype,
+        n=n,
+        batch=y.numel() // n if n else 0,
+        activation=sigma.name,
+        traced=dispatch.traced(y, *tensors) or not activations.is_registered(sigma),
+    )
+    if plan.is_reference:
+        return None
+    if shears is None:
+        return EulerCall(plan, settings, y, sigma, h, N, kind)
+    return SplitCall(plan, settings, y, sigma, h, N, kind, shears, inverse)
+
+
+class _Call:
+    """What shear stacks and Euler stacks have in common."""
+
+    stack: Any
+    parts: tuple[float, ...] = (1.0,)  # by which a layer moves, of h
+
+    def __init__(self, plan: Plan, settings: Settings, run: Run, y: Tensor, h: Step) -> None:
+        learned = isinstance(h, Tensor)
+        self.run = lay_out(run, plan.engine, plan.backprop, settings, y, learned=learned)
+        # The kernels know no half precision: they take such a state, and give it back, by float32.
+        fused = plan.engine == "fused"
+        self.dtype = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype
+        self.converting = fused and (self.dtype != y.dtype or autocasting(y.device))
+        self.coef = None if learned else self._coef(h, y)
+
+    def _coef(self, h: Step, y: Tensor) -> Tensor:
+        run = self.run
+        return coefficients(self.parts, h, run.layers, run.inverse, self.dtype, y.device)
+
+    def __call__(
+        self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step
+    ) -> Tensor:
+        """y_N from y_0, for any batch shape; X or J is the link."""
+        if self.converting:
+            with torch.autocast(y.device.type, enabled=False):
+                wide = self.dtype
+                link = None if link is None else link.to(wide)
+                return self._run(y.to(wide), tuple([w.to(wide) for w in weights]), link, h).to(
+                    y.dtype
+                )
+        return self._run(y, weights, link, h)
+
+    def _run(self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step) -> Tensor:
+        coef, shape = self.coef, y.shape
+        if coef is None:
+            coef = self._coef(h, y)
+        if len(shape) != 2:
+            y = y.reshape(-1, shape[-1])
+        tensors = [
+            t if t is None or t.is_contiguous() else t.contiguous()
+            for t in (y, *moving(weights, link))
+        ]
+        y_N = self.stack.run(*tensors, coef, self.run)
+        return y_N if len(shape) == 2 else y_N.reshape(shape)
+
+
+class SplitCall(_Call):
+    """A shear stack of certain sizes, ready to run."""
+
+    stack = SplitStack
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        y: Tensor,
+        sigma: Activation,
+        h: Step,
+        N: int,
+        kind: str,
+        shears: tuple[splitting.Shear, ...],
+        inverse: bool,
+    ) -> None:
+        halves, self.parts = turns(shears, inverse)
+        run = Run(sigma.name, kind, N, halves, inverse, check=settings.check)
+        super().__init__(plan, settings, run, y, h)
+
+
+class EulerCall(_Call):
+    """An Euler stack of certain sizes, ready to run."""
+
+    stack = EulerStack
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        y: Tensor,
+        sigma: Activation,
+        h: Step,
+        N: int,
+        kind: str,
+    ) -> None:
+        run = Run(sigma.name, kind, N, check=settings.check)
+        super().__init__(plan, settings, run, y, h)
+
+
+def moving(weights: tuple[Tensor, ...], link: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The weights and V, by which z moves the state: K X^T and so on, or None if that is K."""
+    if len(weights) == 2:
+        return *weights, None if link is None else times_J(weights[0], link)
+    if link is None:
+        return *weights, None, None
+    K_p, K_q, _, _ = weights
+    return *weights, times_X(K_p, link), times_X(K_q, link, adjoint=True)
+
+
+def lay_out(
+    run: Run, engine: str, backprop: str, settings: Settings, y: Tensor, *, learned: bool
+) -> Run:
+    """Complete how a stack of such states runs: kernels, their options, and stored states."""
+    euler = not run.turns
+    run.grid = settings.state == "fixed"
+    if backprop == "checkpoint":
+        run.segment = between(run.layers) if euler else ANCHOR
+    if engine == "fused":
+        run.kernels, run.backward_options = kernels(y.device.type), (learned,)
+        if y.is_cuda:
+            precision, in_order = _precision(settings, y), settings.deterministic
+            run.options, run.backward_options = (precision,), (precision, in_order, learned)
+            if not euler:
+                # p and q take turns, which the kernel likes, but not where it adds in order
+                alternate = len(run.turns) == 2 and not in_order
+                run.options += (alternate,)
+                run.backward_options += (alternate,)
+    return run if euler else run.ready(y.device)
+
+
+def between(N: int) -> int:
+    """Layers between the checkpoints of an Euler stack."""
+    return max(1, math.isqrt(N))
+
+
+@lru_cache
+def kernels(device: str) -> Any:
+    return importlib.import_module(f"hdnn.engine.{'cpu' if device == 'cpu' else 'triton'}")
+
+
+def _precision(settings: Settings, y: Tensor) -> str:
+    """How a GPU multiplies: as asked, else as the dtype or PyTorch's own setting says."""
+    if settings.precision != "auto":
+        return settings.precision
+    dtype = torch.get_autocast_dtype("cuda") if autocasting(y.device) else y.dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return "bf16" if dtype == torch.bfloat16 else "tf32"
+    wanted = torch.get_float32_matmul_precision()
+    return {"high": "tf32", "medium": "bf16"}.get(wanted, "ieee")
+
+
+def turns(
+    shears: tuple[splitting.Shear, ...], inverse: bool
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Of each shear of a layer: which half moves, and by what signed fraction of h."""
+    order = splitting.inverse(shears) if inverse else shears
+    return (
+        tuple(int(half == "q") for half, _ in order),
+        tuple(part if half == "q" else -part for half, part in order),
+    )
+
+
+def coefficients(
+    parts: tuple[float, ...], h: Step, N: int, inverse: bool, dtype: torch.dtype, device: Any
+) -> Tensor:
+    """By how much each shear moves: its fraction of the step of its layer."""
+    steps = h if isinstance(h, Tensor) else torch.tensor(h, dtype=torch.float64)
+    steps = steps.expand(N)
+    if inverse:
+        steps = steps.flip(0)
+    fraction = torch.tensor(parts, dtype=steps.dtype, device=steps.device)
+    return (steps[:, None] * fraction).flatten().to(device, dtype)
