@@ -162,7 +162,10 @@ class _Call:
         fused = plan.engine == "fused"
         self.dtype = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype
         self.converting = fused and (self.dtype != y.dtype or autocasting(y.device))
-        self.coef = None if learned else self._coef(h, y)
+        # Inside of a transform of PyTorch's, all tensors must come as arguments.
+        self.given = learned or dispatch.transformed()
+        if not self.given:
+            self.run.coef = self._coef(h, y)
 
     def _coef(self, h: Step, y: Tensor) -> Tensor:
         run = self.run
@@ -182,9 +185,7 @@ class _Call:
         return self._run(y, weights, link, h)
 
     def _run(self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step) -> Tensor:
-        coef, shape = self.coef, y.shape
-        if coef is None:
-            coef = self._coef(h, y)
+        coef, shape = self._coef(h, y) if self.given else None, y.shape
         if len(shape) != 2:
             y = y.reshape(-1, shape[-1])
         tensors = [

@@ -45,6 +45,7 @@ class Run:
     segment: int | None = None  # layers between stored states; None stores the last one only
     grid: bool = False  # the state is fixed-point
     check: bool = True
+    coef: Any = None  # what each shear, or each layer, moves by, if that is constant
     segments: tuple[Segment, ...] = ()
 
     def ready(self, device: torch.device) -> Run:
@@ -62,15 +63,20 @@ class Run:
     def shears(self, tensors: tuple[Any, ...], segment: Segment) -> Shears:
         """The weights and the schedule of a segment."""
         first, last, half, layer = segment
-        N = self.layers
-        if last - first < N:
-            *weights, coef = tensors
-            weights = [None if w is None else w[first:last] for w in weights]
-            begin, end = (N - last, N - first) if self.inverse else (first, last)
-            per = len(self.turns)
-            tensors = (*weights, coef[begin * per : end * per])
         K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
+        if coef is None:
+            coef = self.coef
+        if last - first < (N := self.layers):
+            part = slice(first, last)
+            K_p, K_q, b_p, b_q = K_p[part], K_q[part], b_p[part], b_q[part]
+            V_p, V_q = (None if V is None else V[part] for V in (V_p, V_q))
+            begin, end = (N - last, N - first) if self.inverse else (first, last)
+            coef = coef[begin * len(self.turns) : end * len(self.turns)]
         return Shears(K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef, self.activation, self.kind)
+
+    def euler(self, K: Any, b: Any, V: Any, h: Any) -> Euler:
+        """The weights of an Euler stack."""
+        return Euler(K, b, V, self.coef if h is None else h, self.activation, self.kind)
 
     @property
     def whole(self) -> Segment:
@@ -112,8 +118,10 @@ def _backward(
         return _reference_vjp(run, g, y, *tensors)
     if run.grid:
         assert anchors is not None
-        return fixed.split_backward(anchors, g, run.shears(tensors, run.whole))[1:]
-    return back(run, y, y_N, anchors, g.contiguous(), tensors)
+        _, *found, d_coef = fixed.split_backward(anchors, g, run.shears(tensors, run.whole))
+    else:
+        *found, d_coef = back(run, y, y_N, anchors, g.contiguous(), tensors)
+    return *found, None if tensors[-1] is None else d_coef
 
 
 class SplitStack(torch.autograd.Function):
@@ -304,12 +312,12 @@ class EulerStack(torch.autograd.Function):
             return cls.apply(y, *rest)[0]
         if not torch.is_grad_enabled():
             K, b, V, h, run = rest
-            return _euler_last(run, y, Euler(K, b, V, h, run.activation, run.kind))
+            return _euler_last(run, y, run.euler(K, b, V, h))
         return EagerEulerStack.apply(y, *rest)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def forward(y, K, b, V, h, run: Run):
-        return _euler_forward(run, y, Euler(K, b, V, h, run.activation, run.kind))
+        return _euler_forward(run, y, run.euler(K, b, V, h))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -323,8 +331,8 @@ class EulerStack(torch.autograd.Function):
         (y, K, b, V, h, states), run = ctx.saved_tensors, ctx.run
         if grads[0] is None:
             return (None,) * 6
-        stack = Euler(K, b, V, h, run.activation, run.kind)
-        return *euler_back(run, y, states, grads[0], stack), None
+        *found, d_h = euler_back(run, y, states, grads[0], run.euler(K, b, V, h))
+        return *found, None if h is None else d_h, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -335,7 +343,7 @@ class EulerStack(torch.autograd.Function):
             return (y_N.reshape(y.shape), states), (0, None)
 
         def one(y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, h: Tensor) -> Tensor:
-            return plain.euler_forward(y, Euler(K, b, V, h, run.activation, run.kind))[-1]
+            return plain.euler_forward(y, run.euler(K, b, V, h))[-1]
 
         y_N = torch.func.vmap(one, in_dims=tuple(in_dims[:5]))(*tensors)
         return (y_N, y_N.new_empty(0)), (0, None)
@@ -348,7 +356,7 @@ class EagerEulerStack(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Any:
         y, K, b, V, h, run = inputs
         ctx.run = run
-        y_N, states = _euler_forward(run, y, Euler(K, b, V, h, run.activation, run.kind))
+        y_N, states = _euler_forward(run, y, run.euler(K, b, V, h))
         ctx.save_for_backward(y, K, b, V, h, states)
         return y_N
 
