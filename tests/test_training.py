@@ -3,6 +3,8 @@
 import io
 import itertools
 import math
+import sys
+import time
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 import hdnn
 from hdnn.data import planar
 from hdnn.errors import DataError, HDNNError, OptionError, TrainingError
-from hdnn.training import fit, loop
+from hdnn.training import coordinate, fit
 
 DATA = planar.double_moons(400, seed=1)
 
@@ -60,7 +62,7 @@ def test_newton_ends_where_the_gradient_of_the_penalised_loss_is_zero(kind, seed
         t = torch.randn(60, 2, generator=g, dtype=torch.float64)
     else:
         t = torch.randint(0, 3 if kind == "three" else 2, (60,), generator=g)
-    loop._newton(head, y, t, ridge, 100)
+    coordinate.newton(head, y, t, ridge, 100)
     gradients = torch.autograd.grad(penalised(head, y, t, ridge), list(head.parameters()))
     assert max(g.abs().max().item() for g in gradients) < 1e-6
 
@@ -71,7 +73,7 @@ def test_newton_never_raises_the_loss_where_a_full_step_would_overshoot():
     head = hdnn.SigmoidHead(1, dtype=torch.float64)
     losses = []
     for steps in range(12):
-        loop._newton(head, y, t, 1e-6, steps)
+        coordinate.newton(head, y, t, 1e-6, steps)
         losses.append(penalised(head, y, t, 1e-6).item())
     assert losses[0] == pytest.approx(math.log(2))
     assert all(after <= before for before, after in itertools.pairwise(losses))
@@ -83,7 +85,7 @@ def test_regression_is_ridge_least_squares():
     y = torch.randn(30, 4, generator=g, dtype=torch.float64)
     t = torch.randn(30, 2, generator=g, dtype=torch.float64)
     head = model_of("regression", dtype=torch.float64).head
-    loop._newton(head, y, t, 0.1, 2)
+    coordinate.newton(head, y, t, 0.1, 2)
     A = torch.cat([y, torch.ones(30, 1, dtype=torch.float64)], 1)
     # The mean is over 30 samples times 2 outputs, and the squared error has the slope 2.
     normal = A.T @ A / 30 + 0.1 * torch.eye(5, dtype=torch.float64)
@@ -93,7 +95,7 @@ def test_regression_is_ridge_least_squares():
 
 def test_one_class_in_a_minibatch_has_a_finite_output_layer():
     head = model_of().head
-    loop._newton(head, torch.ones(3, 4), torch.ones(3, dtype=torch.int64), 1e-4, 50)
+    coordinate.newton(head, torch.ones(3, 4), torch.ones(3, dtype=torch.int64), 1e-4, 50)
     assert torch.isfinite(head.weight).all()
     assert (head.predict(head(torch.ones(3, 4))) == 1).all()
 
@@ -105,7 +107,7 @@ def test_the_last_output_layer_is_fitted_to_all_data(solver):
     y = model.features(DATA.x_train).detach()
     loss = penalised(model.head, y, DATA.t_train, 1e-3).item()
     best = model_of().head
-    loop._newton(best, y, DATA.t_train, 1e-3, 100)
+    coordinate.newton(best, y, DATA.t_train, 1e-3, 100)
     optimum = penalised(best, y, DATA.t_train, 1e-3).item()
     assert optimum - 1e-6 <= loss <= optimum + (1e-6 if solver == "newton" else 0.02)
 
@@ -309,10 +311,10 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_one_line_after_two_seconds_and_wipes_it(monkeypatch):
     clock = itertools.count(0, 0.5)
-    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(loop.sys, "stderr", Terminal())
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sys, "stderr", Terminal())
     quick(model_of(), progress=True)
-    shown = loop.sys.stderr.getvalue()
+    shown = sys.stderr.getvalue()
     assert "epoch 2/2, minibatch 4/4, loss" in shown
     assert "epoch 1/2, minibatch 1/4" not in shown
     assert "\n" not in shown
@@ -323,7 +325,7 @@ def test_a_terminal_shows_one_line_after_two_seconds_and_wipes_it(monkeypatch):
     ("stream", "progress"), [(io.StringIO(), True), (Terminal(), False), (Terminal(), True)]
 )
 def test_pipes_quick_trainings_and_the_undisturbed_see_nothing(monkeypatch, stream, progress):
-    monkeypatch.setattr(loop.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(loop.sys, "stderr", stream)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(sys, "stderr", stream)
     quick(model_of(layers=1), progress=progress)
     assert stream.getvalue() == ""

@@ -249,6 +249,20 @@ class ODENetwork(Network):
 
         return smoothness(*self._smooth(), self.h)
 
+    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]:
+        """Parameters whose jumps from layer to layer make up R_K, and how often each counts.
+
+        Empty where R_K is not such a sum: for learned steps, tied or sparse weights.
+        """
+        if self.learn_step or self.tied:
+            return []
+        leaves = [(self._parameters.get(name), times) for name, times in self._counted()]
+        return [] if any(p is None for p, _ in leaves) else leaves  # pyright: ignore[reportReturnType]
+
+    def _counted(self) -> list[tuple[str, float]]:
+        """The names of stacked parameters, and how often their entries are in K and b."""
+        return [(name, 1.0) for name in self.stacked]
+
     def _smooth(self) -> tuple[Tensor, Tensor]:
         """K and b in any form that has the Frobenius norms of the paper's."""
         field = self.field()

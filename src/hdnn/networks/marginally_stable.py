@@ -90,6 +90,9 @@ class MS1(_MarginallyStable):
         J = interconnection.from_X(-_inverse(w["K_0"], "K_0"))
         return {"J": J, "K": K, "b": torch.cat([w["b_2"], w["b_1"]], -1)}
 
+    def _counted(self) -> list[tuple[str, float]]:
+        return [("K_0", 2.0), ("b_1", 1.0), ("b_2", 1.0)]
+
     def _smooth(self) -> tuple[Tensor, Tensor]:
         w = self.weights()  # the K of the field holds K_0 twice
         return torch.cat([w["K_0"]] * 2, -1), torch.cat([w["b_1"], w["b_2"]], -1)
@@ -134,6 +137,9 @@ class MS2(_MarginallyStable):
             )
         w = self.weights()
         return {"J": _inverse(w["K"].mT, "K"), "K": w["K"], "b": w["b"]}
+
+    def _counted(self) -> list[tuple[str, float]]:
+        return [("K_upper", 2.0), ("b", 1.0)]  # each entry is below the diagonal too
 
     def _smooth(self) -> tuple[Tensor, Tensor]:
         w = self.weights()

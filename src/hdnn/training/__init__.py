@@ -1,5 +1,5 @@
 """Training: coordinate descent between the output layer and the hidden layers."""
 
-from hdnn.training.loop import History, fit
+from hdnn.training.loop import Callback, History, Moment, fit
 
-__all__ = ["History", "fit"]
+__all__ = ["Callback", "History", "Moment", "fit"]

@@ -1,4 +1,4 @@
-"""Coordinate descent: solve the output layer, take one Adam step on the hidden layers, repeat.
+"""Coordinate descent: solve the output layer, take one step on the hidden layers, repeat.
 
 For every minibatch the output layer is fitted first, to the features that the hidden layers give
 now; it is then kept fixed while the hidden layers descend. At the end the output layer is fitted
@@ -7,40 +7,63 @@ once more, to all data.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import sys
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hdnn.errors import DataError, TrainingError, choose
-from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.errors import TrainingError
+from hdnn.heads import RegressionHead
 from hdnn.model import Model
-
-Head = RegressionHead | SigmoidHead | SoftmaxHead
-
-SOLVERS = ("newton", "adam", "joint")
-SCHEDULES = ("cosine", "constant")
+from hdnn.networks import ODENetwork
+from hdnn.training import checkpoint, coordinate, small_heads
+from hdnn.training.checks import check_data, check_options, check_weight, head_of
+from hdnn.training.coordinate import Outcome
+from hdnn.training.progress import Line
 
 # A few steps suffice where the next minibatch has another optimum anyway.
 MINIBATCH_STEPS = {"newton": 5, "adam": 10}
 REFIT_STEPS = 50
+SAVE_EVERY = 2.0  # seconds between checkpoints
 
 
 @dataclass
 class History:
-    """One entry an epoch: means over its minibatches, taken before each step."""
+    """One entry an epoch: means of loss and accuracy over its minibatches, the rest at its end."""
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)  # empty for regression
     smoothness: list[float] = field(default_factory=list)  # R_K
+    gradient: list[float] = field(default_factory=list)  # the norm of the last step's gradient
     learning_rate: list[float] = field(default_factory=list)
     seconds: float = 0.0
+
+
+@dataclass
+class Moment:
+    """What a callback is told after each step; if it returns True, the training ends there."""
+
+    model: Model
+    epoch: int  # from 1
+    epochs: int
+    step: int  # from 1, over all epochs
+    steps: int
+    loss: float
+    accuracy: float | None
+    gradient: float  # its norm, before any clipping
+    learning_rate: float
+    end_of_epoch: bool
+
+
+Callback = Callable[[Moment], bool | None]
 
 
 def fit(
@@ -50,12 +73,20 @@ def fit(
     *,
     epochs: int = 50,
     batch: int = 125,
+    optimizer: str = "adam",
     learning_rate: float = 2.5e-2,
     schedule: str = "cosine",
+    warmup: float = 0.0,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
     solver: str = "newton",
     ridge: float = 1e-4,
     smoothness: float = 5e-4,
+    weight: Tensor | None = None,
     seed: int = 0,
+    callbacks: Iterable[Callback] = (),
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     progress: bool = True,
 ) -> History:
     """Minimise mean loss + smoothness R_K + ridge/2 |output layer|^2 (eq:minimization), in place.
@@ -63,84 +94,336 @@ def fit(
     Args:
         x: inputs (B, ...), of the dtype and on the device of the model.
         t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
-        schedule: the rate stays "constant" or falls to zero as a "cosine".
+        optimizer: "adam", or "sgd" with Nesterov momentum 0.9, of the hidden layers.
+        schedule: the rate stays "constant" or falls to zero as a "cosine", after it has risen for
+            the fraction `warmup` of all steps.
+        weight_decay: of the hidden layers' weights, decoupled from the optimiser's step.
+        clip: the largest norm that a gradient of all hidden layers may have.
         solver: how the output layer is found for each minibatch. "newton": damped Newton steps on
             the ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
             decay `ridge`; "joint": not at all, it descends together with the hidden layers.
         smoothness: alpha, where the network is a discretised ODE; others have no R_K.
+        weight: of each sample (B,) in the mean loss.
         seed: of the order of the samples; the global random state is neither read nor written.
+        callbacks: called with a `Moment` after each step.
+        folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
+            interruption to the very same result.
         progress: show one line while a person waits at a terminal.
     """
-    _check_options(epochs, batch, learning_rate, schedule, solver, ridge, smoothness, seed)
-    head = _head(model)
-    _check_data(model, x, t)
-    t = t if isinstance(head, RegressionHead) else t.long()
-    groups = _groups(model, solver, ridge)
-    trained = [p for group in groups for p in group["params"]]
-    optimizer = torch.optim.Adam(groups, lr=learning_rate)
-    generator = torch.Generator().manual_seed(seed)
-    batches = math.ceil(len(x) / batch)
-    history, line, was_training = History(), _Line(progress), model.training
-    start = time.perf_counter()
-    model.train()
-    try:
-        for epoch in range(epochs):
-            sums, rate = torch.zeros(3, dtype=torch.float64), learning_rate
-            for k, index in enumerate(_minibatches(len(x), batch, generator, x.device)):
-                if schedule == "cosine":
-                    done = (epoch + k / batches) / epochs
-                    rate = learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate
-                y, target = model.features(x[index]), t[index]
-                _finite(y, epoch, "last state y_N")
-                if solver == "newton":
-                    _newton(head, y.detach(), target, ridge, MINIBATCH_STEPS["newton"])
-                elif solver == "adam":
-                    # From zero each time: a rate that falls would leave it there.
-                    same = [(y.detach(), target)] * MINIBATCH_STEPS["adam"]
-                    _adam(head, same, ridge, learning_rate)
-                scores = head(y)
-                loss = head.loss(scores, target)
-                R_K = _smoothness(model.net) if smoothness else torch.zeros(())
-                objective = loss + smoothness * R_K
-                _finite(objective, epoch, "loss")
-                optimizer.zero_grad(set_to_none=True)
-                # Only what is trained collects gradients: the output layer is fixed here.
-                objective.backward(inputs=trained)
-                optimizer.step()
-                sums += torch.tensor([loss.item(), R_K.item(), _accuracy(head, scores, target)])
-                line.show(
-                    f"epoch {epoch + 1}/{epochs}, minibatch {k + 1}/{batches}, "
-                    f"loss {loss.item():.4f}, {time.perf_counter() - start:.0f} s"
+    options = check_options(
+        epochs=epochs,
+        batch=batch,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        solver=solver,
+        ridge=ridge,
+        smoothness=smoothness,
+        seed=seed,
+    )
+    head_of(model)
+    check_data(model, x, t)
+    check_weight(weight, x)
+    place = checkpoint.open_folder(folder, resume)
+    training = _Training(model, x.detach(), t, weight, options, list(callbacks), progress)
+    return training.run(place, resume)
+
+
+class _Training:
+    """One call of `fit`."""
+
+    def __init__(
+        self,
+        model: Model,
+        x: Tensor,
+        t: Tensor,
+        weight: Tensor | None,
+        options: dict[str, Any],
+        callbacks: list[Callback],
+        progress: bool,
+    ) -> None:
+        self.model, self.head = model, head_of(model)
+        self.regression = isinstance(self.head, RegressionHead)
+        self.x, self.weight = x, weight
+        self.t = t if self.regression else t.long()
+        self.options, self.callbacks, self.line = options, callbacks, Line(progress)
+        self.epochs, self.batch = options["epochs"], options["batch"]
+        self.solver, self.rate = options["solver"], options["learning_rate"]
+        self.batches = math.ceil(len(x) / self.batch)
+        groups = _groups(model, self.solver, options["ridge"], options["weight_decay"])
+        self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        self.optimizer = _optimizer(options["optimizer"], groups, self.rate)
+        self.generator = torch.Generator().manual_seed(options["seed"])
+        self.smooth = _Smoothness(model.net, options["smoothness"])
+        self.history = History()
+        self.epoch = self.k = 0  # where the training stands
+        self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
+        self.order = self.generator.get_state()  # from which the order of this epoch is drawn
+        self.stopped = False
+
+    def run(self, folder: Any, resume: bool) -> History:
+        start, was_training = time.perf_counter(), self.model.training
+        self.model.train()
+        try:
+            if folder is not None:
+                self._open(folder)
+            self.log = checkpoint.Log(folder, len(self.history.loss))
+            saved = time.monotonic()
+            self.start = start - self.history.seconds
+            with _Interrupt() as interrupt:
+                while self.epoch < self.epochs and not self.stopped:
+                    for index in self._minibatches():
+                        self._step(index)
+                        due = interrupt.came or time.monotonic() - saved > SAVE_EVERY
+                        if folder is not None and due:
+                            self._save(folder)
+                            saved = time.monotonic()
+                        if interrupt.came:
+                            raise KeyboardInterrupt
+                        if self.stopped:
+                            break
+            for name, parameter in self.model.named_parameters():
+                if not bool(torch.isfinite(parameter.detach()).all()):
+                    raise self._diverged(f"the weight {name}")
+            if self.solver != "joint":
+                self._refit()
+        finally:
+            self.line.close()
+            self.model.train(was_training)
+            self.optimizer.zero_grad(set_to_none=True)
+        self.history.seconds = time.perf_counter() - self.start
+        if folder is not None:
+            self._save(folder)
+        return self.history
+
+    def _minibatches(self) -> Iterator[Tensor]:
+        """The rest of this epoch's minibatches, in the order that its seed says."""
+        self.generator.set_state(self.order)
+        indices = torch.randperm(len(self.x), generator=self.generator).to(self.x.device)
+        yield from indices.split(self.batch)[self.k :]
+
+    def _step(self, index: Tensor) -> None:
+        rate, last = self._schedule(), self.k == self.batches - 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        x, t = self.x[index], self.t[index]
+        weight = None if self.weight is None else self.weight[index]
+        if weight is not None and not bool(weight.any()):
+            return self._advance(None, rate, last)  # nobody counts here
+        self.optimizer.zero_grad(set_to_none=True)
+        y = self.model.features(x)
+        found = self._output(y.detach(), t, weight)
+        if not math.isfinite(found.loss):
+            raise self._diverged("the loss", x)
+        if y.requires_grad:
+            y.backward(found.gradient)
+        self.smooth.add_gradient()
+        norm = math.nan
+        if self.options["clip"] is not None:
+            norm = float(nn.utils.clip_grad_norm_(self.trained, self.options["clip"]))
+        elif self.callbacks or last:
+            norm = float(
+                nn.utils.get_total_norm(p.grad for p in self.trained if p.grad is not None)
+            )
+        self.optimizer.step()
+        return self._advance((found.loss, found.correct, norm), rate, last)
+
+    def _output(self, y: Tensor, t: Tensor, weight: Tensor | None) -> Outcome:
+        """Find the output layer for these features, and what the loss is with it."""
+        head, solver, ridge = self.head, self.solver, self.options["ridge"]
+        if solver == "joint":
+            return coordinate.outcome(head, y, t, weight, joint=True)
+        # Adam starts from zero each time: a rate that falls would leave it there.
+        steps, rate = MINIBATCH_STEPS[solver], self.rate
+        if small_heads.usable(head, y):
+            return small_heads.solve(head, y, t, weight, solver, steps, ridge, rate)
+        if solver == "newton":
+            coordinate.newton(head, y, t, ridge, steps, weight)
+        else:
+            coordinate.adam(head, [(y, t, weight)], ridge, rate, steps)
+        return coordinate.outcome(head, y, t, weight)
+
+    def _advance(self, found: tuple[float, float, float] | None, rate: float, last: bool) -> None:
+        """Count a step, and say what it found."""
+        epoch, step = self.epoch + 1, self.epoch * self.batches + self.k + 1
+        if found is not None:
+            loss, correct, norm = found
+            self.sums[0] += loss
+            self.sums[1] += correct
+            moment = None
+            for callback in self.callbacks:
+                moment = moment or Moment(
+                    *(self.model, epoch, self.epochs, step, self.epochs * self.batches),
+                    *(loss, None if self.regression else correct, norm, rate, last),
                 )
-            mean_loss, mean_R_K, mean_accuracy = (sums / batches).tolist()
-            history.loss.append(mean_loss)
-            history.smoothness.append(mean_R_K)
-            history.learning_rate.append(rate)
-            if not isinstance(head, RegressionHead):
-                history.accuracy.append(mean_accuracy)
-        for parameter in trained:
-            _finite(parameter, epochs - 1, "result")
-        if solver != "joint":
+                self.stopped |= bool(callback(moment))
+            if self.line.on:
+                self.line.show(
+                    f"epoch {epoch}/{self.epochs}, minibatch {self.k + 1}/{self.batches}, "
+                    f"loss {loss:.4f}, {time.perf_counter() - self.start:.0f} s"
+                )
+        self.k += 1
+        if not last:
+            return
+        history = self.history
+        history.loss.append(self.sums[0] / self.batches)
+        if not self.regression:
+            history.accuracy.append(self.sums[1] / self.batches)
+        history.smoothness.append(self.smooth.value())
+        history.gradient.append(found[2] if found is not None else 0.0)
+        history.learning_rate.append(rate)
+        history.seconds = time.perf_counter() - self.start
+        self.epoch, self.k, self.sums = self.epoch + 1, 0, [0.0, 0.0]
+        self.order = self.generator.get_state()
+        self.log.write(self._entry())  # before any checkpoint that knows of this epoch
+
+    def _schedule(self) -> float:
+        """The rate of this step."""
+        done = (self.epoch + self.k / self.batches) / self.epochs
+        warmup = self.options["warmup"]
+        if done < warmup:
+            return self.rate * (done + 1 / (self.epochs * self.batches)) / warmup
+        if self.options["schedule"] == "constant":
+            return self.rate
+        done = (done - warmup) / (1 - warmup)
+        return self.rate * 0.5 * (1 + math.cos(math.pi * done))
+
+    def _refit(self) -> None:
+        """Fit the output layer to all data; the hidden layers stay."""
+        with torch.no_grad():
+            y = torch.cat([self.model.features(part) for part in self.x.split(4096)])
+        if not bool(torch.isfinite(y).all()):
+            raise self._diverged("the last state y_N", self.x)
+        ridge = self.options["ridge"]
+        if self.solver == "newton":
+            coordinate.newton(self.head, y, self.t, ridge, REFIT_STEPS, self.weight)
+            return
+        parts = []
+        for _ in range(REFIT_STEPS):
+            indices = torch.randperm(len(y), generator=self.generator).to(y.device)
+            for index in indices.split(self.batch):
+                weight = None if self.weight is None else self.weight[index]
+                if weight is None or bool(weight.any()):
+                    parts.append((y[index], self.t[index], weight))
+        coordinate.adam(self.head, parts, ridge, self.rate)
+
+    def _entry(self) -> dict[str, Any]:
+        """The last epoch, for the log."""
+        history = {k: v for k, v in asdict(self.history).items() if k != "seconds" and v}
+        entry = {"epoch": self.epoch, **{k: v[-1] for k, v in history.items()}}
+        return {**entry, "seconds": round(self.history.seconds, 3)}
+
+    def _save(self, folder: Any) -> None:
+        if not all(bool(torch.isfinite(p.detach()).all()) for p in self.model.parameters()):
+            return  # the last good one is kept
+        state = {"epoch": self.epoch, "k": self.k, "sums": self.sums, "stopped": self.stopped}
+        state |= {"history": asdict(self.history), "options": self._identity()}
+        checkpoint.save(folder, self.model, self.optimizer, self.order, state)
+
+    def _open(self, folder: Any) -> None:
+        found = checkpoint.load(folder, self.model, self.optimizer, self._identity())
+        if found is None:
+            self._save(folder)
+            return
+        state, self.order = found
+        self.epoch, self.k, self.sums = state["epoch"], state["k"], state["sums"]
+        self.history, self.stopped = History(**state["history"]), state["stopped"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a training to go on: options, data and kind of model."""
+        digest = hashlib.sha256()
+        for tensor in (self.x, self.t, *([] if self.weight is None else [self.weight])):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return {**self.options, "data": digest.hexdigest()[:16], "model": repr(self.model.net)}
+
+    def _diverged(self, what: str, x: Tensor | None = None) -> TrainingError:
+        """The error of a training that has left the numbers, with the layer where it did."""
+        where = ""
+        if x is not None:
             with torch.no_grad():
-                y = torch.cat([model.features(part) for part in x.split(4096)])
-            _finite(y, epochs - 1, "last state y_N")
-            _refit(head, y, t, solver, ridge, learning_rate, batch, generator)
-    finally:
-        line.close()
-        model.train(was_training)
-        optimizer.zero_grad(set_to_none=True)
-    history.seconds = time.perf_counter() - start
-    return history
+                states = self.model.trajectory(x)
+            bad = (~torch.isfinite(states)).flatten(1).any(1).nonzero()
+            if len(bad):
+                where = f", first in layer {max(int(bad[0]) - 1, 0)}"
+        return TrainingError(
+            f"{what} is not finite in epoch {self.epoch + 1}{where}: the training has diverged; "
+            "lower learning_rate, clip the gradients, use a smaller step h or a bounded activation "
+            "such as tanh."
+        )
 
 
-def _groups(model: Model, solver: str, ridge: float) -> list[dict[str, Any]]:
-    """What Adam trains: the hidden layers and, jointly, the output layer with its own decay."""
+class _Interrupt:
+    """Ctrl-C is heard between steps, when all that is saved fits together; a second one at once."""
+
+    def __enter__(self) -> _Interrupt:
+        self.came, self.before = False, None
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.getsignal(signal.SIGINT)
+            if self.before is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._hear)
+            else:
+                self.before = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        if self.came:
+            signal.default_int_handler(number, frame)
+        self.came = True
+
+
+class _Smoothness:
+    """alpha R_K and its gradient, by hand where R_K is a sum over parameters."""
+
+    def __init__(self, net: nn.Module, alpha: float) -> None:
+        self.net = net if isinstance(net, ODENetwork) else None
+        self.alpha = alpha
+        self.leaves = self.net.smooth_leaves() if self.net is not None else []
+        if self.leaves and self.net is not None:
+            like = self.leaves[0][0]
+            self.steps = torch.as_tensor(self.net.h, dtype=like.dtype, device=like.device)
+            self.constant = None if self.steps.ndim else float(self.steps)
+
+    def value(self) -> float:
+        return 0.0 if self.net is None else float(self.net.smoothness().detach())
+
+    def add_gradient(self) -> None:
+        if self.net is None or not self.alpha:
+            return
+        if not self.leaves:
+            R_K = self.net.smoothness()
+            if R_K.requires_grad:
+                (self.alpha * R_K).backward()
+            return
+        with torch.no_grad():
+            for parameter, times in self.leaves:
+                if not parameter.requires_grad or len(parameter) < 2:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                jumps, grad = parameter.diff(dim=0), parameter.grad
+                scale = self.alpha * times
+                if self.constant is None:
+                    jumps *= (scale * self.steps[1:]).view(-1, *[1] * (jumps.ndim - 1))
+                    scale = 1.0
+                else:
+                    scale *= self.constant
+                grad[1:].add_(jumps, alpha=scale)
+                grad[:-1].sub_(jumps, alpha=scale)
+
+
+def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[str, Any]]:
+    """What is trained: the hidden layers and, jointly, the output layer with its own decay."""
     head = set(model.head.parameters())
     free = [p for p in model.parameters() if p.requires_grad]
     hidden, output = [p for p in free if p not in head], [p for p in free if p in head]
-    groups: list[dict[str, Any]] = [{"params": hidden}]
+    groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": decay}]
     if solver == "joint":
         groups.append({"params": output, "weight_decay": ridge})
     groups = [group for group in groups if group["params"]]
@@ -152,232 +435,11 @@ def _groups(model: Model, solver: str, ridge: float) -> list[dict[str, Any]]:
     return groups
 
 
-def _refit(
-    head: Head,
-    y: Tensor,
-    t: Tensor,
-    solver: str,
-    ridge: float,
-    rate: float,
-    batch: int,
-    generator: torch.Generator,
-) -> None:
-    """Fit the output layer to all data; the hidden layers stay."""
-    if solver == "newton":
-        _newton(head, y, t, ridge, REFIT_STEPS)
-    else:
-        indices = (_minibatches(len(y), batch, generator, y.device) for _ in range(REFIT_STEPS))
-        parts = [(y[index], t[index]) for epoch in indices for index in epoch]
-        _adam(head, parts, ridge, rate)
-
-
-@torch.no_grad()
-def _newton(head: Head, y: Tensor, t: Tensor, ridge: float, max_steps: int) -> None:
-    """Minimise mean loss + ridge/2 |(W, b)|^2 over the output layer by damped Newton steps.
-
-    The problem is strictly convex for ridge > 0, so the start does not matter: it is zero.
-    In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
-    """
-    A = torch.cat([y, torch.ones_like(y[:, :1])], 1).double()
-    (B, d), c = A.shape, head.weight.shape[0]
-    T = (F.one_hot(t, c) if isinstance(head, SoftmaxHead) else t.reshape(B, c)).double()
-    W = A.new_zeros(c, d)
-    value = _penalised(head, A, T, W, ridge)
-    for _ in range(max_steps):
-        # The loss of one sample has the gradient P - T in its scores, or 2/c (S - T), and the
-        # Hessian diag(D) or, for softmax, diag(P) - P P^T.
-        S = A @ W.T
-        if isinstance(head, RegressionHead):
-            residual, D = (S - T) * (2 / c), torch.full_like(S, 2 / c)
-        else:
-            P = S.softmax(1) if isinstance(head, SoftmaxHead) else S.sigmoid()
-            residual, D = P - T, P if isinstance(head, SoftmaxHead) else P * (1 - P)
-        gradient = residual.T @ A / B + ridge * W
-        hessian = torch.block_diag(*((A * D[:, i : i + 1]).T @ A for i in range(c)))
-        if isinstance(head, SoftmaxHead):
-            M = (D[:, :, None] * A[:, None, :]).reshape(B, c * d)
-            hessian -= M.T @ M
-        hessian = hessian / B + ridge * torch.eye(c * d, dtype=A.dtype, device=A.device)
-        # Least squares: rounding in a nearly singular Hessian must not stop a training.
-        step = torch.linalg.lstsq(hessian, gradient.reshape(-1, 1)).solution.reshape(c, d)
-        decrease = (gradient * step).sum()
-        if not decrease > 1e-14:
-            break
-        # Far from the optimum a full step can overshoot: halve it until it pays.
-        for halvings in range(30):
-            trial = W - 0.5**halvings * step
-            trial_value = _penalised(head, A, T, trial, ridge)
-            if trial_value <= value - 1e-4 * 0.5**halvings * decrease:
-                W, value = trial, trial_value
-                break
-        else:
-            break
-    head.weight.copy_(W[:, :-1])
-    head.bias.copy_(W[:, -1])
-
-
-def _penalised(head: Head, A: Tensor, T: Tensor, W: Tensor, ridge: float) -> Tensor:
-    S = A @ W.T
-    if isinstance(head, RegressionHead):
-        loss = F.mse_loss(S, T)
-    elif isinstance(head, SoftmaxHead):
-        loss = F.cross_entropy(S, T)
-    else:
-        loss = F.binary_cross_entropy_with_logits(S, T)
-    return loss + 0.5 * ridge * W.square().sum()
-
-
-def _adam(head: Head, parts: Sequence[tuple[Tensor, Tensor]], decay: float, rate: float) -> None:
-    """One Adam step on the output layer, from zero, for each (y, t): the paper's inner solver."""
-    parameters = list(head.parameters())
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.zero_()
-    optimizer = torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
-    for y, t in parts:
-        optimizer.zero_grad(set_to_none=True)
-        head.loss(head(y), t).backward(inputs=parameters)
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _minibatches(
-    samples: int, batch: int, generator: torch.Generator, device: torch.device
-) -> Iterator[Tensor]:
-    """The indices of all samples in random order, `batch` at a time; the last may be fewer."""
-    yield from torch.randperm(samples, generator=generator).to(device).split(batch)
-
-
-def _smoothness(net: nn.Module) -> Tensor:
-    R_K = getattr(net, "smoothness", None)
-    return torch.zeros(()) if R_K is None else R_K()
-
-
-def _accuracy(head: Head, scores: Tensor, t: Tensor) -> float:
-    if isinstance(head, RegressionHead):
-        return math.nan
-    return (head.predict(scores) == t).double().mean().item()
-
-
-def _finite(value: Tensor, epoch: int, what: str) -> None:
-    if not bool(torch.isfinite(value.detach()).all()):
-        raise TrainingError(
-            f"the {what} is not finite in epoch {epoch + 1}: the training has diverged; "
-            "lower learning_rate, use a smaller step h or a bounded activation such as tanh."
-        )
-
-
-def _head(model: Model) -> Head:
-    if not isinstance(model, Model):
-        raise TrainingError(
-            f"fit trains a hdnn.Model, but got {type(model).__name__}; make one of a network by "
-            "hdnn.Model(augment, net, head)."
-        )
-    if not isinstance(model.head, (RegressionHead, SigmoidHead, SoftmaxHead)):
-        raise TrainingError(
-            f"a {type(model.head).__name__} has no loss to train with; use a SigmoidHead or a "
-            "SoftmaxHead for classes, a RegressionHead for values."
-        )
-    return model.head
-
-
-def _check_options(
-    epochs: int,
-    batch: int,
-    learning_rate: float,
-    schedule: str,
-    solver: str,
-    ridge: float,
-    smoothness: float,
-    seed: int,
-) -> None:
-    choose("schedule", schedule, SCHEDULES)
-    choose("solver", solver, SOLVERS)
-    for name, count, least in (("epochs", epochs, 1), ("batch", batch, 1), ("seed", seed, 0)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise TrainingError(f"{name} must be a whole number >= {least}, but got {count!r}.")
-    numbers = {"learning_rate": learning_rate, "ridge": ridge, "smoothness": smoothness}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TrainingError(f"{name} must be a number, but got {value!r}.")
-        if not (math.isfinite(value) and value >= 0):
-            raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
-    if not learning_rate > 0:
-        raise TrainingError("learning_rate must be > 0, but got 0; the paper has 2.5e-2.")
-    if solver == "newton" and not ridge > 0:
-        raise TrainingError(
-            "the newton solver needs ridge > 0: separable data have no optimal output layer "
-            "without it; take e.g. ridge=1e-4."
-        )
-
-
-def _check_data(model: Model, x: Tensor, t: Tensor) -> None:
-    like, head = next(model.head.parameters()), model.head
-    for name, tensor in (("x", x), ("t", t)):
-        if not isinstance(tensor, Tensor):
-            raise DataError(
-                f"{name} must be a torch.Tensor, but got {type(tensor).__name__}; "
-                "use torch.as_tensor."
-            )
-        if tensor.device != like.device:
-            raise DataError(
-                f"{name} is on {tensor.device}, but the model on {like.device}; "
-                "bring both together with .to(device)."
-            )
-    if x.ndim != 2 or len(x) == 0:
-        raise DataError(f"x must be (B, inputs) with B >= 1 samples, but got {tuple(x.shape)}.")
-    if x.dtype != like.dtype:
-        raise DataError(f"x is {x.dtype}, but the model {like.dtype}; use x.to({like.dtype}).")
-    if len(t.reshape(-1)) == 0 or len(x) != len(t):
-        raise DataError(f"x has {len(x)} samples, but t has shape {tuple(t.shape)}; give one each.")
-    _check_finite("x", x)
-    if isinstance(head, RegressionHead):
-        if t.numel() != len(x) * head.outputs:
-            raise DataError(
-                f"t must be ({len(x)}, {head.outputs}), a value for each output of the head, "
-                f"but got {tuple(t.shape)}."
-            )
-        _check_finite("t", t)
-        return
-    classes = 2 if isinstance(head, SigmoidHead) else head.outputs
-    if t.ndim != 1 or t.is_floating_point() or t.is_complex():
-        raise DataError(
-            f"t must be whole-number labels ({len(x)},), but got {t.dtype} of shape "
-            f"{tuple(t.shape)}; use t.long()."
-        )
-    low, high = int(t.min()), int(t.max())
-    if low < 0 or high >= classes:
-        raise DataError(
-            f"labels must lie in 0 .. {classes - 1} for this head, but t has {low} .. {high}; "
-            f"renumber them or take a SoftmaxHead of {max(high + 1, 2)} classes."
-        )
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
-    if bool(bad.any()):
-        raise DataError(
-            f"{name} has NaN or infinite values in {int(bad.sum())} of {len(bad)} samples, the "
-            f"first at index {int(bad.nonzero()[0])}; remove or replace them."
-        )
-
-
-class _Line:
-    """One line on stderr for a person who has waited two seconds; nothing when piped."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.on = wanted and sys.stderr is not None and sys.stderr.isatty()
-        self.due = time.monotonic() + 2.0
-        self.shown = False
-
-    def show(self, text: str) -> None:
-        now = time.monotonic()
-        if self.on and now >= self.due:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-            self.due, self.shown = now + 0.1, True
-
-    def close(self) -> None:
-        if self.shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+def _optimizer(name: str, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
+    parameter = groups[0]["params"][0]
+    fused = parameter.device.type in ("cpu", "cuda") and parameter.dtype in (
+        *(torch.float32, torch.float64),
+    )
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=True, fused=fused)
+    return torch.optim.Adam(groups, lr=rate, fused=fused)

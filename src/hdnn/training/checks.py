@@ -1,0 +1,129 @@
+"""What a training is given is checked before it starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.errors import DataError, TrainingError, choose
+from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+from hdnn.training.coordinate import SOLVERS, Head
+
+CHOICES = {
+    "optimizer": ("adam", "sgd"),
+    "schedule": ("cosine", "constant"),
+    "solver": SOLVERS,
+}
+
+
+def head_of(model: Model) -> Head:
+    if not isinstance(model, Model):
+        raise TrainingError(
+            f"fit trains a hdnn.Model, but got {type(model).__name__}; make one of a network by "
+            "hdnn.Model(augment, net, head)."
+        )
+    if not isinstance(model.head, (RegressionHead, SigmoidHead, SoftmaxHead)):
+        raise TrainingError(
+            f"a {type(model.head).__name__} has no loss to train with; use a SigmoidHead or a "
+            "SoftmaxHead for classes, a RegressionHead for values."
+        )
+    return model.head
+
+
+def check_options(**options: Any) -> dict[str, Any]:
+    """The options of `fit`, if they are sound."""
+    for name, known in CHOICES.items():
+        choose(name, options[name], known)
+    for name, least in (("epochs", 1), ("batch", 1), ("seed", 0)):
+        count = options[name]
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise TrainingError(f"{name} must be a whole number >= {least}, but got {count!r}.")
+    for name in ("learning_rate", "ridge", "smoothness", "warmup", "weight_decay", "clip"):
+        value = options[name]
+        if name == "clip" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TrainingError(f"{name} must be a number, but got {value!r}.")
+        if not (math.isfinite(value) and value >= 0):
+            raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
+    if not options["learning_rate"] > 0:
+        raise TrainingError("learning_rate must be > 0, but got 0; the paper has 2.5e-2.")
+    if options["clip"] == 0:
+        raise TrainingError("clip must be > 0, or None for no clipping.")
+    if not options["warmup"] < 1:
+        raise TrainingError(
+            f"warmup is a fraction of all steps, below 1, but got {options['warmup']}."
+        )
+    if options["solver"] == "newton" and not options["ridge"] > 0:
+        raise TrainingError(
+            "the newton solver needs ridge > 0: separable data have no optimal output layer "
+            "without it; take e.g. ridge=1e-4."
+        )
+    return options
+
+
+def check_data(model: Model, x: Tensor, t: Tensor) -> None:
+    like, head = next(model.head.parameters()), model.head
+    for name, tensor in (("x", x), ("t", t)):
+        if not isinstance(tensor, Tensor):
+            raise DataError(
+                f"{name} must be a torch.Tensor, but got {type(tensor).__name__}; "
+                "use torch.as_tensor."
+            )
+        if tensor.device != like.device:
+            raise DataError(
+                f"{name} is on {tensor.device}, but the model on {like.device}; "
+                "bring both together with .to(device)."
+            )
+    if x.ndim != 2 or len(x) == 0:
+        raise DataError(f"x must be (B, inputs) with B >= 1 samples, but got {tuple(x.shape)}.")
+    if x.dtype != like.dtype:
+        raise DataError(f"x is {x.dtype}, but the model {like.dtype}; use x.to({like.dtype}).")
+    if len(t.reshape(-1)) == 0 or len(x) != len(t):
+        raise DataError(f"x has {len(x)} samples, but t has shape {tuple(t.shape)}; give one each.")
+    _check_finite("x", x)
+    if isinstance(head, RegressionHead):
+        if t.numel() != len(x) * head.outputs:
+            raise DataError(
+                f"t must be ({len(x)}, {head.outputs}), a value for each output of the head, "
+                f"but got {tuple(t.shape)}."
+            )
+        _check_finite("t", t)
+        return
+    classes = 2 if isinstance(head, SigmoidHead) else head.outputs
+    if t.ndim != 1 or t.is_floating_point() or t.is_complex():
+        raise DataError(
+            f"t must be whole-number labels ({len(x)},), but got {t.dtype} of shape "
+            f"{tuple(t.shape)}; use t.long()."
+        )
+    low, high = int(t.min()), int(t.max())
+    if low < 0 or high >= classes:
+        raise DataError(
+            f"labels must lie in 0 .. {classes - 1} for this head, but t has {low} .. {high}; "
+            f"renumber them or take a SoftmaxHead of {max(high + 1, 2)} classes."
+        )
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    bad = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
+    if bool(bad.any()):
+        raise DataError(
+            f"{name} has NaN or infinite values in {int(bad.sum())} of {len(bad)} samples, the "
+            f"first at index {int(bad.nonzero()[0])}; remove or replace them."
+        )
+
+
+def check_weight(weight: Tensor | None, x: Tensor) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.shape != (len(x),) or weight.device != x.device:
+        raise DataError(
+            f"weight must be a tensor ({len(x)},) on {x.device}, a number for each sample, but got "
+            f"{tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__}."
+        )
+    if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()) or not bool(weight.any()):
+        raise DataError("weights must be finite, not negative, and not all zero.")

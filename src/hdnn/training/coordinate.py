@@ -1,0 +1,193 @@
+"""The output layer for given features: solved to its optimum, or by the paper's few Adam steps.
+
+Both minimise the mean loss + ridge/2 |(W, b)|^2 over the output layer alone, a convex problem. With
+sample weights the mean is the weighted one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
+
+Head = RegressionHead | SigmoidHead | SoftmaxHead
+
+SOLVERS = ("newton", "adam", "joint")
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+class Problem:
+    """Features (B, n) with a one beside them, targets (B, c), and the share of each sample."""
+
+    def __init__(
+        self, head: Head, y: Tensor, t: Tensor, weight: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.head = head
+        A = y.new_ones(len(y), y.shape[1] + 1, dtype=dtype)
+        A[:, :-1] = y
+        self.A, c = A, head.weight.shape[0]
+        if isinstance(head, SoftmaxHead):
+            self.T = F.one_hot(t, c).to(dtype)
+        else:
+            self.T = t.reshape(len(y), c).to(dtype)
+        if weight is None:
+            self.share: Tensor | float = 1 / len(y)
+        else:
+            self.share = (weight / weight.sum()).to(dtype)[:, None]
+
+    def scores(self, W: Tensor) -> Tensor:
+        return self.A @ W.T
+
+    def residual(self, S: Tensor) -> Tensor:
+        """The gradient of the mean loss in the scores: (B, c)."""
+        if isinstance(self.head, RegressionHead):
+            return (S - self.T) * (2 / S.shape[1]) * self.share
+        P = S.softmax(1) if isinstance(self.head, SoftmaxHead) else S.sigmoid()
+        return (P - self.T) * self.share
+
+    def loss(self, S: Tensor) -> Tensor:
+        if isinstance(self.head, RegressionHead):
+            each = (S - self.T).square().mean(1, keepdim=True)
+        elif isinstance(self.head, SoftmaxHead):
+            each = S.logsumexp(1, keepdim=True) - (S * self.T).sum(1, keepdim=True)
+        else:
+            each = F.softplus(S) - S * self.T
+        return (each * self.share).sum()
+
+    def hessian(self, S: Tensor) -> Tensor:
+        """Of the mean loss in all of W, row by row: (c d, c d)."""
+        A, c = self.A, S.shape[1]
+        if isinstance(self.head, RegressionHead):
+            D = torch.full_like(S, 2 / c) * self.share
+        elif isinstance(self.head, SoftmaxHead):
+            P = S.softmax(1)
+            D = P * self.share
+        else:
+            P = S.sigmoid()
+            D = P * (1 - P) * self.share
+        if c == 1:
+            return (A * D).T @ A
+        blocks = torch.block_diag(*((A * D[:, i : i + 1]).T @ A for i in range(c)))
+        if isinstance(self.head, SoftmaxHead):  # diag(P) - P P^T
+            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), -1)  # pyright: ignore[reportPossiblyUnboundVariable]
+            blocks -= (M * self.share).T @ M
+        return blocks
+
+
+class Outcome(NamedTuple):
+    """What a minibatch gives with the output layer that was found for it."""
+
+    loss: float
+    correct: float  # the fraction, for classes
+    gradient: Tensor  # of the mean loss in the features
+
+
+@torch.no_grad()
+def outcome(
+    head: Head, y: Tensor, t: Tensor, weight: Tensor | None, joint: bool = False
+) -> Outcome:
+    """The loss of features y and its gradient; `joint` sets that of the output layer too."""
+    problem = Problem(head, y, t, weight, y.dtype)
+    scores = problem.scores(weights_of(head))
+    residual = problem.residual(scores)
+    if joint and head.weight.requires_grad:
+        gradient = residual.T @ problem.A
+        head.weight.grad, head.bias.grad = gradient[:, :-1].contiguous(), gradient[:, -1].clone()
+    correct = 0.0
+    if not isinstance(head, RegressionHead):
+        correct = float((head.predict(scores) == t).double().mean())
+    return Outcome(float(problem.loss(scores)), correct, residual @ head.weight)
+
+
+def weights_of(head: Head) -> Tensor:
+    """(W, b) as one matrix (c, n + 1)."""
+    return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], 1)
+
+
+def put(head: Head, W: Tensor) -> None:
+    with torch.no_grad():
+        head.weight.copy_(W[:, :-1])
+        head.bias.copy_(W[:, -1])
+
+
+@torch.no_grad()
+def newton(
+    head: Head,
+    y: Tensor,
+    t: Tensor,
+    ridge: float,
+    max_steps: int,
+    weight: Tensor | None = None,
+) -> None:
+    """Damped Newton steps from zero; where they stop does not depend on the start, for ridge > 0.
+
+    In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
+    """
+    problem = Problem(head, y, t, weight, torch.float64)
+    c, d = head.weight.shape[0], problem.A.shape[1]
+    W = problem.A.new_zeros(c, d)
+    S = problem.A.new_zeros(len(y), c)
+    unit = ridge * torch.eye(c * d, dtype=W.dtype, device=W.device)
+    value = float(problem.loss(S))
+    for _ in range(max_steps):
+        gradient = problem.residual(S).T @ problem.A + ridge * W
+        hessian = problem.hessian(S) + unit
+        step, info = torch.linalg.solve_ex(hessian, gradient.reshape(-1, 1))
+        if int(info):  # rounding in a nearly singular Hessian must not stop a training
+            step = torch.linalg.lstsq(hessian, gradient.reshape(-1, 1)).solution
+        step = step.reshape(c, d)
+        decrease = float((gradient * step).sum())
+        if not decrease > 1e-14:
+            break
+        move = problem.scores(step)
+        # Far from the optimum a full step can overshoot: halve it until it pays.
+        for halvings in range(30):
+            size = 0.5**halvings
+            W_new, S_new = W - size * step, S - size * move
+            trial = float(problem.loss(S_new) + 0.5 * ridge * W_new.square().sum())
+            if trial <= value - 1e-4 * size * decrease:
+                W, S, value = W_new, S_new, trial
+                break
+        else:
+            break
+    put(head, W)
+
+
+class Adam:
+    """Adam on the output layer alone, from zero: the paper's inner solver."""
+
+    def __init__(self, head: Head, decay: float, rate: float) -> None:
+        self.head, self.decay, self.rate, self.count = head, decay, rate, 0
+        self.W = torch.zeros_like(weights_of(head))
+        self.m, self.v = torch.zeros_like(self.W), torch.zeros_like(self.W)
+
+    @torch.no_grad()
+    def step(self, problem: Problem) -> None:
+        self.count += 1
+        (b1, b2), k = BETAS, self.count
+        g = problem.residual(problem.scores(self.W)).T @ problem.A
+        g.add_(self.W, alpha=self.decay)
+        self.m.lerp_(g, 1 - b1)
+        self.v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        size = (self.v.sqrt() / (1 - b2**k) ** 0.5).add_(EPS)
+        self.W.addcdiv_(self.m, size, value=-self.rate / (1 - b1**k))
+
+
+def adam(
+    head: Head,
+    parts: list[tuple[Tensor, Tensor, Tensor | None]],
+    decay: float,
+    rate: float,
+    repeat: int = 1,
+) -> None:
+    """`repeat` Adam steps, from zero, on each (y, t, weight) in turn."""
+    solver = Adam(head, decay, rate)
+    for y, t, weight in parts:
+        problem = Problem(head, y, t, weight, head.weight.dtype)
+        for _ in range(repeat):
+            solver.step(problem)
+    put(head, solver.W)

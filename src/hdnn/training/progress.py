@@ -1,0 +1,27 @@
+"""One line for a person who waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Line:
+    """One line on stderr for a person who has waited two seconds; nothing when piped."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.on = wanted and sys.stderr is not None and sys.stderr.isatty()
+        self.due = time.monotonic() + 2.0
+        self.shown = False
+
+    def show(self, text: str) -> None:
+        now = time.monotonic()
+        if self.on and now >= self.due:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+            self.due, self.shown = now + 0.1, True
+
+    def close(self) -> None:
+        if self.shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

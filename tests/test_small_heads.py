@@ -1,0 +1,71 @@
+"""Compiled output layers find what the plain ones find."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hdnn
+from hdnn.training import coordinate, small_heads
+
+pytest.importorskip("numba")
+
+HEADS = {
+    "sigmoid": lambda n, c, **k: hdnn.SigmoidHead(n, **k),
+    "softmax": lambda n, c, **k: hdnn.SoftmaxHead(n, c, **k),
+    "regression": lambda n, c, **k: hdnn.RegressionHead(n, c - 1, **k),
+}
+
+
+def case(kind, n, c, B, seed, dtype, weighted, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    y = scale * torch.randn(B, n, generator=g, dtype=dtype)
+    if kind == "regression":
+        t = torch.randn(B, c - 1, generator=g, dtype=dtype)
+    else:
+        t = torch.randint(0, c if kind == "softmax" else 2, (B,), generator=g)
+    weight = torch.rand(B, generator=g, dtype=dtype) + 0.1 if weighted else None
+    return HEADS[kind](n, c, generator=g, dtype=dtype), y, t, weight
+
+
+@given(
+    st.sampled_from(list(HEADS)),
+    st.integers(1, 6),
+    st.integers(2, 4),
+    st.integers(1, 40),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.sampled_from(["newton", "adam"]),
+    st.sampled_from([0.1, 1.0, 10.0]),
+)
+@settings(max_examples=60)
+def test_small_heads_are_those_of_the_plain_solvers(kind, n, c, B, seed, weighted, method, scale):
+    head, y, t, weight = case(kind, n, c, B, seed, torch.float64, weighted, scale)
+    assert small_heads.usable(head, y)
+    found = small_heads.solve(head, y, t, weight, method, 10, 1e-2, 0.025)
+    other, *_ = case(kind, n, c, B, seed, torch.float64, weighted, scale)
+    if method == "newton":
+        coordinate.newton(other, y, t, 1e-2, 10, weight)
+    else:
+        coordinate.adam(other, [(y, t, weight)], 1e-2, 0.025, 10)
+    wanted = coordinate.outcome(other, y, t, weight)
+    for a, b in zip(head.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.gradient, wanted.gradient, rtol=1e-6, atol=1e-8)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6, abs=1e-9)
+    if kind != "regression":
+        assert found.correct == pytest.approx(wanted.correct, abs=1.01 / B)
+
+
+def test_large_heads_and_other_kinds_are_left_to_pytorch():
+    y = torch.zeros(3, 10)
+    assert not small_heads.usable(hdnn.SoftmaxHead(10, 10), y)
+    assert not small_heads.usable(hdnn.LinearHead(10, 1), y)
+    assert not small_heads.usable(hdnn.SigmoidHead(10), y.bfloat16())
+    assert not small_heads.usable(hdnn.SigmoidHead(10), y.to("meta"))
+
+
+def test_float32_heads_stay_float32():
+    head, y, t, weight = case("softmax", 3, 3, 20, 0, torch.float32, True)
+    found = small_heads.solve(head, y, t, weight, "newton", 5, 1e-3, 0.1)
+    assert head.weight.dtype == found.gradient.dtype == torch.float32
