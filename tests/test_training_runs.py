@@ -295,6 +295,16 @@ def test_the_rate_rises_for_the_warm_up_and_then_falls():
     assert all(a >= b for a, b in itertools.pairwise(rates[6:]))
 
 
+def test_smoothing_that_falls_leaves_the_layers_freer_in_the_end():
+    options = {"smoothness": 0.5, "learning_rate": 5e-2, "epochs": 30}
+    rough, smooth = (
+        quick(model_of(layers=8, init="paper"), smoothing=way, **options).smoothness
+        for way in ("cosine", "constant")
+    )
+    assert smooth[-1] < rough[-1]
+    assert rough[15] < rough[0]
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_clipped_gradients_stay_below_their_bound(optimizer):
     norms = []

@@ -16,6 +16,7 @@ from hdnn.training.coordinate import SOLVERS, Head
 CHOICES = {
     "optimizer": ("adam", "sgd"),
     "schedule": ("cosine", "constant"),
+    "smoothing": ("cosine", "constant"),
     "solver": SOLVERS,
 }
 

@@ -82,6 +82,7 @@ def fit(
     solver: str = "newton",
     ridge: float = 1e-4,
     smoothness: float = 5e-4,
+    smoothing: str = "constant",
     weight: Tensor | None = None,
     seed: int = 0,
     callbacks: Iterable[Callback] = (),
@@ -103,6 +104,8 @@ def fit(
             the ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
             decay `ridge`; "joint": not at all, it descends together with the hidden layers.
         smoothness: alpha, where the network is a discretised ODE; others have no R_K.
+        smoothing: alpha stays "constant" or falls to zero as a "cosine": first the layers are made
+            alike, then each goes its way.
         weight: of each sample (B,) in the mean loss.
         seed: of the order of the samples; the global random state is neither read nor written.
         callbacks: called with a `Moment` after each step.
@@ -122,6 +125,7 @@ def fit(
         solver=solver,
         ridge=ridge,
         smoothness=smoothness,
+        smoothing=smoothing,
         seed=seed,
     )
     head_of(model)
@@ -220,6 +224,8 @@ class _Training:
             raise self._diverged("the loss", x)
         if y.requires_grad:
             y.backward(found.gradient)
+        if self.options["smoothing"] == "cosine":
+            self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
         self.smooth.add_gradient()
         norm = math.nan
         if self.options["clip"] is not None:
@@ -282,14 +288,16 @@ class _Training:
 
     def _schedule(self) -> float:
         """The rate of this step."""
-        done = (self.epoch + self.k / self.batches) / self.epochs
-        warmup = self.options["warmup"]
+        done, warmup = self._done(), self.options["warmup"]
         if done < warmup:
             return self.rate * (done + 1 / (self.epochs * self.batches)) / warmup
         if self.options["schedule"] == "constant":
             return self.rate
-        done = (done - warmup) / (1 - warmup)
-        return self.rate * 0.5 * (1 + math.cos(math.pi * done))
+        return self.rate * _cosine((done - warmup) / (1 - warmup))
+
+    def _done(self) -> float:
+        """The fraction of all steps that lies behind."""
+        return (self.epoch + self.k / self.batches) / self.epochs
 
     def _refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
@@ -353,6 +361,11 @@ class _Training:
             "lower learning_rate, clip the gradients, use a smaller step h or a bounded activation "
             "such as tanh."
         )
+
+
+def _cosine(done: float) -> float:
+    """From 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 class _Interrupt:
