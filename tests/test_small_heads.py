@@ -57,6 +57,16 @@ def test_small_heads_are_those_of_the_plain_solvers(kind, n, c, B, seed, weighte
         assert found.correct == pytest.approx(wanted.correct, abs=1.01 / B)
 
 
+@pytest.mark.parametrize("kind", list(HEADS))
+def test_adam_goes_from_part_to_part_as_the_plain_one_does(kind):
+    parts = [case(kind, 3, 3, 15, seed, torch.float64, seed % 2)[1:] for seed in range(20)]
+    ours, theirs = (case(kind, 3, 3, 15, 0, torch.float64, False)[0] for _ in range(2))
+    small_heads.adam(ours, parts, 1e-2, 0.05)
+    coordinate.adam(theirs, parts, 1e-2, 0.05)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
 def test_large_heads_and_other_kinds_are_left_to_pytorch():
     y = torch.zeros(3, 10)
     assert not small_heads.usable(hdnn.SoftmaxHead(10, 10), y)

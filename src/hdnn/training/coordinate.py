@@ -16,6 +16,8 @@ from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 
 Head = RegressionHead | SigmoidHead | SoftmaxHead
 
+Part = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
+
 SOLVERS = ("newton", "adam", "joint")
 BETAS, EPS = (0.9, 0.999), 1e-8
 
@@ -179,7 +181,7 @@ class Adam:
 
 def adam(
     head: Head,
-    parts: list[tuple[Tensor, Tensor, Tensor | None]],
+    parts: list[Part],
     decay: float,
     rate: float,
     repeat: int = 1,

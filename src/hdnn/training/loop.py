@@ -316,7 +316,8 @@ class _Training:
                 weight = None if self.weight is None else self.weight[index]
                 if weight is None or bool(weight.any()):
                     parts.append((y[index], self.t[index], weight))
-        coordinate.adam(self.head, parts, ridge, self.rate)
+        adam = small_heads.adam if small_heads.usable(self.head, y) else coordinate.adam
+        adam(self.head, parts, ridge, self.rate)
 
     def _entry(self) -> dict[str, Any]:
         """The last epoch, for the log."""

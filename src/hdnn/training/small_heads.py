@@ -50,25 +50,46 @@ def solve(
     rate: float,
 ) -> coordinate.Outcome:
     """Find the output layer by so many steps of "newton" or "adam", from zero."""
-    kind, c, n = KINDS[type(head)], head.weight.shape[0], y.shape[1]
-    W = np.zeros((c, n + 1))
-    features = y.numpy()
-    if kind == SOFTMAX:
-        labels, targets = t.numpy(), np.zeros((1, 1))
+    W = np.zeros((head.weight.shape[0], y.shape[1] + 1))
+    given = _given(head, y, t, weight)
+    gradient = np.empty_like(given[0])
+    newton, adam = _kernels()
+    if method == "newton":
+        loss, correct = newton(*given, W, gradient, steps, ridge)
     else:
-        labels = np.zeros(1, dtype=np.int64)
-        targets = t.reshape(len(y), c).numpy().astype(np.float64)
+        m, v = np.zeros_like(W), np.zeros_like(W)
+        loss, correct = adam(*given, W, gradient, m, v, 0, steps, ridge, rate)
+    coordinate.put(head, torch.from_numpy(W))
+    return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
+
+
+def adam(head: Any, parts: list[coordinate.Part], ridge: float, rate: float) -> None:
+    """One Adam step, from zero, on each (y, t, weight) in turn."""
+    W = np.zeros((head.weight.shape[0], head.weight.shape[1] + 1))
+    m, v = np.zeros_like(W), np.zeros_like(W)
+    step = _kernels()[1]
+    for count, (y, t, weight) in enumerate(parts):
+        given = _given(head, y, t, weight)
+        step(*given, W, np.empty_like(given[0]), m, v, count, 1, ridge, rate)
+    coordinate.put(head, torch.from_numpy(W))
+
+
+def _given(head: Any, y: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Any, ...]:
+    """Features, labels or targets, shares of the samples and the kind of head, for a kernel."""
+    kind = KINDS[type(head)]
+    labels, targets = _NO_LABELS, _NO_TARGETS
+    if kind == SOFTMAX:
+        labels = t.numpy()
+    else:
+        targets = t.reshape(len(y), -1).numpy().astype(np.float64)
     share = np.full(len(y), 1 / len(y))
     if weight is not None:
         share = weight.numpy().astype(np.float64)
         share /= share.sum()
-    gradient = np.empty_like(features)
-    run = _kernels()[0 if method == "newton" else 1]
-    loss, correct = run(
-        *(features, labels, targets, share, W, gradient), *(kind, steps, ridge, rate)
-    )
-    coordinate.put(head, torch.from_numpy(W))
-    return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
+    return y.numpy(), labels, targets, share, kind
+
+
+_NO_LABELS, _NO_TARGETS = np.zeros(1, dtype=np.int64), np.zeros((1, 1))
 
 
 @cache
@@ -158,11 +179,12 @@ def _finish(y, labels, targets, share, W, gradient, kind, S, R):  # pragma: kern
     return _loss(S, labels, targets, share, kind), correct / B
 
 
-def _adam(y, labels, targets, share, W, gradient, kind, steps, ridge, rate):  # pragma: kernel
+def _adam(
+    y, labels, targets, share, kind, W, gradient, m, v, count, steps, ridge, rate
+):  # pragma: kernel
     (B, n), c = y.shape, W.shape[0]
     S, R = np.empty((B, c)), np.empty((B, c))
-    m, v = np.zeros((c, n + 1)), np.zeros((c, n + 1))
-    for step in range(1, steps + 1):
+    for step in range(count + 1, count + steps + 1):
         _scores(y, W, S)
         _residual(S, labels, targets, share, kind, R)
         for k in range(c):
@@ -244,7 +266,7 @@ def _solve(H, g, x):  # pragma: kernel
     return True
 
 
-def _newton(y, labels, targets, share, W, gradient, kind, steps, ridge, rate):  # pragma: kernel
+def _newton(y, labels, targets, share, kind, W, gradient, steps, ridge):  # pragma: kernel
     (B, n), c = y.shape, W.shape[0]
     d = n + 1
     S, R = np.zeros((B, c)), np.empty((B, c))
