@@ -1,0 +1,29 @@
+"""The decision regions of two 4-layer H2 networks on a ring (fig:doublecircles_swissroll).
+
+hdnn reproduce fig-distributed
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hdnn.data import planar
+from hdnn.experiments import runner, table_distributed
+from hdnn.experiments.fig_planar import draw, options_of
+
+NAME = "fig-distributed"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = options_of(NAME, __doc__, argv)
+    for data in ("swiss_roll", "double_circles"):
+        points = planar.load(data, seed=options.seed)
+        model = table_distributed.network("masked", 4, options.seed)
+        path = options.out / f"{NAME}-{data}.png"
+        accuracy = draw(model, points, options.seed, path)
+        print(f"{path}: H2 on a ring of 8 nodes, 4 layers, {accuracy:.2f}% of the test points")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(runner.guarded(main))

@@ -1,0 +1,60 @@
+"""The decision regions of two H1 networks (fig:examplesClassification), with test points.
+
+hdnn reproduce fig-planar
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import hdnn
+from hdnn.data import planar
+from hdnn.experiments import runner, table_planar
+from hdnn.training import fit
+
+NAME = "fig-planar"
+FIGURES = {  # data: layers of an H1
+    "swiss_roll": 64,
+    "double_moons": 4,
+}
+
+
+def draw(model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path) -> float:
+    """Train by our recipe, draw, and return the test accuracy in per cent."""
+    from hdnn.plotting import decision_regions
+
+    fit(model, data.x_train, data.t_train, seed=seed, **table_planar.RECIPES["ours"])
+    accuracy = 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
+    ax = decision_regions(model, data)
+    ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ax.figure.savefig(path, dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
+    return accuracy
+
+
+def options_of(name: str, description: str | None, argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"hdnn reproduce {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = options_of(NAME, __doc__, argv)
+    for data, layers in FIGURES.items():
+        points = planar.load(data, seed=options.seed)
+        model = table_planar.network("H1", layers, table_planar.T_OURS, options.seed)
+        path = options.out / f"{NAME}-{data}.png"
+        accuracy = draw(model, points, options.seed, path)
+        print(f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(runner.guarded(main))

@@ -1,0 +1,157 @@
+"""Many trainings, spread over processes; each is kept when it is done, so that a run can go on.
+
+A job is a dictionary of plain values. Its result is one line of a JSON-lines file, found again by
+the job itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdnn.errors import DataError, HDNNError
+from hdnn.files import write_atomically
+from hdnn.training.progress import Line
+
+Job = dict[str, Any]
+
+
+def run_all(
+    jobs: list[Job],
+    work: Callable[[Job], Job],
+    path: Path,
+    *,
+    processes: int = 1,
+    progress: bool = True,
+) -> list[Job]:
+    """The results of all jobs, in their order; what `path` holds already is not run again."""
+    known = _read(path)
+    missing = [job for job in jobs if _key(job) not in known]
+    line, start = Line(progress), time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            for done, (job, result) in enumerate(_each(missing, work, processes), 1):
+                known[_key(job)] = result
+                file.write(json.dumps({"job": job, "result": result}) + "\n")
+                file.flush()
+                left = (time.monotonic() - start) / done * (len(missing) - done)
+                line.show(f"{done}/{len(missing)} trainings, {left:.0f} s to go")
+    finally:
+        line.close()
+    return [known[_key(job)] for job in jobs]
+
+
+def _each(jobs: list[Job], work: Callable[[Job], Job], processes: int) -> Iterable[tuple[Job, Job]]:
+    if processes <= 1 or len(jobs) <= 1:
+        for job in jobs:
+            yield job, work(job)
+        return
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(min(processes, len(jobs)), initializer=_alone) as pool:
+        yield from pool.imap_unordered(_Both(work), jobs)
+
+
+class _Both:
+    """A job with its result; a class, so that other processes can be given it."""
+
+    def __init__(self, work: Callable[[Job], Job]) -> None:
+        self.work = work
+
+    def __call__(self, job: Job) -> tuple[Job, Job]:
+        return job, self.work(job)
+
+
+def _alone() -> None:
+    """One thread each: the processes already fill the cores."""
+    torch.set_num_threads(1)
+
+
+def _key(job: Job) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+def _read(path: Path) -> dict[str, Job]:
+    if not path.exists():
+        return {}
+    known = {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            known[_key(entry["job"])] = entry["result"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):  # a run that was killed while it wrote
+                write_atomically(path, "".join(f"{kept}\n" for kept in lines[:-1]).encode())
+                break
+            raise DataError(f"{path}, line {number}, is no result of hdnn; remove it.") from error
+    return known
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Mean, standard deviation, best and worst of several seeds."""
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "best": max(values),
+        "worst": min(values),
+        "seeds": len(values),
+    }
+
+
+def arguments(description: str | None, name: str) -> argparse.ArgumentParser:
+    """The options that all experiments have."""
+    parser = argparse.ArgumentParser(
+        prog=f"hdnn reproduce {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=_count, default=10, help="how many (default 10)")
+    parser.add_argument("--processes", type=_count, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for JSON, Markdown")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="for single results")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", action="store_true")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def finish(result: dict[str, Any], page: str, name: str, options: argparse.Namespace) -> None:
+    """Write a result as JSON and as Markdown, and print it."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.out / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(options.out / f"{name}.md", page.encode())
+    if options.json:
+        print(json.dumps(result))
+    elif not options.quiet:
+        print(page)
+
+
+def guarded(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> int:
+    """Run an experiment; a user's mistake is one sentence and exit code 2."""
+    try:
+        return main(argv)
+    except HDNNError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"cannot write {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where this one ended.", file=sys.stderr)
+        return 130

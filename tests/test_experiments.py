@@ -1,0 +1,127 @@
+"""Experiments run, go on after an interruption, and say what they found."""
+
+import json
+
+import pytest
+
+from hdnn.errors import DataError
+from hdnn.experiments import fig_distributed, fig_planar, runner, table_distributed, table_planar
+
+
+def double(job):
+    if job.get("fails"):
+        raise KeyboardInterrupt
+    return {"twice": 2 * job["x"], "runs": 1}
+
+
+def test_results_come_in_the_order_of_the_jobs_and_are_kept(tmp_path):
+    path = tmp_path / "runs" / "results.jsonl"
+    jobs = [{"x": x} for x in range(5)]
+    assert [r["twice"] for r in runner.run_all(jobs, double, path)] == [0, 2, 4, 6, 8]
+
+    def never(job):
+        raise AssertionError(job)
+
+    assert [r["twice"] for r in runner.run_all(jobs[::-1], never, path)] == [8, 6, 4, 2, 0]
+    both = runner.run_all([*jobs, {"x": 9}, {"x": 10}], double, path, processes=2)
+    assert [r["twice"] for r in both][-2:] == [18, 20]
+
+
+def test_what_was_done_before_an_interruption_is_not_done_again(tmp_path):
+    path = tmp_path / "results.jsonl"
+    jobs = [{"x": 1}, {"x": 2}, {"x": 3, "fails": True}]
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(jobs, double, path)
+    path.write_text(path.read_text() + '{"job": {"x"')  # killed while it wrote
+    assert len(runner._read(path)) == 2
+    assert len(path.read_text().splitlines()) == 2
+    path.write_text("nonsense\n" + path.read_text())
+    with pytest.raises(DataError, match="line 1"):
+        runner.run_all(jobs, double, path)
+
+
+def test_a_summary_has_mean_spread_best_and_worst():
+    assert runner.summary([1.0, 2.0, 3.0]) == {
+        "mean": 2.0,
+        "std": 1.0,
+        "best": 3.0,
+        "worst": 1.0,
+        "seeds": 3,
+    }
+    assert runner.summary([5.0])["std"] == 0.0
+
+
+def test_mistakes_are_one_sentence_and_exit_code_2(capsys):
+    def fails(argv):
+        raise DataError("no such thing.")
+
+    assert runner.guarded(fails) == 2
+    assert capsys.readouterr().err == "no such thing.\n"
+
+    def full(argv):
+        raise OSError(28, "No space left on device", "result.json")
+
+    assert runner.guarded(full) == 2
+    assert "No space left" in capsys.readouterr().err
+
+    def stopped(argv):
+        raise KeyboardInterrupt
+
+    assert runner.guarded(stopped) == 130
+    with pytest.raises(SystemExit):
+        table_planar.main(["--seeds", "0"])
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for recipe in table_planar.RECIPES.values():
+        monkeypatch.setitem(recipe, "epochs", 1)
+        monkeypatch.setitem(recipe, "batch", 1000)
+
+
+def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        table_planar, "PAPER", {("double_moons", 1): (92.5, 91.3, 97.6, 100.0, 94.4)}
+    )
+    monkeypatch.setattr(table_planar, "T_TRIED", (0.8, 1.2))
+    options = ["--seeds", "2", "--processes", "1", "--out", str(tmp_path), "--json"]
+    assert table_planar.main([*options, "--runs", str(tmp_path / "runs")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["recipes"]) == {"paper", "ours"}
+    for rows in result["recipes"].values():
+        assert [row["network"] for row in rows] == list(table_planar.NETWORKS)
+        assert all(row["seeds"] == 2 and 0 < row["mean"] <= 100 for row in rows)
+    assert json.loads((tmp_path / "table-planar.json").read_text()) == result
+    assert "double moons, 1" in (tmp_path / "table-planar.md").read_text()
+
+
+def test_a_printed_100_is_reached_by_what_rounds_to_it():
+    assert table_planar.reached(99.95, 100.0)
+    assert not table_planar.reached(99.9, 100.0)
+    assert table_planar.reached(97.6, 97.6)
+
+
+def test_table_distributed_has_the_parameters_that_it_says(short, tmp_path, monkeypatch, capsys):
+    counts = {"masked": 64, "centralised": 144, "masked, full K": 112, "centralised, full K": 272}
+    for variant, count in counts.items():
+        net = table_distributed.network(variant, 3, 0).net
+        assert sum(p.numel() for p in net.parameters()) == 3 * count
+        assert f"{count} parameters" in table_distributed.VARIANTS[variant]
+    monkeypatch.setattr(table_distributed, "PAPER", {("swiss_roll", 2): (91.05, 99.9)})
+    options = ["--seeds", "1", "--processes", "1", "--out", str(tmp_path)]
+    assert table_distributed.main([*options, "--runs", str(tmp_path / "runs")]) == 0
+    assert "| swiss roll, 2 |" in capsys.readouterr().out
+
+
+def test_figures_are_drawn(short, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(fig_planar, "FIGURES", {"double_moons": 2})
+    assert fig_planar.main(["--out", str(tmp_path)]) == 0
+    assert fig_distributed.main(["--out", str(tmp_path), "--seed", "1"]) == 0
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {
+        "fig-planar-double_moons.png",
+        "fig-distributed-swiss_roll.png",
+        "fig-distributed-double_circles.png",
+    }
+    assert "% of the test points" in capsys.readouterr().out
