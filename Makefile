@@ -42,10 +42,10 @@ distclean: clean ## the same, and the environment
 
 # What the demo needs is part of what the tests need: the second set-up counts for both.
 $(DEMO_STAMP): $(INPUTS)
-	$(call set-up,the demo,plot$(comma)fast,$(DEMO_STAMP))
+	$(call set-up,the demo,cli$(comma)plot$(comma)fast,$(DEMO_STAMP))
 
 $(DEV_STAMP): $(INPUTS)
-	$(call set-up,tests and linters,dev$(comma)plot$(comma)export$(comma)fast$(comma)gpu,$(DEMO_STAMP) $(DEV_STAMP))
+	$(call set-up,tests and linters,dev$(comma)cli$(comma)plot$(comma)export$(comma)fast$(comma)gpu$(comma)sklearn$(comma)tensorboard,$(DEMO_STAMP) $(DEV_STAMP))
 
 comma := ,
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -qq -c constraints.txt

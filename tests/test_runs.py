@@ -135,8 +135,6 @@ def test_a_folder_with_anything_in_it_is_not_free(tmp_path):
         run.check_free()
     with pytest.raises(CheckpointError, match="is a file"):
         Run(run.config_file).check_free()
-    with pytest.raises(CheckpointError, match="cannot use the folder"):
-        Run(tmp_path / ("x" * 5000)).check_free()
 
 
 def test_a_run_resumes_with_the_options_that_it_had(tmp_path):

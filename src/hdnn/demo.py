@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import os
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
 from hdnn.data import planar
-from hdnn.errors import CheckpointError, MissingExtraError, require
-from hdnn.files import write_atomically
+from hdnn.errors import MissingExtraError, require
 from hdnn.heads import Augment, SigmoidHead
 from hdnn.model import Model
 from hdnn.networks import H2
+from hdnn.runs import usable_folder
+from hdnn.tasks import one_thread, save_picture
 from hdnn.training import fit
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # The paper's 50 epochs of minibatches of 125 and its initial weights N(0, 1). The cosine halves the
 # rate on average, so it starts from twice the paper's 2.5e-2. Over the seeds 0 .. 13 this gave a
@@ -57,8 +51,9 @@ def run(
     generator = torch.Generator().manual_seed(seed)
     net = H2(4, layers, T=2.4, init="paper", generator=generator)
     model = Model(Augment(2, 4), net, SigmoidHead(4, generator=generator))
-    folder = _folder(out)
-    with _one_thread():
+    folder = Path(out)
+    usable_folder(folder, ROOM)
+    with one_thread():
         history = fit(
             model,
             data.x_train,
@@ -91,11 +86,11 @@ def run(
     try:
         require("matplotlib", extra="plot")
         result["pictures"] = {
-            "decision_regions": _save(
+            "decision_regions": save_picture(
                 plotting.decision_regions(model, data), folder / "decision_regions.png"
             ),
-            "bsm_norms": _save(plotting.sensitivity_norms(norms), folder / "bsm_norms.png"),
-            "training": _save(plotting.training_history(history), folder / "training.png"),
+            "bsm_norms": save_picture(plotting.sensitivity_norms(norms), folder / "bsm_norms.png"),
+            "training": save_picture(plotting.training_history(history), folder / "training.png"),
         }
     except MissingExtraError as error:
         result["pictures"], result["no_pictures_because"] = {}, str(error)
@@ -112,7 +107,7 @@ def summary(result: dict[str, Any]) -> str:
         ("trained", f"{result['epochs']} epochs in {result['training_seconds']:.1f} s"),
         ("train accuracy", f"{result['train_accuracy']:.2%}"),
         ("test accuracy", f"{result['test_accuracy']:.2%}"),
-        ("gradients", f"smallest norm(dy_N/dy_j) = {_down(smallest)} >= 1: {holds}"),
+        ("gradients", f"smallest norm(dy_N/dy_j) = {rounded_down(smallest)} >= 1: {holds}"),
         ("", f"largest  norm(dy_N/dy_j) = {largest:.4g}"),
         (
             "",
@@ -128,20 +123,9 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _down(norm: float) -> str:
+def rounded_down(norm: float) -> str:
     """Six digits, rounded down: what is printed as 1 is at least 1."""
     return f"{math.floor((norm + ROUNDING) * 1e6) / 1e6:.6f}"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more threads, and on a busy machine these wait for ages."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _accuracy(model: Model, x: Tensor, t: Tensor) -> float:
@@ -155,27 +139,3 @@ def _sensitivity(model: Model, x: Tensor) -> tuple[Tensor, float]:
     J = exact.net.field()["J"]
     defect = analysis.symplectic_defect(Phi, J)
     return analysis.norms(Phi), defect.max().item()
-
-
-def _folder(out: str | os.PathLike[str]) -> Path:
-    """The output folder, made and tried out: better to know before a minute of training."""
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(ROOM))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to the folder {folder}: {error.strerror or error}; choose one that you "
-            f"may write to and that has {ROOM // 2**20} MiB of room, e.g. out='runs/demo'."
-        ) from error
-    return folder
-
-
-def _save(ax: Axes, path: Path) -> str:
-    picture = io.BytesIO()
-    ax.figure.canvas.print_figure(picture, format="png")
-    write_atomically(path, picture.getvalue())
-    return str(path)

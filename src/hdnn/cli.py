@@ -1,0 +1,771 @@
+"""The command line: flags to calls, results to text, mistakes to one sentence and exit code 2.
+
+Commands are plain functions; their annotations are read when the program is built, in `main`, so
+that this file can be imported without typer. What is heavy is imported by the command that needs
+it.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from hdnn import __version__
+from hdnn.errors import CheckpointError, HDNNError, OptionError, choose
+
+if TYPE_CHECKING:
+    import typer
+
+    from hdnn.runs import Run, TrainConfig
+    from hdnn.training import Moment
+else:
+    with suppress(ImportError):  # `hdnn.__main__` says what to install
+        import typer
+
+HELP = "Very deep networks whose gradients provably do not vanish."
+EXPERIMENTS = (
+    "table-planar",
+    "table-distributed",
+    "table-mnist",
+    "table-cifar",
+    "fig-planar",
+    "fig-distributed",
+    "fig-gradients",
+    "fig-exploding",
+)
+EXTRAS = {
+    "fast": ["numba"],
+    "gpu": ["triton"],
+    "sklearn": ["sklearn", "pandas"],
+    "plot": ["matplotlib"],
+    "cli": ["typer", "rich", "pyarrow"],
+    "science": ["scipy"],
+    "graph": ["networkx", "pymetis"],
+    "mpi": ["mpi4py"],
+    "images": ["PIL"],
+    "export": ["onnx", "onnxscript", "onnxruntime"],
+    "tensorboard": ["tensorboard"],
+}
+WAIT = 2.0  # seconds before anything is shown of the progress
+
+_COMMANDS: list[tuple[Callable[..., int | None], str, dict[str, Any]]] = []
+
+
+class StoppedError(Exception):
+    """A command that was stopped by hand, with a word on how to go on."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it worked, 2 if the input was wrong, 130 if it was interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    # The base of all that typer says about flags, in the click that it uses or brings along.
+    wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+        try:
+            code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
+        except wrong_flags as error:
+            context = getattr(error, "ctx", None)
+            hint = f"see {context.command_path} --help" if context else "see hdnn --help"
+            message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
+            return _fail(f"{message.rstrip('.')}; {hint}." if message[-1:] != "?" else message)
+        except (KeyboardInterrupt, typer.Abort):
+            return _fail("interrupted", 130)
+    return code or 0
+
+
+def _app() -> typer.Typer:
+    """The program, of the commands below."""
+    app = typer.Typer(
+        epilog=_examples("hdnn demo", "hdnn train --data swiss_roll --network h2 --layers 64"),
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(help=HELP)(_program)
+    for function, examples, settings in _COMMANDS:
+        app.command(epilog=examples, **settings)(_guarded(function))
+    return app
+
+
+def _command(*examples: str, **settings: Any) -> Callable[[Any], Any]:
+    """Make a function a command, with examples under its help."""
+
+    def add(function: Callable[..., int | None]) -> Callable[..., int | None]:
+        _COMMANDS.append((function, _examples(*examples), settings))
+        return function
+
+    return add
+
+
+def _examples(*examples: str) -> str:
+    return "\n\n".join(["examples:", *examples])
+
+
+def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
+    """The same command, with each way to fail turned into one sentence and an exit code."""
+
+    @functools.wraps(function)
+    def command(*args: Any, **options: Any) -> int:
+        try:
+            code = function(*args, **options) or 0
+            sys.stdout.flush()
+            return code
+        except HDNNError as error:
+            return _fail(error)
+        except StoppedError as error:
+            return _fail(error, 130)
+        except KeyboardInterrupt:
+            return _fail("interrupted", 130)
+        except BrokenPipeError:  # whoever read the output has had enough
+            _forget_output()
+            return 0
+        except OSError as error:
+            _forget_output()
+            name = f" {error.filename}" if error.filename else ""
+            return _fail(f"cannot go on with the file{name}: {error.strerror or error}.")
+        except MemoryError as error:
+            return _fail(f"there is not enough memory ({error}); take less of everything.")
+        except Exception as error:
+            if os.environ.get("HDNN_TRACEBACK"):
+                raise
+            if "allocate memory" in str(error) or "out of memory" in str(error):
+                return _fail("there is not enough memory; take fewer layers, features or rows.")
+            return _fail(
+                f"a mistake in hdnn itself, {type(error).__name__}: {error} (please report it; "
+                "with HDNN_TRACEBACK=1 it shows where).",
+                1,
+            )
+
+    return command
+
+
+def _fail(message: object, code: int = 2) -> int:
+    _say(message)
+    return code
+
+
+def _say(message: object) -> None:
+    """One line on stderr, whatever is in the message."""
+    with suppress(OSError, AttributeError):  # there may be no stderr
+        print(f"hdnn: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _forget_output() -> None:
+    """Leave nothing in the buffer: Python would complain about it at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"hdnn {__version__}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options of the program itself, before any command."""
+
+
+# Commands
+
+
+@_command("hdnn demo", "hdnn demo --layers 128 --seed 3", "hdnn demo --json | jq .test_accuracy")
+def demo(
+    layers: Annotated[int, typer.Option(help="number of layers N")] = 64,
+    epochs: Annotated[int | None, typer.Option(help="of training; default: what suffices")] = None,
+    seed: Annotated[int, typer.Option(help="of weights and shuffle")] = 0,
+    out: Annotated[str, typer.Option(help="folder to write to")] = "runs/demo",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress display")] = False,
+) -> None:
+    """Train a deep H2 on the Swiss roll; print its accuracy and gradient norms."""
+    from hdnn import demo
+
+    progress = not (quiet or as_json)
+    result = demo.run(layers=layers, epochs=epochs, seed=seed, out=out, progress=progress)
+    print(json.dumps(result, indent=2) if as_json else demo.summary(result))
+
+
+def _option(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+# The parts of the help of `train`.
+_data = functools.partial(_option, "Data")
+_network = functools.partial(_option, "Network")
+_training = functools.partial(_option, "Training")
+_run = functools.partial(_option, "Run")
+
+
+@_command(
+    "hdnn train --data swiss_roll --network h2 --layers 64",
+    "hdnn train --data iris.csv --target species --layers 16 --seeds 5",
+    "hdnn train --resume --out runs/swiss_roll-h2-64-0",
+)
+def train(
+    data: Annotated[
+        str | None, _data("swiss_roll, double_moons, double_circles, or FILE.csv or FILE.parquet")
+    ] = None,
+    target: Annotated[str | None, _data("column of the file to predict")] = None,
+    drop: Annotated[list[str] | None, _data("column to leave out (may be repeated)")] = None,
+    task: Annotated[str | None, _data("auto (default), classification or regression")] = None,
+    test_fraction: Annotated[
+        float | None, _data("of the rows, kept for testing (default: 0.2)")
+    ] = None,
+    network: Annotated[
+        str | None,
+        _network("h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint"),
+    ] = None,
+    layers: Annotated[int | None, _network("their number N (default: 64; for a file 8)")] = None,
+    features: Annotated[
+        int | None, _network("of a state, n (default: 4; for a file twice its columns or so)")
+    ] = None,
+    T: Annotated[
+        float | None, _network("time span, h = T/N (default: 2.4; for a file 1)", "--T")
+    ] = None,
+    step: Annotated[float | None, _network("h itself, instead of T")] = None,
+    activation: Annotated[str | None, _network("tanh (default), relu, sigmoid ..")] = None,
+    init: Annotated[
+        str | None, _network("weights: paper (default) or scaled (default for a file)")
+    ] = None,
+    epochs: Annotated[int | None, _training("default: 50")] = None,
+    batch: Annotated[int | None, _training("minibatch size (default: 125; for a file 64)")] = None,
+    optimizer: Annotated[str | None, _training("adam (default) or sgd")] = None,
+    learning_rate: Annotated[float | None, _training("default: 0.05; for a file 0.02")] = None,
+    schedule: Annotated[str | None, _training("cosine (default) or constant")] = None,
+    warmup: Annotated[float | None, _training("fraction of steps with a rising rate")] = None,
+    weight_decay: Annotated[
+        float | None, _training("of hidden layers (default: 0; for a file 2)")
+    ] = None,
+    clip: Annotated[float | None, _training("largest gradient norm")] = None,
+    solver: Annotated[
+        str | None, _training("of the output layer: auto, newton (default), adam or joint")
+    ] = None,
+    ridge: Annotated[
+        float | None, _training("on the output layer (default: 1e-4; for a file 0.01)")
+    ] = None,
+    smoothness: Annotated[float | None, _training("of weights over layers (default: 5e-4)")] = None,
+    smoothing: Annotated[str | None, _training("that is constant (default) or cosine")] = None,
+    seed: Annotated[int | None, _run("of split, weights and shuffle (default: 0)")] = None,
+    seeds: Annotated[int | None, _run("that many runs: seed, seed + 1 ..")] = None,
+    device: Annotated[str | None, _run("cpu (default), cuda or auto")] = None,
+    dtype: Annotated[str | None, _run("float32 (default) or float64")] = None,
+    out: Annotated[str | None, _run("new folder (default: runs/DATA-NETWORK-N-SEED)")] = None,
+    resume: Annotated[bool, _run("go on where a run stopped", "--resume")] = False,
+    config: Annotated[str | None, _run("TOML file, options under \\[train]")] = None,
+    as_json: Annotated[bool, _run("print one JSON object", "--json")] = False,
+    quiet: Annotated[bool, _run("no progress display", "--quiet")] = False,
+) -> None:
+    """Train a network on a data set or a table; keep everything in a folder of its own."""
+    given = {k: v for k, v in locals().items() if not (v is None or v is False or v == [])}
+    from hdnn import runs, tasks
+
+    if "as_json" in given:
+        given["json"] = given.pop("as_json")
+    file = given.pop("config", None)
+    options = {**({} if file is None else runs.read_config(file)), **given}
+    asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
+    chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
+    show = not (asked["quiet"] or asked["json"])
+    results = []
+    for number, (settings, run) in enumerate(chosen, 1):
+        title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
+        with _TrainingBar(title, show) as bar:
+            try:
+                results.append(tasks.train(settings, run, bar if bar.on else None))
+            except KeyboardInterrupt as error:
+                raise _how_to_go_on(run, len(chosen)) from error
+    if len(results) == 1:
+        print(_json(results[0]) if asked["json"] else _training_text(results[0]))
+        return
+    summary = _spread(results)
+    if asked["json"]:
+        print(_json({"runs": results, "summary": summary}))
+    else:
+        print(_spread_text(results, summary))
+
+
+@_command(
+    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --out answers.csv",
+    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --proba",
+)
+def predict(
+    run: Annotated[str, typer.Option(help="folder of a complete run")],
+    data: Annotated[str, typer.Option(help="FILE.csv or FILE.parquet with the same columns")],
+    out: Annotated[str | None, typer.Option(help="CSV to write; default: print it")] = None,
+    proba: Annotated[bool, typer.Option("--proba", help="probability of each class")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace that file")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Predict the target for each row of a table, as CSV in the order of the rows."""
+    from hdnn import tasks
+    from hdnn.files import write_atomically
+    from hdnn.runs import Run
+
+    path = None if out is None else _new_file(out, overwrite)
+    with _waiting("predicting", not as_json):
+        result = tasks.predict(Run(run), data, proba=proba)
+    if path is not None:
+        write_atomically(path, _prediction_csv(result).encode())
+        result = {name: value for name, value in result.items() if name not in ANSWERS}
+        result["out"] = str(path)
+    if as_json:
+        print(_json(result))
+    elif path is None:
+        sys.stdout.write(_prediction_csv(result))
+    else:
+        print(f"{result['rows']} predictions of {result['target']} in {path}{_score(result)}")
+
+
+@_command(
+    "hdnn certify --run runs/swiss_roll-h2-64-0",
+    "hdnn certify --run runs/iris-h2-16-0 --data new.csv --json",
+)
+def certify(
+    run: Annotated[str, typer.Option(help="folder of a complete run")],
+    data: Annotated[
+        str | None, typer.Option(help="points to look at; default: the run's own test points")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="of them, at the most")] = 1000,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> int:
+    """Measure the gradient norms of a trained network; exit code 1 if a guarantee is broken."""
+    from hdnn import tasks
+    from hdnn.runs import Run
+
+    with _waiting("certifying", not as_json):
+        result = tasks.certify(Run(run), data, samples=samples)
+    print(_json(result) if as_json else _certificate_text(result))
+    return 1 if result["holds"] is False else 0
+
+
+@_command(
+    "hdnn reproduce table-planar",
+    "hdnn reproduce table-planar -- --seeds 3",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def reproduce(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"all, or one of {', '.join(EXPERIMENTS)}")],
+) -> int:
+    """Run an experiment of the paper; what follows -- goes to it."""
+    names = EXPERIMENTS if name == "all" else [choose("experiment", name, (*EXPERIMENTS, "all"))]
+    there = [n for n in names if _experiment(n)]
+    if not there:
+        raise OptionError(f"{name} is not there yet in hdnn {__version__}.")
+    worst = 0
+    for found in there:
+        if len(names) > 1:
+            _say(f"reproducing {found}")
+        experiment = importlib.import_module(_experiment(found))
+        try:
+            code = experiment.main(list(context.args))
+        except SystemExit as error:  # it has said what is wrong, or shown its help
+            code = error.code if isinstance(error.code, int) else 2 * bool(error.code)
+        worst = max(worst, code or 0)
+    return worst
+
+
+@_command(
+    "hdnn bench",
+    "hdnn bench engine -- --help",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(help="one of the benchmarks; without it, list them")
+    ] = None,
+) -> int:
+    """Run a benchmark of the source tree; what follows -- goes to it."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    files = {file.stem: file for file in sorted(folder.glob("*.py"))}
+    files = {stem: file for stem, file in files.items() if "__main__" in file.read_text("utf-8")}
+    if not files:
+        raise OptionError(
+            "the benchmarks are not part of the installed package: in a clone of the repository, "
+            "run python benchmarks/engine.py."
+        )
+    if name is None:
+        print("\n".join(f"hdnn bench {stem}" for stem in files))
+        return 0
+    command = [sys.executable, str(files[choose("benchmark", name, files)]), *context.args]
+    return subprocess.run(command, check=False).returncode
+
+
+@_command("hdnn report", "hdnn report runs/iris-h2-16-0 runs/iris-mlp-16-0 --out iris.html")
+def report(
+    folders: Annotated[
+        list[str] | None, typer.Argument(help="runs, or folders of runs (default: runs)")
+    ] = None,
+    out: Annotated[str, typer.Option(help="HTML file to write")] = "report.html",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace that file")] = False,
+) -> None:
+    """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
+    from hdnn import report
+    from hdnn.files import write_atomically
+
+    path = _new_file(out, overwrite)
+    with _waiting("reading runs"):
+        found = report.find_runs(folders or ["runs"])
+        page = report.page(found)
+    write_atomically(path, page.encode("utf-8", errors="replace"))
+    print(f"{len(found)} run{'s' * (len(found) != 1)} in {path}")
+
+
+@_command("hdnn info", "hdnn info --json | jq .engines")
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show versions, devices, engines, extras and data: what is here and what is missing."""
+    result = _about()
+    if as_json:
+        print(_json(result))
+        return
+    for topic, entries in result.items():
+        print(topic)
+        width = max(len(name) for name in entries)
+        for name, value in entries.items():
+            print(f"  {name:<{width}}  {value}")
+
+
+# What the commands are made of
+
+
+def _chosen_runs(
+    options: dict[str, Any], out: str | None, seeds: int | None, resume: bool
+) -> list[tuple[TrainConfig, Run]]:
+    """The config and the folder of each run, all of them checked before the first one starts."""
+    from hdnn.runs import Run, TrainConfig
+
+    count = 1 if seeds is None else seeds
+    if not 1 <= count <= 10_000:
+        raise OptionError(f"seeds must be a whole number from 1 to 10000, but got {count}.")
+    first = options.get("seed", 0)
+    chosen = []
+    for seed in range(first, first + count):
+        each = {**options, "seed": seed} if count > 1 else options
+        if out is None:
+            config = TrainConfig.of(each)
+            run = Run(Path("runs") / config.run_name())
+        else:
+            run = Run(Path(out) / f"seed-{seed}" if count > 1 else out)
+            if resume and not run.exists and "data" not in options:
+                raise CheckpointError(f"{run.folder} holds no run to resume: no config.toml.")
+            config = None if resume and run.exists else TrainConfig.of(each)
+        if not resume:
+            run.check_free()
+        elif run.exists:
+            config = run.resumed(each)
+        assert config is not None
+        chosen.append((config, run))
+    return chosen
+
+
+def _how_to_go_on(run: Run, count: int) -> StoppedError:
+    if not run.exists:
+        return StoppedError("interrupted before anything was written.")
+    if count > 1:
+        return StoppedError(f"interrupted in {run.folder}; give the same command with --resume.")
+    folder = shlex.quote(str(run.folder))
+    return StoppedError(f"interrupted; go on with: hdnn train --resume --out {folder}")
+
+
+def _new_file(out: str, overwrite: bool) -> Path:
+    """The path of a file to write, if nothing is lost by that."""
+    path = Path(out)
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder; name a file in it with --out.")
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists already; name another file, or say --overwrite.")
+    if not os.path.isdir(path.parent):
+        raise CheckpointError(f"there is no folder {path.parent} to write {path.name} to.")
+    return path
+
+
+def _experiment(name: str) -> str:
+    """The module of an experiment, or nothing where it is not there yet."""
+    module = f"hdnn.experiments.{name.replace('-', '_')}"
+    try:
+        return module if importlib.util.find_spec(module) else ""
+    except ModuleNotFoundError:
+        return ""
+
+
+def _about() -> dict[str, dict[str, str]]:
+    """What this machine and this installation have to offer."""
+    import torch
+
+    from hdnn.data import planar
+    from hdnn.runs import LATER
+
+    missing = {
+        extra: [module for module in modules if not _installed(module)]
+        for extra, modules in EXTRAS.items()
+    }
+    versions = {name: _package_version(name) for name in ("torch", "numpy", "safetensors")}
+    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch"}
+    for index in range(torch.cuda.device_count()):
+        devices[f"cuda:{index}"] = torch.cuda.get_device_name(index)
+    if len(devices) == 1:
+        devices["cuda"] = "none that PyTorch can use"
+    engines = {"reference": "ready (plain PyTorch)"}
+    engines["fused, cpu"] = _ready("fast", missing)
+    engines["fused, gpu"] = (
+        _ready("gpu", missing) if torch.cuda.is_available() else "needs a CUDA device"
+    )
+    data = dict.fromkeys(planar.SETS, "ready (made on the fly)")
+    place = os.environ.get("HDNN_DATA", "data")
+    for name in LATER:
+        there = any(Path(place).glob(f"{name}*"))
+        data[name] = f"not there yet; files {'found' if there else 'not found'} in {place}"
+    return {
+        "versions": {"hdnn": __version__, "python": platform.python_version(), **versions},
+        "devices": devices,
+        "engines": engines,
+        "extras": {extra: _ready(extra, missing) for extra in EXTRAS},
+        "data": data,
+    }
+
+
+def _ready(extra: str, missing: dict[str, list[str]]) -> str:
+    if not missing[extra]:
+        return "ready"
+    return f"{', '.join(missing[extra])} missing: pip install 'hdnn[{extra}]'"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# Text for people and machines
+
+
+def _json(result: Any) -> str:
+    from hdnn.runs import finite
+
+    return json.dumps(finite(result), indent=2)
+
+
+def _rows(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _training_text(result: dict[str, Any]) -> str:
+    """The metrics of one run, as a small table."""
+    from hdnn.tasks import number_text
+
+    certified = result["certificate"]
+    rows = [
+        ("network", f"{result['network']} on {result['data']}"),
+        ("trained", f"{result['epochs']} epochs in {result['training_seconds']:.1f} s"),
+    ]
+    for name, value in _measures(result).items():
+        rows.append((name.replace("_", " "), _measure(name, value)))
+    rows += [
+        ("gradients", _smallest(certified)),
+        ("", f"largest  norm(dy_N/dy_j) = {number_text(certified['largest_norm'])}"),
+        ("run", result["run"]),
+    ]
+    rows += [("picture", path) for path in result["pictures"].values()]
+    if "no_pictures_because" in result:
+        rows.append(("pictures", f"none: {result['no_pictures_because']}"))
+    return _rows(rows)
+
+
+MEASURES = tuple(
+    f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "rmse", "r2")
+)
+ANSWERS = ("predictions", "probabilities")
+
+
+def _measures(result: dict[str, Any]) -> dict[str, float]:
+    return {name: result[name] for name in MEASURES if result.get(name) is not None}
+
+
+def _measure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def _smallest(certified: dict[str, Any]) -> str:
+    from hdnn.demo import rounded_down
+
+    norm = certified["smallest_norm"]
+    text = f"smallest norm(dy_N/dy_j) = {'unknown' if norm is None else rounded_down(norm)}"
+    if not certified["guaranteed"]:
+        return f"{text} (no guarantee: {certified['guarantee']})"
+    return f"{text} >= 1: {'holds' if certified['holds'] else 'DOES NOT HOLD'}"
+
+
+def _spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and extremes of each measure over several runs."""
+    summary = {}
+    for name in _measures(results[0]):
+        values = [result[name] for result in results if result.get(name) is not None]
+        summary[name] = {
+            "runs": len(values),
+            "mean": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "smallest": min(values),
+            "largest": max(values),
+        }
+    return summary
+
+
+def _spread_text(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> str:
+    rows = []
+    for result in results:
+        measures = ", ".join(f"{n} {_measure(n, v)}" for n, v in _measures(result).items())
+        rows.append((f"seed {result['seed']}", f"{measures.replace('_', ' ')}  {result['run']}"))
+    for name, spread in summary.items():
+        mean, low, high = (_measure(name, spread[key]) for key in ("mean", "smallest", "largest"))
+        text = f"mean {mean}, std {_measure(name, spread['std'])}, from {low} to {high}"
+        rows.append((name.replace("_", " "), text))
+    return _rows(rows)
+
+
+def _certificate_text(result: dict[str, Any]) -> str:
+    from hdnn.tasks import bound_texts, number_text, symplectic_text
+
+    rows = [
+        ("network", result["network"]),
+        ("points", f"{result['samples']} {result['points']}, in float64"),
+        ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
+    ]
+    for part in result["ranges"]:
+        layers = f"{part['from']} .. {part['to']}"
+        norms = f"{number_text(part['smallest']):>12} {number_text(part['largest']):>12}"
+        rows.append((layers, norms))
+    rows.append(("gradients", _smallest(result)))
+    if result["guaranteed"]:
+        rows.append(("guarantee", result["guarantee"]))
+    if result["symplectic_defect"] is not None:
+        rows.append(("symplectic", symplectic_text(result["symplectic_defect"])))
+    rows += [("bound", text) for text in bound_texts(result["bounds"])]
+    return _rows(rows)
+
+
+def _prediction_csv(result: dict[str, Any]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    chances = result.get("probabilities", {})
+    writer.writerow([result["target"], *(f"p({name})" for name in chances)])
+    writer.writerows(zip(result["predictions"], *chances.values(), strict=True))
+    return text.getvalue()
+
+
+def _score(result: dict[str, Any]) -> str:
+    for name in ("accuracy", "rmse"):
+        if name in result:
+            return f" ({name} {_measure(name, result[name])})"
+    return ""
+
+
+# Progress, for a person at a terminal who has waited for two seconds
+
+
+def _at_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+@contextmanager
+def _waiting(what: str, wanted: bool = True) -> Iterator[None]:
+    """A sign of life beside something that has no steps to count."""
+    if not (wanted and _at_terminal()):
+        yield
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(what)
+    timer = threading.Timer(WAIT, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+class _TrainingBar:
+    """Loss, accuracy and gradient norm beside a bar; called after each step of a training."""
+
+    def __init__(self, title: str, wanted: bool) -> None:
+        self.title, self.on = title, wanted and _at_terminal()
+        self.due, self.progress, self.task = time.monotonic() + WAIT, None, None
+
+    def __enter__(self) -> _TrainingBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, moment: Moment) -> None:
+        now = time.monotonic()
+        if now < self.due and not (self.progress and moment.step == moment.steps):
+            return
+        self.due = now + 0.1
+        values = f"loss {moment.loss:.4f}"
+        if moment.accuracy is not None:
+            values += f", accuracy {moment.accuracy:.1%}"
+        values += f", gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
+        if self.progress is None:
+            self._open(moment.steps)
+        assert self.progress is not None
+        assert self.task is not None
+        self.progress.update(self.task, completed=moment.step, values=values)
+
+    def _open(self, steps: int) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.markup import escape
+
+        self.progress = progress.Progress(
+            progress.TextColumn(escape(self.title)),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[values]}"),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self.task = self.progress.add_task("", total=steps, values="")
+        self.progress.start()

@@ -1,0 +1,469 @@
+"""One HTML page of runs: tables, curves and certificates, with nothing outside of the file.
+
+Curves are drawn as SVG in the page itself, so that the page needs no plotting library; pictures of
+a run are put in as data. All that comes from files is escaped, and the page allows no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import hdnn
+from hdnn.errors import CheckpointError, HDNNError
+from hdnn.runs import Run
+from hdnn.tasks import bound_texts, symplectic_text
+
+# Colours of Okabe and Ito, told apart by colour-blind readers; lines differ in their dashes too.
+BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
+WIDTH, HEIGHT = 380, 240  # of a curve: small, so that its text can be read on a phone
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 38
+PICTURE = 8 * 2**20  # bytes of one picture, at the most
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 75rem; color: #1a1a1a; background: #fff;
+  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
+section { border-top: 2px solid #d0d0d0; margin-top: 2.5rem; }
+section h2 { margin-top: 1rem; }
+p { margin: .25rem 0; max-width: 45rem; overflow-wrap: anywhere; }
+a { color: #0b5394; }
+.scroll { overflow-x: auto; margin: .5rem 0; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .75rem; text-align: right; border-bottom: 1px solid #d8d8d8;
+  white-space: nowrap; }
+th { background: #f2f2f2; }
+th.text, td.text { text-align: left; }
+.grid { display: grid; gap: 1.25rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+figure { margin: 0; max-width: 34rem; }
+figcaption { font-size: .9rem; color: #444; }
+svg, img { display: block; width: 100%; height: auto; }
+svg text { font: 12px system-ui, sans-serif; fill: #333; }
+.key { display: inline-block; margin-right: 1rem; white-space: nowrap; }
+.key svg { display: inline-block; width: 2rem; height: .75rem; vertical-align: middle; }
+pre { font-size: .8rem; line-height: 1.4; background: #f6f6f6; padding: .75rem; margin: 0;
+  overflow-x: auto; }
+.holds { color: #00664b; font-weight: 600; }
+.broken { color: #a83c00; font-weight: 600; }
+@media (max-width: 30rem) { body { padding: .75rem; } th, td { padding: .3rem .5rem; } }
+@media print {
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  .scroll { overflow: visible; }
+  table { font-size: 8pt; }
+  th, td { padding: .15rem .35rem; white-space: normal; }
+  pre { white-space: pre-wrap; }
+  figure, tr { break-inside: avoid; }
+  h2, h3 { break-after: avoid; }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a curve."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: str
+    dash: str = ""
+
+
+def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """The runs in these folders, and in the folders below them; at least one."""
+    found: dict[str, Run] = {}
+    for place in places:
+        folder = Path(place)
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {folder}; name one that holds runs.")
+        for file in [folder / "config.toml", *sorted(folder.rglob("config.toml"))]:
+            if Run(file.parent).exists:
+                found.setdefault(os.path.realpath(file.parent), Run(file.parent))
+    if not found:
+        raise CheckpointError(
+            f"there is no run in {', '.join(map(str, places))}; make one by hdnn train."
+        )
+    return list(found.values())
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole page."""
+    known = [_read(run) for run in runs]
+    body = "\n".join(
+        [
+            "<h1>Runs</h1>",
+            f"<p>{len(runs)} run{'s' * (len(runs) != 1)}, hdnn {escape(hdnn.__version__)}. Norms "
+            "are those of dy<sub>N</sub>/dy<sub>j</sub>, how the last state depends on an earlier "
+            "one: at least 1 means that gradients cannot vanish.</p>",
+            _overview(known),
+            _over_seeds(known),
+            *(_section(index, one) for index, one in enumerate(known)),
+        ]
+    )
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>Runs of hdnn</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"{body}\n</body>\n</html>\n"
+    )
+
+
+def _read(run: Run) -> dict[str, Any]:
+    """What a run has come to so far; what cannot be read is told, and the rest is shown."""
+    known: dict[str, Any] = {"run": run, "name": str(run.folder), "log": [], "metrics": {}}
+    known |= {"config": "", "options": {}, "note": ""}
+    try:
+        known["config"] = run.config_file.read_text(encoding="utf-8", errors="replace")
+        known["log"] = run.log()
+        if run.complete:
+            known["metrics"] = run.metrics()
+        else:
+            known["note"] = "not complete"
+        config = run.config()
+        known["options"] = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    except (HDNNError, OSError) as error:
+        known["note"] = f"damaged: {error}"
+    return known
+
+
+# Tables
+
+
+def _overview(known: list[dict[str, Any]]) -> str:
+    rows = []
+    for index, one in enumerate(known):
+        options, metrics = one["options"], one["metrics"]
+        certified = _part(metrics, "certificate")
+        link = f'<a href="#run-{index}">{escape(one["name"])}</a>'
+        rows.append(
+            [
+                link + (f" ({escape(one['note'])})" if one["note"] else ""),
+                escape(Path(str(options.get("data", ""))).name),
+                escape(str(options.get("network", ""))),
+                *(_value(options.get(name)) for name in ("layers", "features")),
+                *(_value(metrics.get(name)) for name in ("parameters", "epochs")),
+                _score(metrics, "train"),
+                _score(metrics, "test"),
+                _value(certified.get("smallest_norm")),
+                _value(metrics.get("training_seconds")),
+            ]
+        )
+    head = ["run", "data", "network", "layers", "features", "parameters", "epochs", "train"]
+    return _table([*head, "test", "smallest norm", "seconds"], rows, text=3)
+
+
+def _over_seeds(known: list[dict[str, Any]]) -> str:
+    """Mean and spread of runs that differ in nothing but their seed."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in known:
+        if one["metrics"] and one["options"]:
+            alike = {k: v for k, v in one["options"].items() if k not in ("seed", "device")}
+            groups.setdefault(tuple((k, str(v)) for k, v in alike.items()), []).append(one)
+    rows = []
+    for group in groups.values():
+        measures = [_measure(one["metrics"], "test") for one in group]
+        values = [value for _, value in measures if value is not None]
+        if len(values) < 2:
+            continue
+        options, name = group[0]["options"], measures[0][0]
+        rows.append(
+            [
+                escape(Path(str(options["data"])).name),
+                escape(str(options["network"])),
+                escape(name),
+                _value(options["layers"]),
+                _value(len(values)),
+                _as_measure(name, statistics.fmean(values)),
+                _as_measure(name, statistics.stdev(values)),
+                _as_measure(name, min(values)),
+                _as_measure(name, max(values)),
+            ]
+        )
+    if not rows:
+        return ""
+    head = ["data", "network", "on test rows", "layers", "runs", "mean", "std"]
+    return "<h2>Over seeds</h2>" + _table([*head, "smallest", "largest"], rows, text=3)
+
+
+def _table(head: list[str], rows: list[list[str]], *, text: int = 1) -> str:
+    """A table that scrolls by itself; the first `text` columns hold words."""
+
+    def cells(kind: str, row: list[str]) -> str:
+        style = [' class="text"' if i < text else "" for i in range(len(row))]
+        return "".join(f"<{kind}{s}>{cell}</{kind}>" for s, cell in zip(style, row, strict=True))
+
+    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        '<div class="scroll" tabindex="0"><table>\n'
+        f"<thead><tr>{cells('th', head)}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )
+
+
+# One run
+
+
+def _section(index: int, one: dict[str, Any]) -> str:
+    metrics = one["metrics"]
+    parts = [f'<section id="run-{index}">', f"<h2>{escape(one['name'])}</h2>"]
+    if one["note"]:
+        parts.append(f'<p class="broken">{escape(one["note"])}</p>')
+    if metrics:
+        rows = f"{_value(metrics.get('train_rows'))} training rows, "
+        rows += f"{_value(metrics.get('test_rows'))} test rows"
+        parts.append(f"<p>{escape(str(metrics.get('network', '')))}; {rows}.</p>")
+    figures = [_learning_curve(one["log"]), *_pictures(one), _norm_curve(metrics)]
+    parts.append(f'<div class="grid">{"".join(figures)}</div>')
+    parts.append(_certificate(_part(metrics, "certificate")))
+    if one["config"]:
+        parts.append(f"<h3>Config</h3><pre>{escape(one['config'])}</pre>")
+    return "\n".join([*(part for part in parts if part), "</section>"])
+
+
+def _learning_curve(log: list[dict[str, Any]]) -> str:
+    epochs = [e for e in (_number(entry.get("epoch")) for entry in log) if e is not None]
+    if len(epochs) != len(log) or not log:
+        return ""
+    lines = [Line("loss", epochs, [_number(entry.get("loss")) for entry in log], BLUE)]
+    right = [_number(entry.get("accuracy")) for entry in log]
+    caption = "Training, mean over the minibatches of an epoch."
+    if any(value is not None for value in right):
+        wrong = [None if value is None else 1 - value for value in right]
+        lines.append(Line("fraction of wrong labels", epochs, wrong, RED, "6 4"))
+        if any(w == 0 for w in wrong):
+            caption += " Epochs without a wrong label are left open."
+    return _curve(lines, "epoch", caption)
+
+
+def _norm_curve(metrics: dict[str, Any]) -> str:
+    certified = _part(metrics, "certificate")
+    by_layer = _part(certified, "by_layer")
+    names = {"largest": (RED, "6 4"), "median": (BLUE, ""), "smallest": (GREEN, "8 3 2 3")}
+    layers = [_number(j) for j in _list(by_layer, "layers")]
+    x = [j for j in layers if j is not None]
+    lines = []
+    for name, (colour, dash) in names.items():
+        y = [_number(norm) for norm in _list(by_layer, name)]
+        if x and len(x) == len(layers) == len(y):
+            lines.append(Line(name, x, y, colour, dash))
+    if not lines:
+        return ""
+    samples = _value(certified.get("samples"))
+    return _curve(lines, "layer j", f"Norm of dy_N/dy_j over {samples} points.", level=1.0)
+
+
+def _certificate(certified: dict[str, Any]) -> str:
+    if not certified:
+        return ""
+    holds, why = certified.get("holds"), escape(str(certified.get("guarantee", "")))
+    verdict = f"No guarantee: {why}."
+    if holds is True:
+        verdict = f'<span class="holds">Norm at least 1: holds</span>, guaranteed {why}.'
+    elif holds is False:
+        verdict = f'<span class="broken">Norm at least 1: DOES NOT HOLD</span>, guaranteed {why}.'
+    parts = [f"<h3>Certificate</h3><p>{verdict}</p>"]
+    defect = _number(certified.get("symplectic_defect"))
+    if defect is not None:
+        parts.append(f"<p>Symplectic: {escape(symplectic_text(defect))}.</p>")
+    bounds = {name: _number(value) for name, value in _part(certified, "bounds").items()}
+    parts += [f"<p>{escape(text[0].upper() + text[1:])}.</p>" for text in bound_texts(bounds)]
+    rows = [
+        [
+            f"{_value(part.get('from'))} to {_value(part.get('to'))}",
+            _value(part.get("smallest")),
+            _value(part.get("largest")),
+        ]
+        for part in _list(certified, "ranges")
+        if isinstance(part, dict)
+    ]
+    if rows:
+        parts.append(_table(["layers j", "smallest norm", "largest norm"], rows))
+    return "\n".join(parts)
+
+
+def _pictures(one: dict[str, Any]) -> list[str]:
+    """The decision regions; the other pictures of a run show what the curves show."""
+    file = one["run"].folder / "decision_regions.png"
+    try:
+        if not file.is_file() or file.stat().st_size > PICTURE:
+            return []
+        content = file.read_bytes()
+    except OSError:
+        return []
+    if not content.startswith(b"\x89PNG"):
+        return []
+    data = base64.b64encode(content).decode()
+    return [
+        f'<figure><img alt="Decision regions" src="data:image/png;base64,{data}">'
+        "<figcaption>Test points on the predicted classes.</figcaption></figure>"
+    ]
+
+
+# Curves
+
+
+def _curve(lines: list[Line], label: str, caption: str, *, level: float | None = None) -> str:
+    """A figure of lines over one axis, logarithmic upwards where all is positive."""
+    points = [y for line in lines for y in line.y if y is not None]
+    positive = [y for y in points if y > 0]
+    if not positive and not points:
+        return ""
+    log = len(positive) == len([y for y in points if y != 0]) and bool(positive)
+    shown = positive if log else points
+    low, high = min(shown), max(shown)
+    if level is not None:
+        low, high = min(low, level), max(high, level)
+    log = log and high > 3 * low  # less of a range is easier to read without
+    marks = _log_marks(low, high) if log else _marks(low, high)
+    low, high = min(low, marks[0]), max(high, marks[-1])
+    x_low, x_high = min(lines[0].x), max(lines[0].x)
+
+    def across(x: float) -> float:
+        share = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def down(y: float) -> float:
+        a, b, c = (math.log10(v) for v in (low, high, y)) if log else (low, high, y)
+        return HEIGHT - BOTTOM - ((c - a) / (b - a) if b > a else 0.5) * (HEIGHT - TOP - BOTTOM)
+
+    drawn = []
+    for mark in marks:
+        y = down(mark)
+        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{mark:g}</text>')
+    for mark in _marks(x_low, x_high, whole=True):
+        x, base = across(mark), HEIGHT - BOTTOM
+        drawn.append(f'<path d="M{x:.1f} {base}v4" stroke="#888"/>')
+        drawn.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{mark:g}</text>')
+    if level is not None:
+        y = down(level)
+        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#000"/>')
+    for line in lines:
+        drawn += _strokes(line, across, down, log)
+    drawn.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">'
+        f"{escape(label)}</text>"
+    )
+    keys = "".join(
+        '<span class="key"><svg viewBox="0 0 32 12" aria-hidden="true"><path d="M0 6H32" '
+        f"{_stroke(line)}/></svg> {escape(line.name)}</span>"
+        for line in lines
+    )
+    title = f"{', '.join(line.name for line in lines)} against the {label}"
+    return (
+        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>'
+        f"{''.join(drawn)}</svg><figcaption>{keys}<br>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def _strokes(line: Line, across: Any, down: Any, log: bool) -> list[str]:
+    """The line in pieces: where a value is missing it is open, a point by itself is a dot."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(line.x, line.y, strict=True):
+        if y is None or (log and y <= 0):
+            pieces.append([])
+        else:
+            pieces[-1].append((across(x), down(y)))
+    drawn = []
+    for piece in pieces:
+        if len(piece) == 1:
+            (x, y) = piece[0]
+            drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>')
+        elif piece:
+            path = "L".join(f"{x:.1f} {y:.1f}" for x, y in piece)
+            drawn.append(f'<path d="M{path}" fill="none" {_stroke(line)}/>')
+    return drawn
+
+
+def _stroke(line: Line) -> str:
+    dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    return f'stroke="{line.colour}" stroke-width="2"{dash}'
+
+
+def _marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """About five round numbers from `low` to `high`."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    raw = span / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
+
+
+def _log_marks(low: float, high: float) -> list[float]:
+    """Powers of ten, or 1, 2, 5, 10 .. where these would be too few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if last - first <= 2:
+        fine = [m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5)]
+        inside = [mark for mark in fine if low * 0.999 <= mark <= high * 1.001]
+        below = [mark for mark in fine if mark < low * 0.999][-1:]
+        above = [mark for mark in fine if mark > high * 1.001][:1]
+        return [*below, *inside, *above] or [low]
+    every = -(-(last - first) // 6)
+    powers = [10.0**k for k in range(first, last + 1) if k % every == 0 and k < 308]
+    return [mark for mark in powers if low * 0.999 <= mark <= high * 1.001] or [low]
+
+
+# Values from files, which may hold anything
+
+
+def _part(given: Any, name: str) -> dict[str, Any]:
+    value = given.get(name) if isinstance(given, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _list(given: dict[str, Any], name: str) -> list[Any]:
+    value = given.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _value(value: Any) -> str:
+    number = _number(value)
+    if number is None:
+        return "" if value is None else escape(str(value))
+    return str(value) if isinstance(value, int) else f"{number:.4g}"
+
+
+def _measure(metrics: dict[str, Any], part: str) -> tuple[str, float | None]:
+    for name in ("accuracy", "r2", "rmse"):
+        value = _number(metrics.get(f"{part}_{name}"))
+        if value is not None:
+            return name, value
+    return "", None
+
+
+def _as_measure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
+
+
+def _score(metrics: dict[str, Any], part: str) -> str:
+    name, value = _measure(metrics, part)
+    if value is None:
+        return ""
+    words = {"accuracy": "", "r2": "R² ", "rmse": "rmse "}
+    return words[name] + _as_measure(name, value)

@@ -1,0 +1,448 @@
+"""Runs on disk: what a training was asked to do, and the folder that holds all it came to.
+
+A folder has config.toml (every option, as `train --config` reads it), columns.json (how rows of a
+table become inputs), log.jsonl and checkpoint.safetensors (written by `hdnn.training.fit`), and at
+the end model.safetensors, the pictures and metrics.json, which is written last: it says that a run
+is complete.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import tempfile
+import tomllib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+
+from hdnn import activations
+from hdnn.data import planar, table
+from hdnn.errors import CheckpointError, DataError, OptionError, choose
+from hdnn.files import write_atomically
+from hdnn.initial import INITS
+from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, ImplicitH2, Network
+from hdnn.training import fit
+from hdnn.training.checks import check_options
+
+NETWORKS: MappingProxyType[str, type[Network]] = MappingProxyType(
+    {
+        "h1": H1,
+        "h2": H2,
+        "ms1": MS1,
+        "ms2": MS2,
+        "ms3": MS3,
+        "implicit_h2": ImplicitH2,
+        "mlp": MLP,
+        "verlet": HamiltonianNet,
+        "yoshida4": HamiltonianNet,
+        "midpoint": HamiltonianNet,
+    }
+)
+DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
+LATER = ("mnist", "cifar10")
+
+# For a file: what `hdnn.estimators` found to serve most tables.
+TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
+    {
+        "layers": 8,
+        "init": "scaled",
+        "batch": 64,
+        "learning_rate": 2e-2,
+        "weight_decay": 2.0,
+        "solver": "auto",
+        "ridge": 1e-2,
+        "test_fraction": 0.2,
+    }
+)
+TABLE_T, PLANAR_T = 1.0, 2.4
+LEAST_FEATURES, WIDE_FEATURES = 16, 128
+NEWTON_WEIGHTS = 256  # of the output layer, up to which "auto" solves it for every minibatch
+
+# What a config file may hold besides the options of the training itself.
+RUN_OPTIONS: MappingProxyType[str, type] = MappingProxyType(
+    {"out": str, "seeds": int, "resume": bool, "json": bool, "quiet": bool}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what a training comes to; the defaults are for the planar sets.
+
+    What is None or "auto" depends on the data, and is filled in by `resolved`.
+    """
+
+    data: str
+    target: str | None = None
+    drop: list[str] = field(default_factory=list)
+    task: str = "auto"
+    test_fraction: float | None = None
+    network: str = "h2"
+    layers: int = 64
+    features: int | None = None
+    T: float | None = None
+    step: float | None = None
+    activation: str = "tanh"
+    init: str = "paper"
+    epochs: int = 50
+    batch: int = 125
+    optimizer: str = "adam"
+    learning_rate: float = 5e-2
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    solver: str = "newton"
+    ridge: float = 1e-4
+    smoothness: float = 5e-4
+    smoothing: str = "constant"
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the data are a file."""
+        return self.data not in planar.SETS
+
+    def fit_options(self) -> dict[str, Any]:
+        """The arguments of `hdnn.training.fit`."""
+        names = ("epochs", "batch", "optimizer", "learning_rate", "schedule", "warmup")
+        names += ("weight_decay", "clip", "solver", "ridge", "smoothness", "smoothing", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def checked(self) -> Self:
+        """The same with the network's plain name, or an error before any work is done."""
+        network = choose("network", self.network.lower().replace("-", "_"), NETWORKS)
+        activations.registered(self.activation)
+        choose("dtype", self.dtype, DTYPES)
+        choose("task", self.task, table.TASKS)
+        choose("init", self.init, INITS)
+        for name, count in (("layers", self.layers), ("features", self.features)):
+            if count is not None and count < 1:
+                raise OptionError(f"{name} must be a whole number >= 1, but got {count}.")
+        for name, number in (("T", self.T), ("step", self.step)):
+            if number is not None and not (math.isfinite(number) and number > 0):
+                raise OptionError(f"{name} must be finite and > 0, but got {number}.")
+        if self.T is not None and self.step is not None:
+            raise OptionError("give T or step (h = T/N), but not both.")
+        if network == "mlp" and not (self.T is None and self.step is None):
+            raise OptionError("an mlp is no time-stepping network: it takes neither T nor step.")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed must be from 0 to 2^63 - 1, but got {self.seed}.")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise OptionError(
+                f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
+            )
+        solver = "newton" if self.solver == "auto" else self.solver
+        check_options(**{**_fit_defaults(), **self.fit_options(), "solver": solver})
+        self._check_data()
+        return replace(self, network=network)
+
+    def _check_data(self) -> None:
+        try:
+            self.data.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the name of the data, {self.data!r}, is not valid text.") from error
+        if self.data in LATER:
+            raise DataError(f"{self.data} is not there yet; see hdnn info for the data sets.")
+        if self.is_table and not table.is_file_name(self.data):
+            choose("data set (or file)", self.data, planar.SETS)
+        if self.is_table:
+            return
+        if self.target is not None or self.drop:
+            raise OptionError(f"{self.data} needs no target and no drop: those are for files.")
+        if self.task == "regression":
+            raise OptionError(f"{self.data} has two classes; leave the task out.")
+        if self.test_fraction not in (None, 0.5):
+            raise OptionError(f"{self.data} has a test half of its own; leave test-fraction out.")
+
+    def run_name(self) -> str:
+        """The name of the run's folder, such as swiss_roll-h2-64-0."""
+        stem = Path(self.data).stem if self.is_table else self.data
+        stem = re.sub(r"[^\w.-]+", "_", stem, flags=re.ASCII).strip("._-") or "data"
+        return f"{stem[:64]}-{self.network}-{self.layers}-{self.seed}"
+
+    def to_toml(self) -> str:
+        """The text of a file that `--config` reads back to the same config."""
+        lines = ["[train]"]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is not None and value != []:
+                lines.append(f"{option.name.replace('_', '-')} = {_toml(value)}")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Self:
+        """From options by their names, checked."""
+        if not options.get("data"):
+            raise OptionError(
+                "say what to train on: --data swiss_roll, or --data FILE.csv --target COLUMN."
+            )
+        blanks = {} if options["data"] in planar.SETS else TABLE_DEFAULTS
+        return cls(**{**blanks, **options}).checked()
+
+    def resolved(self, columns: table.Columns) -> Self:
+        """The same with all blanks filled in, now that the data are known."""
+        inputs, outputs = len(columns.names), max(len(columns.classes), 1)
+        outputs = 1 if outputs == 2 else outputs
+        features = self.features
+        if features is None:
+            wide = max(LEAST_FEATURES, inputs, min(2 * inputs, WIDE_FEATURES))
+            features = wide + wide % 2 if self.is_table else 4
+        elif features < inputs:
+            raise OptionError(
+                f"features must be at least {inputs}, one for each input, but got {features}."
+            )
+        T = self.T
+        if T is None and self.step is None and self.network != "mlp":
+            T = TABLE_T if self.is_table else PLANAR_T
+        solver = self.solver
+        if solver == "auto":
+            solver = "newton" if outputs * features <= NEWTON_WEIGHTS else "joint"
+        return replace(
+            self,
+            data=os.path.abspath(self.data) if self.is_table else self.data,
+            test_fraction=self.test_fraction if self.is_table else 0.5,
+            task=columns.task,
+            features=features,
+            T=T,
+            solver=solver,
+        )
+
+
+def _fit_defaults() -> dict[str, Any]:
+    """The options of `hdnn.training.fit` that it has a default for, also those without a flag."""
+    given = inspect.signature(fit).parameters.values()
+    return {option.name: option.default for option in given if option.default is not option.empty}
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options in the [train] table of a TOML file, by their names with _ for -."""
+    try:
+        text = Path(path).read_bytes().decode()
+        document = tomllib.loads(text)
+    except (OSError, ValueError) as error:  # of which a TOMLDecodeError is one
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OptionError(f"cannot read the config file {path}: {reason}.") from error
+    for name in document:
+        _known(path, name, ["train"], "table")
+    if not isinstance(document.get("train"), dict):
+        raise OptionError(f"{path} has no table [train]; put the options under that line.")
+    kinds = {option.name: str(option.type) for option in fields(TrainConfig)}
+    kinds |= {name: kind.__name__ for name, kind in RUN_OPTIONS.items()}
+    options: dict[str, Any] = {}
+    for key, value in document["train"].items():
+        name = key.replace("-", "_")
+        _known(path, name, kinds, "option")
+        if name in options:
+            raise OptionError(f"{path} gives {key} twice, with - and with _.")
+        options[name] = _as_kind(path, key, value, kinds[name])
+    return options
+
+
+def _known(path: Any, name: str, names: Any, what: str) -> None:
+    try:
+        choose(what, name, names)
+    except OptionError as error:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
+        raise OptionError(f"{path} has an unknown {what} {name!r}; {hint}") from error
+
+
+def _as_kind(path: Any, key: str, value: Any, kind: str) -> Any:
+    """A value of a config file, if it is of the kind that the option has."""
+    kind = kind.removesuffix(" | None")
+    if kind == "float" and type(value) is int:
+        return float(value)
+    if kind == "list[str]" and isinstance(value, list) and all(type(v) is str for v in value):
+        return value
+    words = {
+        "str": "a text",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "list[str]": "a list of texts",
+    }
+    if type(value).__name__ != kind:
+        raise OptionError(f"{path}: {key} must be {words[kind]}, but is {value!r}.")
+    return value
+
+
+def _toml(value: Any) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(entry) for entry in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one control character that JSON leaves alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def find_device(name: str) -> str:
+    """The device, if this machine has it; "auto" is a GPU where there is one."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return "cuda" if gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"device {name!r} is not known; try cpu, cuda or auto.") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise OptionError(f"device {name!r} is not for training; try cpu, cuda or auto.")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise OptionError(f"there is no device {name!r} here: PyTorch finds {gpus} GPUs.")
+    return name
+
+
+class Run:
+    """The folder of one run."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    config_file = property(lambda self: self.folder / "config.toml")
+    columns_file = property(lambda self: self.folder / "columns.json")
+    checkpoint_file = property(lambda self: self.folder / "checkpoint.safetensors")
+    model_file = property(lambda self: self.folder / "model.safetensors")
+    metrics_file = property(lambda self: self.folder / "metrics.json")
+    log_file = property(lambda self: self.folder / "log.jsonl")
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return self.config_file.is_file()
+
+    @property
+    def complete(self) -> bool:
+        """Whether it came to its end."""
+        return self.metrics_file.is_file()
+
+    def check_free(self) -> None:
+        """Refuse a folder that holds anything: nothing is ever overwritten."""
+        # A temporary file is what a kill in the middle of the first write leaves behind.
+        taken = os.path.lexists(self.folder) and not (
+            self.folder.is_dir()
+            and all(re.fullmatch(r"\..*\.tmp", file.name) for file in self.folder.iterdir())
+        )
+        if not taken:
+            return
+        if self.exists:
+            raise CheckpointError(
+                f"{self.folder} holds a run already; go on with it by --resume, or name another "
+                "folder with --out."
+            )
+        raise CheckpointError(
+            f"{self.folder} is {'not empty' if self.folder.is_dir() else 'a file'}; name another "
+            "folder with --out."
+        )
+
+    def start(self, config: TrainConfig, columns: table.Columns, room: int) -> None:
+        """Make the folder, try it out, and write down what is about to be done, or was begun."""
+        usable_folder(self.folder, room)
+        if not self.exists:
+            write_atomically(self.config_file, config.to_toml().encode())
+        if not self.columns_file.is_file():
+            write_json(self.columns_file, columns.to_json())
+        elif self.columns() != columns:
+            raise DataError(
+                f"{config.data} has changed since the run in {self.folder} was started; start "
+                "another one."
+            )
+
+    def config(self) -> TrainConfig:
+        """The config that the run was started with."""
+        if not self.exists:
+            raise CheckpointError(
+                f"{self.folder} is not the folder of a run: it has no config.toml; "
+                "make one by hdnn train."
+            )
+        return TrainConfig.of(read_config(self.config_file))
+
+    def resumed(self, given: dict[str, Any]) -> TrainConfig:
+        """The same, unless the options that were given ask for something else."""
+        config = self.config()
+        for name, new in given.items():
+            old = getattr(config, name)
+            if name == "data" and new not in planar.SETS:
+                new = os.path.abspath(new)
+            if name == "network":
+                new = new.lower().replace("-", "_")
+            if new not in (old, "auto"):
+                raise OptionError(
+                    f"the run in {self.folder} has {name.replace('_', '-')} = {old!r}, not "
+                    f"{new!r}; resume it with the options that it was started with, or name "
+                    "another folder with --out."
+                )
+        return config
+
+    def columns(self) -> table.Columns:
+        """How rows become inputs."""
+        return table.Columns.from_json(read_json(self.columns_file), self.columns_file)
+
+    def metrics(self) -> dict[str, Any]:
+        """What it came to."""
+        metrics = read_json(self.metrics_file)
+        if not isinstance(metrics, dict):
+            raise CheckpointError(f"{self.metrics_file} is damaged or was edited.")
+        return metrics
+
+    def log(self) -> list[dict[str, Any]]:
+        """One entry an epoch; a last line that was cut off is left out."""
+        if not self.log_file.is_file():
+            return []
+        entries = []
+        for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict):
+                entries.append(entry)
+        return entries
+
+
+def usable_folder(folder: Path, room: int) -> None:
+    """Make a folder and try it out: better to know before the training than after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(room))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(
+            f"cannot write to the folder {folder}: {reason}; choose one that you "
+            f"may write to and that has {max(room // 2**20, 1)} MiB of room."
+        ) from error
+
+
+def finite(value: Any) -> Any:
+    """The same with None for what JSON cannot hold: infinite numbers, and NaN."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, (json.dumps(finite(value), indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"cannot read {path}: {reason}.") from error

@@ -1,0 +1,458 @@
+"""What the commands do: train a run, predict with it, certify its gradients.
+
+Nothing here needs the command-line extra; `hdnn.cli` turns flags into calls, and results into text.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import hdnn
+from hdnn import activations, analysis, plotting, serialization
+from hdnn.data import planar, table
+from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, OptionError
+from hdnn.errors import require as require_extra
+from hdnn.files import write_atomically
+from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+from hdnn.networks import MLP, MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.runs import DTYPES, NETWORKS, Run, TrainConfig, find_device, write_json
+from hdnn.training import Moment, fit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SAMPLES = 1000  # for a certificate, at the most
+SENSITIVITIES = 2**23  # numbers in the matrices dy_N/dy_j of all of them, at the most
+RANGES = 8  # of layers, in the table of a certificate
+POINTS = 1025  # layers that its curve shows, at the most
+ROUNDING = 1e-12  # of a norm in float64
+IMPLICIT_ROUNDING = 1e-8  # of one whose layers are found by an iteration
+PICTURES = 4 * 2**20  # bytes that the pictures of a run may take, with a margin
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Data to train on and to test with, and the config with all its blanks filled in."""
+
+    config: TrainConfig
+    columns: table.Columns
+    x_train: Tensor
+    t_train: Tensor
+    x_test: Tensor
+    t_test: Tensor
+    planar: planar.PlanarData | None
+
+
+def prepare(config: TrainConfig) -> Problem:
+    """Read or make the data of a config, on the CPU."""
+    dtype = DTYPES[config.dtype]
+    if not config.is_table:
+        data = planar.load(config.data, seed=config.seed, dtype=dtype)
+        columns = table.Columns(
+            "classification", "class", ["x1", "x2"], [0.0] * 2, [1.0] * 2, ["0", "1"]
+        )
+        config = config.resolved(columns)
+        return Problem(config, columns, data.x_train, data.t_train, data.x_test, data.t_test, data)
+    source = table.read(config.data)
+    if config.target is None:
+        raise OptionError(
+            f"say with --target which column of {source.path} to predict; "
+            f"it has {', '.join(map(repr, [*source.columns][:20]))}."
+        )
+    columns, x, t = table.Columns.learn(source, config.target, task=config.task, drop=config.drop)
+    train, test = table.split(
+        t, config.test_fraction or 0.0, config.seed, classes=bool(columns.classes)
+    )
+    columns = columns.standardised(x[train], t[train])
+    config = config.resolved(columns)
+    x = torch.from_numpy(columns.inputs(x)).to(dtype)
+    if columns.classes:
+        t = torch.from_numpy(t)
+    else:
+        scaled = (t - columns.target_mean) / columns.target_scale
+        t = torch.from_numpy(scaled).to(dtype)[:, None]
+    return Problem(config, columns, x[train], t[train], x[test], t[test], None)
+
+
+def build(config: TrainConfig, columns: table.Columns) -> Model:
+    """The model of a resolved config, with the initial weights of its seed."""
+    features, inputs = config.features, len(columns.names)
+    assert features is not None
+    _check_memory(config, features)
+    generator = torch.Generator().manual_seed(config.seed)
+    like: dict[str, Any] = {"generator": generator, "dtype": DTYPES[config.dtype]}
+    options: dict[str, Any] = {"activation": config.activation, "init": config.init, **like}
+    if config.network != "mlp":
+        options |= {"T": config.T, "step": config.step}
+    kind = NETWORKS[config.network]
+    if kind is HamiltonianNet:
+        options["integrator"] = config.network
+    net = kind(features, config.layers, **options)
+    if not columns.classes:
+        head = RegressionHead(features, 1, **like)
+    elif len(columns.classes) == 2:
+        head = SigmoidHead(features, **like)
+    else:
+        head = SoftmaxHead(features, len(columns.classes), **like)
+    return Model(Augment(inputs, features), net, head)
+
+
+def _check_memory(config: TrainConfig, n: int) -> None:
+    """Refuse what this machine cannot hold: it would be killed, not stopped by an error."""
+    # Weights, gradients and two moments of Adam; then the states of a minibatch.
+    weights = config.layers * n * (n / 2 if config.network in ("h2", "verlet") else n) * 4
+    states = config.layers * n * min(config.batch, 10**6)
+    needed = (weights + states) * DTYPES[config.dtype].itemsize
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # pragma: no cover - not on this system
+        return
+    if needed > there:
+        raise OptionError(
+            f"{config.layers} layers of {n} features need about {needed / 2**30:.0f} GiB, but "
+            f"this machine has {there / 2**30:.0f} GiB; take fewer layers or features."
+        )
+
+
+# Training
+
+
+def train(
+    config: TrainConfig, run: Run, callback: Callable[[Moment], None] | None = None
+) -> dict[str, Any]:
+    """Train, measure, draw and save in the folder of `run`; return its metrics.
+
+    A run that was started there with the same config goes on; a complete one stays as it is.
+    """
+    if not run.exists:
+        run.check_free()
+    elif run.complete:
+        return run.metrics()
+    start = time.perf_counter()
+    device = find_device(config.device)
+    problem = prepare(replace(config, device=device))
+    config = problem.config
+    model = build(config, problem.columns)
+    size = sum(p.numel() for p in model.parameters()) * DTYPES[config.dtype].itemsize
+    run.start(config, problem.columns, room=PICTURES + 8 * size)
+    model.to(device)
+    with threads_for(config):
+        history = fit(
+            model,
+            problem.x_train.to(device),
+            problem.t_train.to(device),
+            **config.fit_options(),
+            folder=run.folder,
+            resume=True,
+            callbacks=() if callback is None else (callback,),
+            progress=False,
+        )
+        model.to("cpu")
+        serialization.save(model, run.model_file)
+        metrics: dict[str, Any] = {
+            "run": str(run.folder),
+            "data": config.data,
+            "task": problem.columns.task,
+            "network": repr(model.net),
+            "layers": config.layers,
+            "features": config.features,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "seed": config.seed,
+            "epochs": len(history.loss),
+            "train_rows": len(problem.t_train),
+            "test_rows": len(problem.t_test),
+            "loss": history.loss[-1],
+            **_scores("train", model, problem.x_train, problem.t_train, problem.columns),
+            **_scores("test", model, problem.x_test, problem.t_test, problem.columns),
+            "training_seconds": round(history.seconds, 2),
+        }
+        x = problem.x_test if len(problem.x_test) else problem.x_train
+        metrics["certificate"] = certificate(model, x)
+    metrics |= _pictures(run.folder, model, problem, history, metrics["certificate"])
+    metrics |= {
+        "seconds": round(time.perf_counter() - start, 2),
+        "device": device,
+        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+    }
+    write_json(run.metrics_file, metrics)
+    return metrics
+
+
+def threads_for(config: TrainConfig) -> AbstractContextManager[None]:
+    """Small tensors gain nothing from more threads, and on a busy machine these wait for ages."""
+    small = config.batch * (config.features or 0) < 100_000
+    return one_thread() if small else nullcontext()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run PyTorch on one thread inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _scores(
+    part: str, model: Model, x: Tensor, t: Tensor, columns: table.Columns
+) -> dict[str, float]:
+    """Accuracy; or root mean square error, in units of the target, and R^2."""
+    if not len(x):
+        return {}
+    found = torch.cat([model.predict(some) for some in x.split(4096)])
+    if columns.classes:
+        return {f"{part}_accuracy": (found == t).double().mean().item()}
+    error = (found - t).double().square().mean()
+    spread = (t - t.mean()).double().square().mean()
+    scores = {f"{part}_rmse": math.sqrt(error) * columns.target_scale}
+    if len(t) > 1 and spread > 0:
+        scores[f"{part}_r2"] = 1 - (error / spread).item()
+    return scores
+
+
+def _pictures(
+    folder: Path, model: Model, problem: Problem, history: Any, certified: dict[str, Any]
+) -> dict[str, Any]:
+    """PNG files, or the reason why there are none."""
+    try:
+        require_extra("matplotlib", extra="plot")
+    except MissingExtraError as error:
+        return {"pictures": {}, "no_pictures_because": str(error)}
+    pictures = {}
+    if problem.planar is not None:
+        ax = plotting.decision_regions(model, problem.planar)
+        pictures["decision_regions"] = save_picture(ax, folder / "decision_regions.png")
+    pictures["training"] = save_picture(plotting.training_history(history), folder / "training.png")
+    curve = certified["by_layer"]
+    if all(math.isfinite(norm) for norm in curve["largest"]):
+        norms = torch.tensor([curve["smallest"], curve["median"], curve["largest"]]).T
+        if curve["layers"] == list(range(len(norms))):
+            ax = plotting.sensitivity_norms(norms)
+            ax.set_title(f"Sensitivity of the output, {certified['samples']} samples")
+            pictures["bsm_norms"] = save_picture(ax, folder / "bsm_norms.png")
+    return {"pictures": pictures}
+
+
+def save_picture(ax: Axes, path: Path) -> str:
+    """Write the figure of `ax` as a PNG, all of it or nothing."""
+    picture = io.BytesIO()
+    ax.figure.canvas.print_figure(picture, format="png")
+    write_atomically(path, picture.getvalue())
+    return str(path)
+
+
+# Predicting
+
+
+def load_model(run: Run) -> tuple[Model, table.Columns]:
+    """The trained model of a run, on the CPU, and how rows become its inputs."""
+    if not run.exists:
+        run.config()  # which says so
+    if not run.model_file.is_file():
+        raise CheckpointError(
+            f"the run in {run.folder} has no model yet; finish it by "
+            f"hdnn train --resume --out {run.folder}."
+        )
+    model, columns = serialization.load(run.model_file), run.columns()
+    if not isinstance(model, Model) or model.augment is None:
+        raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
+    if model.augment.inputs != len(columns.names):
+        raise CheckpointError(f"{run.model_file} and {run.columns_file} do not fit together.")
+    return model, columns
+
+
+def predict(run: Run, data: str, *, proba: bool = False) -> dict[str, Any]:
+    """Predictions for all rows of a file; with its score, if the file has the target too."""
+    model, columns = load_model(run)
+    if proba and not columns.classes:
+        raise OptionError("the run is a regression: it has values, but no probabilities.")
+    source = table.read(data)
+    x = torch.from_numpy(columns.of(source)).to(next(model.parameters()).dtype)
+    with torch.no_grad():
+        scores = torch.cat([model(part) for part in x.split(4096)])
+    result: dict[str, Any] = {"rows": len(x), "target": columns.target}
+    if columns.classes:
+        assert isinstance(model.head, (SigmoidHead, SoftmaxHead))
+        result["predictions"] = [columns.classes[i] for i in model.head.predict(scores).tolist()]
+        if proba:
+            chances = model.head.probabilities(scores).double().T.tolist()
+            result["probabilities"] = dict(zip(columns.classes, chances, strict=True))
+        found = np.array(result["predictions"], dtype=object)
+    else:
+        found = scores[:, 0].double().numpy() * columns.target_scale + columns.target_mean
+        result["predictions"] = found.tolist()
+    return result | _truth(source, columns, found)
+
+
+def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> dict[str, float]:
+    """How good predictions are, where the truth stands beside them."""
+    try:
+        if columns.classes:
+            true = np.array(source.classes(columns.target), dtype=object)
+            if not set(true) <= set(columns.classes):
+                return {}
+            return {"accuracy": float((true == found).mean())}
+        true = source.numbers(columns.target)
+        return {"rmse": float(np.sqrt(np.mean((true - found) ** 2)))}
+    except DataError:  # no such column, or holes in it: then nothing is known
+        return {}
+
+
+# Certifying
+
+
+def certify(run: Run, data: str | None = None, *, samples: int = SAMPLES) -> dict[str, Any]:
+    """The certificate of a run, at its own test points or at the rows of a file."""
+    if samples < 1:
+        raise OptionError(f"samples must be a whole number >= 1, but got {samples}.")
+    model, columns = load_model(run)
+    if data is None:
+        problem = prepare(run.config())
+        if problem.columns != columns:
+            raise DataError(
+                f"{problem.config.data} has changed since the run; name the rows with --data."
+            )
+        x = problem.x_test if len(problem.x_test) else problem.x_train
+        where = "test points" if len(problem.x_test) else "training points"
+    elif data in planar.SETS:
+        x, where = planar.load(data).x_test, f"test points of {data}"
+    else:
+        x, where = torch.from_numpy(columns.of(table.read(data))), f"rows of {data}"
+    if x.shape[1] != len(columns.names):
+        raise DataError(f"{data} has {x.shape[1]} inputs, but the run {len(columns.names)}.")
+    with one_thread():
+        result = certificate(model, x, samples=samples)
+    return {"run": str(run.folder), "network": repr(model.net), "points": where, **result}
+
+
+def certificate(model: Model, x: Tensor, *, samples: int = SAMPLES) -> dict[str, Any]:
+    """Norms of dy_N/dy_j, symplectic defect and bounds, in float64: free of float32 rounding."""
+    exact = copy.deepcopy(model).cpu().double()
+    net = exact.net
+    room = SENSITIVITIES // ((net.layers + 1) * net.features**2)
+    x = x[: max(1, min(samples, room))].double()
+    Phi = analysis.backward_sensitivity(net, exact.embed(x))
+    norms = analysis.norms(Phi)
+    before_last = norms[:-1]
+    smallest = before_last.min().item()
+    promised, why = guarantee(net)
+    implicit = isinstance(net, HamiltonianNet) and net.scheme.implicit
+    least = 1 - (IMPLICIT_ROUNDING if implicit else ROUNDING)
+    return {
+        "samples": len(x),
+        "smallest_norm": smallest,
+        "largest_norm": before_last.max().item(),
+        "guaranteed": promised,
+        "guarantee": why,
+        "holds": smallest >= least if promised else None,
+        "symplectic_defect": _defect(net, Phi),
+        "bounds": _bounds(net),
+        "ranges": _ranges(before_last),
+        "by_layer": _by_layer(norms),
+    }
+
+
+def guarantee(net: Network) -> tuple[bool, str]:
+    """Whether norm(dy_N/dy_j) >= 1 is a theorem for this network, and why."""
+    if isinstance(net, MLP):
+        return False, "the gradients of a multilayer perceptron can vanish"
+    euler = isinstance(net, HamiltonianNet) and not net.scheme.symplectic
+    if euler or isinstance(net, MS2):
+        if activations.get(net.activation).monotone:
+            return True, f"at any depth, because {net.activation} never decreases"
+        return False, f"forward Euler promises nothing for {net.activation}, which can decrease"
+    return True, "at any depth, for any weights and any activation"
+
+
+def _defect(net: Network, Phi: Tensor) -> float | None:
+    """How far the worst of the matrices is from symplectic, where one J serves all layers."""
+    try:
+        J = net.field()["J"]
+    except HDNNError:
+        return None
+    return None if J.ndim != 2 else analysis.symplectic_defect(Phi, J).max().item()
+
+
+def _bounds(net: Network) -> dict[str, float]:
+    """What the weights alone say about all samples."""
+    bounds: dict[str, float] = {}
+    if not isinstance(net, ODENetwork):
+        return bounds
+    for name, bound in (
+        ("forward_euler", analysis.bsm_bound_forward_euler),
+        ("continuous", analysis.bsm_bound_continuous),
+    ):
+        try:
+            bounds[f"norm_at_most_{name}"] = bound(net).item()
+        except HDNNError:
+            continue
+    try:
+        low, high = analysis.gradient_bounds(net)
+        bounds |= {"gradient_at_least": low.item(), "gradient_at_most": high.item()}
+    except HDNNError:
+        pass
+    return bounds
+
+
+def _ranges(norms: Tensor) -> list[dict[str, float]]:
+    """The smallest and largest norm in each of a few ranges of layers j."""
+    table, start = [], 0
+    for part in norms.tensor_split(min(RANGES, len(norms))):
+        end = start + len(part) - 1
+        table.append({"from": start, "to": end, "smallest": part.min().item()})
+        table[-1]["largest"] = part.max().item()
+        start = end + 1
+    return table
+
+
+def _by_layer(norms: Tensor) -> dict[str, list[Any]]:
+    """Smallest, median and largest norm for each layer j, or for some where there are many."""
+    layers = torch.linspace(0, len(norms) - 1, min(POINTS, len(norms))).round().long()
+    some = norms[layers]
+    return {
+        "layers": layers.tolist(),
+        "smallest": some.amin(1).tolist(),
+        "median": some.median(1).values.tolist(),
+        "largest": some.amax(1).tolist(),
+    }
+
+
+def symplectic_text(defect: float) -> str:
+    """How far the matrices are from symplectic, in words."""
+    return (
+        f"{'yes' if defect < 1e-9 else 'no'}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
+    )
+
+
+def bound_texts(bounds: dict[str, float | None]) -> list[str]:
+    """What the weights alone say, in words."""
+    words = {
+        "norm_at_most_forward_euler": "norm(dy_N/dy_j) <= {} for any input",
+        "norm_at_most_continuous": "norm(dy(T)/dy(t)) <= {} for the ODE behind the layers",
+        "gradient_at_least": "no gradient shrinks by more than a factor {}",
+        "gradient_at_most": "no gradient grows by more than a factor {}",
+    }
+    return [
+        text.format(number_text(bounds[name])) for name, text in words.items() if name in bounds
+    ]
+
+
+def number_text(value: float | None) -> str:
+    """Four digits; None is what JSON has for a number that is too large."""
+    return "beyond float64" if value is None else f"{value:.4g}"
