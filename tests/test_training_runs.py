@@ -267,6 +267,22 @@ def test_the_inner_adam_is_that_of_pytorch():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_adam_of_small_models_is_that_of_pytorch(decay):
+    torch.manual_seed(0)
+    ours, theirs = ([torch.ones(3, 2).requires_grad_()] for _ in range(2))
+    mine = loop._optimizer("adam", [{"params": ours, "weight_decay": decay}], 0.1)
+    other = torch.optim.Adam(theirs, lr=0.1, weight_decay=decay)
+    assert isinstance(mine, loop._SmallAdam)
+    for _ in range(20):
+        for optimizer, (p,) in ((mine, ours), (other, theirs)):
+            optimizer.zero_grad()
+            (p * torch.arange(6.0).view(3, 2)).sin().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours[0], theirs[0])
+    assert mine.state_dict()["state"][0].keys() == other.state_dict()["state"][0].keys()
+
+
 # Callbacks, rates and clipping
 
 

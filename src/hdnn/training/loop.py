@@ -33,6 +33,7 @@ from hdnn.training.progress import Line
 MINIBATCH_STEPS = {"newton": 5, "adam": 10}
 REFIT_STEPS = 50
 SAVE_EVERY = 2.0  # seconds between checkpoints
+FEW = 20_000  # weights, up to which a plain loop over parameters is fastest
 
 
 @dataclass
@@ -98,7 +99,7 @@ def fit(
         optimizer: "adam", or "sgd" with Nesterov momentum 0.9, of the hidden layers.
         schedule: the rate stays "constant" or falls to zero as a "cosine", after it has risen for
             the fraction `warmup` of all steps.
-        weight_decay: of the hidden layers' weights, decoupled from the optimiser's step.
+        weight_decay: so many times the hidden layers' weights are added to their gradient.
         clip: the largest norm that a gradient of all hidden layers may have.
         solver: how the output layer is found for each minibatch. "newton": damped Newton steps on
             the ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
@@ -450,10 +451,35 @@ def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[
 
 
 def _optimizer(name: str, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
-    parameter = groups[0]["params"][0]
-    fused = parameter.device.type in ("cpu", "cuda") and parameter.dtype in (
-        *(torch.float32, torch.float64),
-    )
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=True, fused=fused)
-    return torch.optim.Adam(groups, lr=rate, fused=fused)
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=True)
+    parameters = [p for group in groups for p in group["params"]]
+    few = sum(p.numel() for p in parameters) < FEW
+    if few and all(p.device.type == "cpu" for p in parameters):
+        return _SmallAdam(groups, lr=rate)
+    return torch.optim.Adam(groups, lr=rate)
+
+
+class _SmallAdam(torch.optim.Adam):
+    """Adam for few weights on a CPU: no threads to wake, and no more calls than it takes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            rate, decay, (b1, b2) = group["lr"], group["weight_decay"], group["betas"]
+            for p in group["params"]:
+                if (g := p.grad) is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                k, m, v = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+                if decay:
+                    g = g.add(p, alpha=decay)
+                m.lerp_(g, 1 - b1)
+                v.mul_(b2).addcmul_(g, g, value=1 - b2)
+                size = v.sqrt().div_((1 - b2**k) ** 0.5).add_(group["eps"])
+                p.addcdiv_(m, size, value=-rate / (1 - b1**k))
