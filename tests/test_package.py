@@ -52,7 +52,11 @@ def give_up(name):
     raise
 
 for module in pkgutil.walk_packages(hdnn.__path__, "hdnn.", onerror=give_up):
-    importlib.import_module(module.name)
+    try:
+        importlib.import_module(module.name)
+    except hdnn.errors.MissingExtraError as error:
+        # Its classes are of scikit-learn's: it can only say what to install.
+        assert module.name == "hdnn.estimators" and "hdnn[sklearn]" in str(error)
     print(module.name)
 """
 

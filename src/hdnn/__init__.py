@@ -53,3 +53,12 @@ __all__ = [
     "sparsity",
     "training",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The scikit-learn estimators, imported when they are first asked for."""
+    if name in ("HDNNClassifier", "HDNNRegressor"):
+        from hdnn import estimators
+
+        return getattr(estimators, name)
+    raise AttributeError(f"module 'hdnn' has no attribute {name!r}")
