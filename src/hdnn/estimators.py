@@ -14,10 +14,17 @@ from torch import Tensor
 
 from hdnn import analysis, training
 from hdnn.errors import DataError, HDNNError, OptionError, choose, positive_int, require
-from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.heads import (
+    Augment,
+    LinearHead,
+    RegressionHead,
+    SigmoidHead,
+    SoftmaxHead,
+    roomy_width,
+)
 from hdnn.model import Model
-from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, Network
-from hdnn.serialization import _describe, _restore
+from hdnn.networks import BY_NAME, HamiltonianNet, Network
+from hdnn.serialization import describe, restore
 from hdnn.training import History
 
 try:
@@ -43,19 +50,10 @@ except ImportError:
     raise
 
 NETWORKS: dict[str, Callable[..., Network]] = {
-    "h1": H1,
-    "h2": H2,
-    "implicit_h2": partial(HamiltonianNet, integrator="semi_implicit_euler_full"),
-    "verlet": partial(HamiltonianNet, integrator="verlet"),
-    "yoshida4": partial(HamiltonianNet, integrator="yoshida4"),
-    "midpoint": partial(HamiltonianNet, integrator="midpoint"),
-    "ms1": MS1,
-    "ms2": MS2,
-    "ms3": MS3,
-    "mlp": MLP,
+    **BY_NAME,
+    "implicit_h2": partial(HamiltonianNet, integrator="semi_implicit_euler_full"),  # has an engine
 }
 
-LEAST_FEATURES, WIDE_FEATURES = 16, 128  # of the network, where it may choose its width
 NEWTON_OUTPUTS = 10  # up to which "auto" solves the output layer for every minibatch
 CHUNK = 4096  # samples that go through the network at once
 CERTIFIED = 100  # training points that a certificate looks at, at most
@@ -116,7 +114,11 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             "dtype": torch.float64,
             "device": self.device,
         }
-        n = _width(inputs) if self.features is None else positive_int("features", self.features)
+        n = (
+            roomy_width(inputs)
+            if self.features is None
+            else positive_int("features", self.features)
+        )
         kind = choose("network", self.network, NETWORKS)
         options: dict[str, Any] = {"activation": self.activation, **made}
         if kind != "mlp":
@@ -201,14 +203,14 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if "model_" not in state:
             return state
         arrays = {name: t.numpy(force=True) for name, t in self.model_.state_dict().items()}
-        return {**state, "model_": (_describe(self.model_), arrays)}
+        return {**state, "model_": (describe(self.model_), arrays)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model_" in state:
             description, arrays = state["model_"]
             tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-            self.model_ = _restore(description, tensors)
+            self.model_ = restore(description, tensors)
             self.model_.load_state_dict(tensors, assign=True)
             self.model_.net.engine = self.engine
 
@@ -466,12 +468,6 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _HDNN):
 
     def _head(self, features: int, outputs: int, made: dict[str, Any]) -> LinearHead:
         return RegressionHead(features, outputs, **made)
-
-
-def _width(inputs: int) -> int:
-    """Twice the inputs, so that there is room to unfold them; even, as (p, q) needs it."""
-    n = max(LEAST_FEATURES, inputs, min(2 * inputs, WIDE_FEATURES))
-    return n + n % 2
 
 
 def _plain(value: Any) -> Any:

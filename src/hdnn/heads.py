@@ -53,6 +53,15 @@ class Augment(nn.Module):
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
 
 
+LEAST_FEATURES, WIDE_FEATURES = 16, 128
+
+
+def roomy_width(inputs: int) -> int:
+    """Twice the inputs, so that there is room to unfold them; even, as (p, q) needs it."""
+    n = max(LEAST_FEATURES, inputs, min(2 * inputs, WIDE_FEATURES))
+    return n + n % 2
+
+
 def _listed(placement: Sequence[int]) -> list[int]:
     if isinstance(placement, (Tensor, np.ndarray)):
         placement = placement.tolist()

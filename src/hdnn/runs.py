@@ -27,25 +27,12 @@ from hdnn import activations
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
 from hdnn.files import write_atomically
+from hdnn.heads import roomy_width
 from hdnn.initial import INITS
-from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, ImplicitH2, Network
+from hdnn.networks import BY_NAME
 from hdnn.training import fit
 from hdnn.training.checks import check_options
 
-NETWORKS: MappingProxyType[str, type[Network]] = MappingProxyType(
-    {
-        "h1": H1,
-        "h2": H2,
-        "ms1": MS1,
-        "ms2": MS2,
-        "ms3": MS3,
-        "implicit_h2": ImplicitH2,
-        "mlp": MLP,
-        "verlet": HamiltonianNet,
-        "yoshida4": HamiltonianNet,
-        "midpoint": HamiltonianNet,
-    }
-)
 DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 LATER = ("mnist", "cifar10")
 
@@ -63,7 +50,6 @@ TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     }
 )
 TABLE_T, PLANAR_T = 1.0, 2.4
-LEAST_FEATURES, WIDE_FEATURES = 16, 128
 NEWTON_WEIGHTS = 256  # of the output layer, up to which "auto" solves it for every minibatch
 
 # What a config file may hold besides the options of the training itself.
@@ -120,7 +106,7 @@ class TrainConfig:
 
     def checked(self) -> Self:
         """The same with the network's plain name, or an error before any work is done."""
-        network = choose("network", self.network.lower().replace("-", "_"), NETWORKS)
+        network = choose("network", self.network.lower().replace("-", "_"), BY_NAME)
         activations.registered(self.activation)
         choose("dtype", self.dtype, DTYPES)
         choose("task", self.task, table.TASKS)
@@ -195,8 +181,7 @@ class TrainConfig:
         outputs = 1 if outputs == 2 else outputs
         features = self.features
         if features is None:
-            wide = max(LEAST_FEATURES, inputs, min(2 * inputs, WIDE_FEATURES))
-            features = wide + wide % 2 if self.is_table else 4
+            features = roomy_width(inputs) if self.is_table else 4
         elif features < inputs:
             raise OptionError(
                 f"features must be at least {inputs}, one for each input, but got {features}."

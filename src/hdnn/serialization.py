@@ -29,7 +29,7 @@ def save(model: Model | Network, path: str | os.PathLike[str]) -> None:
             f"only a hdnn.Model or a network can be saved, but got {type(model).__name__}; "
             "for other modules save their state_dict()."
         )
-    config = {"format": FORMAT, "version": hdnn.__version__, **_describe(model)}
+    config = {"format": FORMAT, "version": hdnn.__version__, **describe(model)}
     # Copies, because parameters may share their storage, and safetensors takes none that do.
     tensors = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -65,7 +65,7 @@ def load(
         what = f"{wrong[0]} is not of a floating-point type" if wrong else "it holds no weights"
         raise CheckpointError(f"{path} is damaged or was edited: {what}.")
     try:
-        model = _restore(config, tensors)
+        model = restore(config, tensors)
         model.load_state_dict(tensors, assign=True)  # with the dtype that each had
     except HDNNError as error:
         raise CheckpointError(f"{path} describes a model that cannot be made: {error}") from error
@@ -92,11 +92,11 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         ) from error
 
 
-def _describe(part: nn.Module) -> dict[str, Any]:
+def describe(part: nn.Module) -> dict[str, Any]:
     """The class of a part and the arguments that make it again."""
     kind = type(part).__name__
     if type(part) is Model:
-        parts = {name: _describe(module) for name, module in part.named_children()}
+        parts = {name: describe(module) for name, module in part.named_children()}
         return {"kind": kind, "parts": parts}
     if type(part) not in (Augment, *KINDS.values(), *HEADS.values()):
         raise CheckpointError(
@@ -108,12 +108,12 @@ def _describe(part: nn.Module) -> dict[str, Any]:
     return description
 
 
-def _restore(description: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> Any:
+def restore(description: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> Any:
     """The part that was described, with the right shapes but not yet the right weights."""
     kind = description["kind"]
     if kind == "Model":
         parts = {
-            name: _restore(part, tensors, f"{name}.") for name, part in description["parts"].items()
+            name: restore(part, tensors, f"{name}.") for name, part in description["parts"].items()
         }
         return Model(parts.get("augment"), parts["net"], parts["head"])
     if kind == "Augment":

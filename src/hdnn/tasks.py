@@ -28,8 +28,8 @@ from hdnn.errors import require as require_extra
 from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.networks import MLP, MS2, HamiltonianNet, Network, ODENetwork
-from hdnn.runs import DTYPES, NETWORKS, Run, TrainConfig, find_device, write_json
+from hdnn.networks import BY_NAME, MLP, MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.runs import DTYPES, Run, TrainConfig, find_device, write_json
 from hdnn.training import Moment, fit
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ def build(config: TrainConfig, columns: table.Columns) -> Model:
     options: dict[str, Any] = {"activation": config.activation, "init": config.init, **like}
     if config.network != "mlp":
         options |= {"T": config.T, "step": config.step}
-    kind = NETWORKS[config.network]
-    if kind is HamiltonianNet:
-        options["integrator"] = config.network
-    net = kind(features, config.layers, **options)
+    net = BY_NAME[config.network](features, config.layers, **options)
     if not columns.classes:
         head = RegressionHead(features, 1, **like)
     elif len(columns.classes) == 2:

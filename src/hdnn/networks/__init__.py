@@ -1,5 +1,8 @@
 """The networks: parameters around the functions of `hdnn.functional`, and nothing else."""
 
+from collections.abc import Callable
+from functools import partial
+
 from hdnn.networks.base import Network, ODENetwork
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
@@ -9,7 +12,23 @@ KINDS: dict[str, type[Network]] = {
     kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)
 }
 
+# By the names that a command line or an estimator is given.
+BY_NAME: dict[str, Callable[..., Network]] = {
+    "h1": H1,
+    "h2": H2,
+    "ms1": MS1,
+    "ms2": MS2,
+    "ms3": MS3,
+    "implicit_h2": ImplicitH2,
+    "mlp": MLP,
+    **{
+        name: partial(HamiltonianNet, integrator=name)
+        for name in ("verlet", "yoshida4", "midpoint")
+    },
+}
+
 __all__ = [
+    "BY_NAME",
     "H1",
     "H2",
     "KINDS",

@@ -134,7 +134,7 @@ def fit(
     check_weight(weight, x)
     place = checkpoint.open_folder(folder, resume)
     training = _Training(model, x.detach(), t, weight, options, list(callbacks), progress)
-    return training.run(place, resume)
+    return training.run(place)
 
 
 class _Training:
@@ -169,7 +169,7 @@ class _Training:
         self.order = self.generator.get_state()  # from which the order of this epoch is drawn
         self.stopped = False
 
-    def run(self, folder: Any, resume: bool) -> History:
+    def run(self, folder: Any) -> History:
         start, was_training = time.perf_counter(), self.model.training
         self.model.train()
         try:
