@@ -17,7 +17,7 @@ import torch
 import hdnn
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
-from hdnn.training import checkpoint, coordinate, fit, loop
+from hdnn.training import checkpoint, coordinate, fit, loop, small_heads, small_steps
 
 DATA = planar.double_moons(400, seed=1)
 SOLVERS = ("newton", "adam", "joint")
@@ -273,12 +273,12 @@ def test_the_adam_of_small_models_is_that_of_pytorch(decay):
     ours, theirs = ([torch.ones(3, 2).requires_grad_()] for _ in range(2))
     mine = loop._optimizer("adam", [{"params": ours, "weight_decay": decay}], 0.1)
     other = torch.optim.Adam(theirs, lr=0.1, weight_decay=decay)
-    assert isinstance(mine, loop._SmallAdam)
+    assert isinstance(mine, small_steps.Adam)
     for _ in range(20):
         for optimizer, (p,) in ((mine, ours), (other, theirs)):
             optimizer.zero_grad()
             (p * torch.arange(6.0).view(3, 2)).sin().sum().backward()
-            optimizer.step()
+            optimizer.descend() if optimizer is mine else optimizer.step()
     torch.testing.assert_close(ours[0], theirs[0])
     assert mine.state_dict()["state"][0].keys() == other.state_dict()["state"][0].keys()
 
@@ -359,3 +359,31 @@ def test_a_training_that_diverges_names_the_layer_and_keeps_its_last_good_checkp
     good = model_of(seed=9, activation="relu", layers=6)
     quick(good, folder=tmp_path, resume=True)
     assert all(bool(torch.isfinite(p).all()) for p in good.parameters())
+
+
+@pytest.mark.parametrize("kind", ["H1", "H2", "MS1", "MS2", "MS3"])
+@pytest.mark.parametrize("solver", ["newton", "adam"])
+def test_compiled_steps_train_as_plain_ones_do(kind, solver):
+    found = []
+    for engine in ("auto", "reference"):
+        g = torch.Generator().manual_seed(3)
+        net = getattr(hdnn, kind)(4, 6, T=1.0, init="paper", generator=g, dtype=torch.float64)
+        head = hdnn.SigmoidHead(4, generator=g, dtype=torch.float64)
+        model = hdnn.Model(hdnn.Augment(2, 4), net, head)
+        with hdnn.engine.use(engine=engine), pytest.MonkeyPatch.context() as patch:
+            if engine == "reference":
+                patch.setattr(small_steps, "usable", lambda parameters: False)
+                patch.setattr(small_heads, "usable", lambda head, y: False)
+            fit(
+                *(model, DATA.x_train.double(), DATA.t_train),
+                epochs=3,
+                batch=40,
+                solver=solver,
+                smoothness=1e-2,
+                smoothing="cosine",
+                weight_decay=1e-3,
+                progress=False,
+            )
+        found.append(model.state_dict())
+    for name, wanted in found[1].items():
+        torch.testing.assert_close(found[0][name], wanted, rtol=1e-6, atol=1e-8)

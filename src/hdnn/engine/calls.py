@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -192,8 +194,25 @@ class _Call:
             t if t is None or t.is_contiguous() else t.contiguous()
             for t in (y, *moving(weights, link))
         ]
+        record = getattr(_recording, "record", None)
+        if record is not None:
+            record.append((self, tensors[1:], coef))
+            return y
         y_N = self.stack.run(*tensors, coef, self.run)
         return y_N if len(shape) == 2 else y_N.reshape(shape)
+
+
+_recording = threading.local()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[_Call, list[Tensor | None], Tensor | None]]]:
+    """The calls in here are not run but recorded: each with its weights, as kernels take them."""
+    _recording.record = record = []
+    try:
+        yield record
+    finally:
+        del _recording.record
 
 
 class SplitCall(_Call):

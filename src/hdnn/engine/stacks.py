@@ -137,6 +137,18 @@ class SplitStack(torch.autograd.Function):
         return EagerSplitStack.apply(y, *rest)  # pyright: ignore[reportReturnType]
 
     @staticmethod
+    def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        """y_N, and what `behind` needs besides."""
+        return _forward(run, y, tensors)
+
+    @staticmethod
+    def behind(
+        run: Run, y: Tensor, y_N: Tensor, kept: Any, g: Tensor, tensors: tuple[Any, ...]
+    ) -> Sequence[Any]:
+        """The gradients of y_0 and of all tensors."""
+        return _backward(run, y, y_N, kept, g, tensors)
+
+    @staticmethod
     def forward(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, run: Run):
         y_N, anchors = _forward(run, y, (K_p, K_q, b_p, b_q, V_p, V_q, coef))
         return y_N, y.new_empty(0) if anchors is None else anchors
@@ -316,6 +328,19 @@ class EulerStack(torch.autograd.Function):
         return EagerEulerStack.apply(y, *rest)  # pyright: ignore[reportReturnType]
 
     @staticmethod
+    def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        """y_N, and what `behind` needs besides."""
+        return _euler_forward(run, y, run.euler(*tensors))
+
+    @staticmethod
+    def behind(
+        run: Run, y: Tensor, y_N: Tensor, kept: Any, g: Tensor, tensors: tuple[Any, ...]
+    ) -> Sequence[Any]:
+        """The gradients of y_0 and of all tensors."""
+        *found, d_h = euler_back(run, y, kept, g, run.euler(*tensors))
+        return *found, None if tensors[-1] is None else d_h
+
+    @staticmethod
     def forward(y, K, b, V, h, run: Run):
         return _euler_forward(run, y, run.euler(K, b, V, h))
 
@@ -331,8 +356,7 @@ class EulerStack(torch.autograd.Function):
         (y, K, b, V, h, states), run = ctx.saved_tensors, ctx.run
         if grads[0] is None:
             return (None,) * 6
-        *found, d_h = euler_back(run, y, states, grads[0], run.euler(K, b, V, h))
-        return *found, None if h is None else d_h, None
+        return *EulerStack.behind(run, y, y, states, grads[0], (K, b, V, h)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

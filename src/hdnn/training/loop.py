@@ -8,6 +8,7 @@ once more, to all data.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import signal
@@ -20,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn.engine.apart import Apart
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.networks import ODENetwork
-from hdnn.training import checkpoint, coordinate, small_heads
+from hdnn.training import checkpoint, coordinate, small_heads, small_steps
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
 from hdnn.training.coordinate import Outcome
 from hdnn.training.progress import Line
@@ -33,7 +35,7 @@ from hdnn.training.progress import Line
 MINIBATCH_STEPS = {"newton": 5, "adam": 10}
 REFIT_STEPS = 50
 SAVE_EVERY = 2.0  # seconds between checkpoints
-FEW = 20_000  # weights, up to which a plain loop over parameters is fastest
+ORDERED = 2**20  # numbers, up to which an epoch's samples are put in order all at once
 
 
 @dataclass
@@ -152,7 +154,7 @@ class _Training:
     ) -> None:
         self.model, self.head = model, head_of(model)
         self.regression = isinstance(self.head, RegressionHead)
-        self.x, self.weight = x, weight
+        self.x, self.y_0, self.weight = x, model.embed(x), weight
         self.t = t if self.regression else t.long()
         self.options, self.callbacks, self.line = options, callbacks, Line(progress)
         self.epochs, self.batch = options["epochs"], options["batch"]
@@ -163,6 +165,9 @@ class _Training:
         self.optimizer = _optimizer(options["optimizer"], groups, self.rate)
         self.generator = torch.Generator().manual_seed(options["seed"])
         self.smooth = _Smoothness(model.net, options["smoothness"])
+        self.stack = _Stack(model.net, self.y_0[: self.batch])
+        small = small_heads.usable(self.head, self.y_0)
+        self.small = small_heads.SmallHead(self.head) if small else None
         self.history = History()
         self.epoch = self.k = 0  # where the training stands
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
@@ -180,8 +185,8 @@ class _Training:
             self.start = start - self.history.seconds
             with _Interrupt() as interrupt:
                 while self.epoch < self.epochs and not self.stopped:
-                    for index in self._minibatches():
-                        self._step(index)
+                    for minibatch in self._minibatches():
+                        self._step(*minibatch)
                         due = interrupt.came or time.monotonic() - saved > SAVE_EVERY
                         if folder is not None and due:
                             self._save(folder)
@@ -204,27 +209,29 @@ class _Training:
             self._save(folder)
         return self.history
 
-    def _minibatches(self) -> Iterator[Tensor]:
+    def _minibatches(self) -> Iterator[tuple[Tensor, ...]]:
         """The rest of this epoch's minibatches, in the order that its seed says."""
         self.generator.set_state(self.order)
         indices = torch.randperm(len(self.x), generator=self.generator).to(self.x.device)
-        yield from indices.split(self.batch)[self.k :]
+        tensors = [t for t in (self.y_0, self.t, self.weight) if t is not None]
+        if self.y_0.numel() <= ORDERED:
+            parts = zip(*[t[indices].split(self.batch) for t in tensors], strict=True)
+            yield from itertools.islice(parts, self.k, None)
+        else:
+            for index in indices.split(self.batch)[self.k :]:
+                yield tuple(t[index] for t in tensors)
 
-    def _step(self, index: Tensor) -> None:
+    def _step(self, y_0: Tensor, t: Tensor, weight: Tensor | None = None) -> None:
         rate, last = self._schedule(), self.k == self.batches - 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        x, t = self.x[index], self.t[index]
-        weight = None if self.weight is None else self.weight[index]
         if weight is not None and not bool(weight.any()):
             return self._advance(None, rate, last)  # nobody counts here
-        self.optimizer.zero_grad(set_to_none=True)
-        y = self.model.features(x)
-        found = self._output(y.detach(), t, weight)
+        for p in self.trained:
+            p.grad = None
+        y = self.stack.forward(y_0)
+        found = self._output(y, t, weight)
         if not math.isfinite(found.loss):
-            raise self._diverged("the loss", x)
-        if y.requires_grad:
-            y.backward(found.gradient)
+            raise self._diverged("the loss", y_0)
+        self.stack.backward(found.gradient)
         if self.options["smoothing"] == "cosine":
             self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
         self.smooth.add_gradient()
@@ -235,7 +242,12 @@ class _Training:
             norm = float(
                 nn.utils.get_total_norm(p.grad for p in self.trained if p.grad is not None)
             )
-        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if isinstance(self.optimizer, small_steps.Adam):
+            self.optimizer.descend()
+        else:
+            self.optimizer.step()
         return self._advance((found.loss, found.correct, norm), rate, last)
 
     def _output(self, y: Tensor, t: Tensor, weight: Tensor | None) -> Outcome:
@@ -245,8 +257,8 @@ class _Training:
             return coordinate.outcome(head, y, t, weight, joint=True)
         # Adam starts from zero each time: a rate that falls would leave it there.
         steps, rate = MINIBATCH_STEPS[solver], self.rate
-        if small_heads.usable(head, y):
-            return small_heads.solve(head, y, t, weight, solver, steps, ridge, rate)
+        if self.small is not None:
+            return self.small.solve(y, t, weight, solver, steps, ridge, rate)
         if solver == "newton":
             coordinate.newton(head, y, t, ridge, steps, weight)
         else:
@@ -303,28 +315,31 @@ class _Training:
     def _refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
         with torch.no_grad():
-            y = torch.cat([self.model.features(part) for part in self.x.split(4096)])
+            y = torch.cat([self.model.net(part) for part in self.y_0.split(4096)])
         if not bool(torch.isfinite(y).all()):
-            raise self._diverged("the last state y_N", self.x)
+            raise self._diverged("the last state y_N", self.y_0)
         ridge = self.options["ridge"]
         if self.solver == "newton":
             coordinate.newton(self.head, y, self.t, ridge, REFIT_STEPS, self.weight)
             return
-        parts = []
+        passes = []
         for _ in range(REFIT_STEPS):
-            indices = torch.randperm(len(y), generator=self.generator).to(y.device)
-            for index in indices.split(self.batch):
-                weight = None if self.weight is None else self.weight[index]
-                if weight is None or bool(weight.any()):
-                    parts.append((y[index], self.t[index], weight))
-        adam = small_heads.adam if small_heads.usable(self.head, y) else coordinate.adam
-        adam(self.head, parts, ridge, self.rate)
+            index = torch.randperm(len(y), generator=self.generator).to(y.device)
+            weight = None if self.weight is None else self.weight[index]
+            passes.append((y[index], self.t[index], weight))
+        if self.small is not None:
+            self.small.adam(passes, self.batch, ridge, self.rate)
+            return
+        coordinate.adam(
+            self.head,
+            [part for whole in passes for part in _parts(whole, self.batch)],
+            *(ridge, self.rate),
+        )
 
     def _entry(self) -> dict[str, Any]:
         """The last epoch, for the log."""
-        history = {k: v for k, v in asdict(self.history).items() if k != "seconds" and v}
-        entry = {"epoch": self.epoch, **{k: v[-1] for k, v in history.items()}}
-        return {**entry, "seconds": round(self.history.seconds, 3)}
+        last = {k: v[-1] for k, v in vars(self.history).items() if k != "seconds" and v}
+        return {"epoch": self.epoch, **last, "seconds": round(self.history.seconds, 3)}
 
     def _save(self, folder: Any) -> None:
         if not all(bool(torch.isfinite(p.detach()).all()) for p in self.model.parameters()):
@@ -349,12 +364,12 @@ class _Training:
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return {**self.options, "data": digest.hexdigest()[:16], "model": repr(self.model.net)}
 
-    def _diverged(self, what: str, x: Tensor | None = None) -> TrainingError:
+    def _diverged(self, what: str, y_0: Tensor | None = None) -> TrainingError:
         """The error of a training that has left the numbers, with the layer where it did."""
         where = ""
-        if x is not None:
+        if y_0 is not None:
             with torch.no_grad():
-                states = self.model.trajectory(x)
+                states = self.model.net.trajectory(y_0)
             bad = (~torch.isfinite(states)).flatten(1).any(1).nonzero()
             if len(bad):
                 where = f", first in layer {max(int(bad[0]) - 1, 0)}"
@@ -363,6 +378,16 @@ class _Training:
             "lower learning_rate, clip the gradients, use a smaller step h or a bounded activation "
             "such as tanh."
         )
+
+
+def _parts(whole: coordinate.Part, size: int) -> Iterator[coordinate.Part]:
+    """The minibatches of a pass over the data, but for those where nobody counts."""
+    y, t, weight = whole
+    for low in range(0, len(y), size):
+        part = slice(low, low + size)
+        w = None if weight is None else weight[part]
+        if w is None or bool(w.any()):
+            yield y[part], t[part], w
 
 
 def _cosine(done: float) -> float:
@@ -393,17 +418,46 @@ class _Interrupt:
         self.came = True
 
 
+class _Stack:
+    """The hidden layers and their gradients, apart from autograd where that can be."""
+
+    def __init__(self, net: nn.Module, y_0: Tensor) -> None:
+        self.net = net
+        apart = Apart(net)
+        self.apart = apart if apart.usable(y_0) else None
+        self.y = y_0
+
+    def forward(self, y_0: Tensor) -> Tensor:
+        """y_N."""
+        if self.apart is not None:
+            return self.apart.forward(y_0)
+        self.y = self.net(y_0)
+        return self.y.detach()
+
+    def backward(self, g: Tensor) -> None:
+        """Set the gradient of each parameter, given that of y_N."""
+        if self.apart is not None:
+            self.apart.backward(g)
+        elif self.y.requires_grad:
+            self.y.backward(g)
+
+
 class _Smoothness:
     """alpha R_K and its gradient, by hand where R_K is a sum over parameters."""
 
     def __init__(self, net: nn.Module, alpha: float) -> None:
         self.net = net if isinstance(net, ODENetwork) else None
         self.alpha = alpha
-        self.leaves = self.net.smooth_leaves() if self.net is not None else []
-        if self.leaves and self.net is not None:
-            like = self.leaves[0][0]
+        found = self.net.smooth_leaves() if self.net is not None else []
+        self.by_hand = bool(found)
+        self.leaves = [(p, times) for p, times in found if p.requires_grad and len(p) > 1]
+        self.small: list[Any] = []
+        if self.by_hand and self.net is not None:
+            like = found[0][0]
             self.steps = torch.as_tensor(self.net.h, dtype=like.dtype, device=like.device)
-            self.constant = None if self.steps.ndim else float(self.steps)
+            if not self.steps.ndim and small_steps.usable([p for p, _ in self.leaves]):
+                h = float(self.steps)
+                self.small = [(p, small_steps.by_layer(p), times * h) for p, times in self.leaves]
 
     def value(self) -> float:
         return 0.0 if self.net is None else float(self.net.smoothness().detach())
@@ -411,26 +465,31 @@ class _Smoothness:
     def add_gradient(self) -> None:
         if self.net is None or not self.alpha:
             return
-        if not self.leaves:
+        if not self.by_hand:
             R_K = self.net.smoothness()
             if R_K.requires_grad:
                 (self.alpha * R_K).backward()
             return
-        with torch.no_grad():
-            for parameter, times in self.leaves:
-                if not parameter.requires_grad or len(parameter) < 2:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                jumps, grad = parameter.diff(dim=0), parameter.grad
-                scale = self.alpha * times
-                if self.constant is None:
-                    jumps *= (scale * self.steps[1:]).view(-1, *[1] * (jumps.ndim - 1))
-                    scale = 1.0
-                else:
-                    scale *= self.constant
-                grad[1:].add_(jumps, alpha=scale)
-                grad[:-1].sub_(jumps, alpha=scale)
+        for parameter, _ in self.leaves:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        if self.small:
+            smooth = small_steps.kernels()[0]
+            for parameter, layers, times in self.small:
+                grad = parameter.grad.numpy().reshape(layers.shape)
+                smooth(layers, grad, self.alpha * times)
+            return
+        for parameter, times in self.leaves:
+            jumps, grad = parameter.detach().diff(dim=0), parameter.grad
+            assert grad is not None
+            jumps *= self.alpha * times
+            jumps *= (
+                self.steps[1:].view(-1, *[1] * (jumps.ndim - 1)) if self.steps.ndim else self.steps
+            )
+            grad[1:] += jumps
+            grad[:-1] -= jumps
 
 
 def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[str, Any]]:
@@ -453,33 +512,6 @@ def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[
 def _optimizer(name: str, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=True)
-    parameters = [p for group in groups for p in group["params"]]
-    few = sum(p.numel() for p in parameters) < FEW
-    if few and all(p.device.type == "cpu" for p in parameters):
-        return _SmallAdam(groups, lr=rate)
+    if small_steps.usable([p for group in groups for p in group["params"]]):
+        return small_steps.Adam(groups, lr=rate)
     return torch.optim.Adam(groups, lr=rate)
-
-
-class _SmallAdam(torch.optim.Adam):
-    """Adam for few weights on a CPU: no threads to wake, and no more calls than it takes."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            rate, decay, (b1, b2) = group["lr"], group["weight_decay"], group["betas"]
-            for p in group["params"]:
-                if (g := p.grad) is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p)
-                state["step"] += 1
-                k, m, v = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-                if decay:
-                    g = g.add(p, alpha=decay)
-                m.lerp_(g, 1 - b1)
-                v.mul_(b2).addcmul_(g, g, value=1 - b2)
-                size = v.sqrt().div_((1 - b2**k) ** 0.5).add_(group["eps"])
-                p.addcdiv_(m, size, value=-rate / (1 - b1**k))

@@ -6,9 +6,9 @@ The same problem and the same steps as in `hdnn.training.coordinate`, in float64
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.training import coordinate
+from hdnn.training import coordinate, small_steps
 
 MOST = 32  # weights, past which matrix products by BLAS are faster
 SIGMOID, SOFTMAX, REGRESSION = range(3)
@@ -30,213 +30,298 @@ def usable(head: torch.nn.Module, y: Tensor) -> bool:
         and y.device.type == "cpu"
         and y.dtype in (torch.float32, torch.float64)
         and head.weight.numel() + head.bias.numel() <= MOST  # pyright: ignore
-        and _installed()
+        and small_steps.installed()
     )
 
 
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
+class SmallHead:
+    """The solver of one head: its weights are written where PyTorch keeps them."""
 
+    def __init__(self, head: Any) -> None:
+        self.kind = KINDS[type(head)]
+        self.weight, self.bias = head.weight.detach().numpy(), head.bias.detach().numpy()
+        self.shape = (self.weight.shape[0], self.weight.shape[1] + 1)
 
-def solve(
-    head: Any,
-    y: Tensor,
-    t: Tensor,
-    weight: Tensor | None,
-    method: str,
-    steps: int,
-    ridge: float,
-    rate: float,
-) -> coordinate.Outcome:
-    """Find the output layer by so many steps of "newton" or "adam", from zero."""
-    W = np.zeros((head.weight.shape[0], y.shape[1] + 1))
-    given = _given(head, y, t, weight)
-    gradient = np.empty_like(given[0])
-    newton, adam = _kernels()
-    if method == "newton":
-        loss, correct = newton(*given, W, gradient, steps, ridge)
-    else:
-        m, v = np.zeros_like(W), np.zeros_like(W)
-        loss, correct = adam(*given, W, gradient, m, v, 0, steps, ridge, rate)
-    coordinate.put(head, torch.from_numpy(W))
-    return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
-
-
-def adam(head: Any, parts: list[coordinate.Part], ridge: float, rate: float) -> None:
-    """One Adam step, from zero, on each (y, t, weight) in turn."""
-    W = np.zeros((head.weight.shape[0], head.weight.shape[1] + 1))
-    m, v = np.zeros_like(W), np.zeros_like(W)
-    step = _kernels()[1]
-    for count, (y, t, weight) in enumerate(parts):
-        given = _given(head, y, t, weight)
-        step(*given, W, np.empty_like(given[0]), m, v, count, 1, ridge, rate)
-    coordinate.put(head, torch.from_numpy(W))
-
-
-def _given(head: Any, y: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Any, ...]:
-    """Features, labels or targets, shares of the samples and the kind of head, for a kernel."""
-    kind = KINDS[type(head)]
-    labels, targets = _NO_LABELS, _NO_TARGETS
-    if kind == SOFTMAX:
-        labels = t.numpy()
-    else:
-        targets = t.reshape(len(y), -1).numpy().astype(np.float64)
-    share = np.full(len(y), 1 / len(y))
-    if weight is not None:
-        share = weight.numpy().astype(np.float64)
-        share /= share.sum()
-    return y.numpy(), labels, targets, share, kind
-
-
-_NO_LABELS, _NO_TARGETS = np.zeros(1, dtype=np.int64), np.zeros((1, 1))
-
-
-@cache
-def _kernels() -> tuple[Any, Any]:  # pragma: kernel
-    """The two solvers, compiled."""
-    import numba
-
-    def compiled(function: Any) -> Any:
-        try:
-            return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
-        except RuntimeError:  # there is no place on disk to keep it
-            return numba.njit(error_model="numpy", nogil=True)(function)
-
-    here = globals()
-    for name in ("_scores", "_residual", "_loss", "_finish", "_hessian", "_solve"):
-        here[name] = compiled(_PLAIN[name])
-    return compiled(_newton), compiled(_adam)
-
-
-def _scores(y, W, S):  # pragma: kernel
-    B, n = y.shape
-    for i in range(B):
-        for k in range(W.shape[0]):
-            s = W[k, n]
-            for j in range(n):
-                s += W[k, j] * y[i, j]
-            S[i, k] = s
-
-
-def _residual(S, labels, targets, share, kind, R):  # pragma: kernel
-    """The gradient of the mean loss in the scores."""
-    B, c = S.shape
-    for i in range(B):
-        if kind == 0:
-            R[i, 0] = (1 / (1 + math.exp(-S[i, 0])) - targets[i, 0]) * share[i]
-        elif kind == 1:
-            top = S[i].max()
-            total = 0.0
-            for k in range(c):
-                R[i, k] = math.exp(S[i, k] - top)
-                total += R[i, k]
-            for k in range(c):
-                R[i, k] = (R[i, k] / total - (labels[i] == k)) * share[i]
+    def solve(
+        self,
+        y: Tensor,
+        t: Tensor,
+        weight: Tensor | None,
+        method: str,
+        steps: int,
+        ridge: float,
+        rate: float,
+    ) -> coordinate.Outcome:
+        """Find the output layer by so many steps of "newton" or "adam", from zero."""
+        W, features = np.zeros(self.shape), y.numpy()
+        given, gradient = self._given(features, t, weight), np.empty_like(features)
+        newton, adam = _kernels()
+        if method == "newton":
+            loss, correct = newton(*given, W, gradient, steps, ridge)
         else:
+            memory = np.zeros((2, *self.shape))
+            loss, correct, _ = adam(
+                *given, W, gradient, memory, 0, steps, len(features), ridge, rate
+            )
+        self._put(W)
+        return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
+
+    def adam(
+        self, passes: Iterable[coordinate.Part], batch: int, ridge: float, rate: float
+    ) -> None:
+        """Adam from zero: one step on each minibatch of each pass (y, t, weight) over the data."""
+        W, memory, count = np.zeros(self.shape), np.zeros((2, *self.shape)), 0
+        for y, t, weight in passes:
+            features = y.numpy()
+            given, gradient = self._given(features, t, weight), np.empty_like(features)
+            count = _kernels()[1](*given, W, gradient, memory, count, 1, batch, ridge, rate)[2]
+        self._put(W)
+
+    def _given(self, y: Any, t: Tensor, weight: Tensor | None) -> tuple[Any, ...]:
+        """Features, labels or targets, weights of the samples and the kind of head."""
+        if self.kind == REGRESSION:
+            labels, targets = _NO_LABELS, t.numpy().reshape(len(y), -1)
+        else:
+            labels, targets = t.numpy(), _NO_TARGETS
+        if weight is None:
+            weights = _ones(len(y))
+        else:
+            weights = weight.numpy().astype(np.float64)
+        return y, labels, targets, weights, self.kind
+
+    def _put(self, W: Any) -> None:
+        self.weight[...] = W[:, :-1]
+        self.bias[...] = W[:, -1]
+
+
+_NO_LABELS, _NO_TARGETS = np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.float32)
+
+
+@lru_cache
+def _ones(count: int) -> Any:
+    return np.ones(count)
+
+
+PARTS = ("_exp", "_take", "_scores", "_residual", "_gradient", "_loss", "_finish")
+PARTS += ("_hessian", "_solve")
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The two solvers, compiled."""
+    here = globals()
+    for name in PARTS:
+        here[name] = small_steps.compiled(here[name])
+    return small_steps.compiled(_newton), small_steps.compiled(_adam)
+
+
+# A minibatch lies feature by feature, so that every loop over samples is one of vectors: A (d, B)
+# holds the features and a row of ones, T (c, B) the targets, S (c, B) the scores.
+
+
+def _exp(x):  # pragma: kernel
+    """exp of a number between the largest and the smallest that are normal, in vectors."""
+    x = min(max(x, -708.0), 709.0)
+    k = math.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6
+    s = r * (1 / 6227020800) + 1 / 479001600
+    s = s * r + 1 / 39916800
+    s = s * r + 1 / 3628800
+    s = s * r + 1 / 362880
+    s = s * r + 1 / 40320
+    s = s * r + 1 / 5040
+    s = s * r + 1 / 720
+    s = s * r + 1 / 120
+    s = s * r + 1 / 24
+    s = s * r + 1 / 6
+    s = s * r + 0.5
+    s = s * r + 1.0
+    s = s * r + 1.0
+    return s * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
+
+
+def _take(y, labels, targets, weights, kind, low, A, T, share):  # pragma: kernel
+    """Lay out the samples from `low` on; False if none of them counts."""
+    B, n = share.size, y.shape[1]
+    total = 0.0
+    for i in range(B):
+        total += weights[low + i]
+    for i in range(B):
+        share[i] = weights[low + i] / total
+        A[n, i] = 1.0
+        for j in range(n):
+            A[j, i] = y[low + i, j]
+        for k in range(T.shape[0]):
+            if kind == SIGMOID:
+                T[k, i] = labels[low + i]
+            elif kind == SOFTMAX:
+                T[k, i] = labels[low + i] == k
+            else:
+                T[k, i] = targets[low + i, k]
+    return total > 0
+
+
+def _scores(A, W, S):  # pragma: kernel
+    for k in range(W.shape[0]):
+        S[k] = 0.0
+        for j in range(W.shape[1]):
+            for i in range(S.shape[1]):
+                S[k, i] += W[k, j] * A[j, i]
+
+
+def _residual(S, T, share, kind, R):  # pragma: kernel
+    """The gradient of the mean loss in the scores."""
+    c, B = S.shape
+    if kind == SIGMOID:
+        for i in range(B):
+            R[0, i] = (1 / (1 + _exp(-S[0, i])) - T[0, i]) * share[i]
+    elif kind == SOFTMAX:
+        for i in range(B):
+            top, total = S[:, i].max(), 0.0
             for k in range(c):
-                R[i, k] = (S[i, k] - targets[i, k]) * (2 / c) * share[i]
+                R[k, i] = _exp(S[k, i] - top)
+                total += R[k, i]
+            for k in range(c):
+                R[k, i] = (R[k, i] / total - T[k, i]) * share[i]
+    else:
+        for k in range(c):
+            for i in range(B):
+                R[k, i] = (S[k, i] - T[k, i]) * (2 / c) * share[i]
 
 
-def _loss(S, labels, targets, share, kind):  # pragma: kernel
-    B, c = S.shape
+def _gradient(A, R, W, ridge, g):  # pragma: kernel
+    """Of mean loss + ridge/2 |W|^2."""
+    c, d = W.shape
+    B = A.shape[1]
+    whole = B - B % 8
+    part = np.empty(8)
+    for k in range(c):
+        for j in range(d):
+            part[:] = 0.0  # eight sums side by side are one of vectors
+            for i in range(0, whole, 8):
+                for o in range(8):
+                    part[o] += R[k, i + o] * A[j, i + o]
+            s = ridge * W[k, j]
+            for i in range(whole, B):
+                s += R[k, i] * A[j, i]
+            for o in range(8):
+                s += part[o]
+            g[k, j] = s
+
+
+def _loss(S, T, share, kind):  # pragma: kernel
+    c, B = S.shape
     loss = 0.0
     for i in range(B):
-        if kind == 0:
-            s = S[i, 0]
-            each = max(s, 0.0) + math.log1p(math.exp(-abs(s))) - s * targets[i, 0]
-        elif kind == 1:
-            top = S[i].max()
-            total = 0.0
+        if kind == SIGMOID:
+            s = S[0, i]
+            each = max(s, 0.0) + math.log1p(_exp(-abs(s))) - s * T[0, i]
+        elif kind == SOFTMAX:
+            top, total, each = S[:, i].max(), 0.0, 0.0
             for k in range(c):
-                total += math.exp(S[i, k] - top)
-            each = top + math.log(total) - S[i, labels[i]]
+                total += _exp(S[k, i] - top)
+                each -= S[k, i] * T[k, i]
+            each += top + math.log(total)
         else:
             each = 0.0
             for k in range(c):
-                each += (S[i, k] - targets[i, k]) ** 2 / c
+                each += (S[k, i] - T[k, i]) ** 2 / c
         loss += each * share[i]
     return loss
 
 
-def _finish(y, labels, targets, share, W, gradient, kind, S, R):  # pragma: kernel
-    """Loss, fraction of correct classes, and the gradient in the features."""
-    B, n = y.shape
-    c = W.shape[0]
-    _scores(y, W, S)
-    _residual(S, labels, targets, share, kind, R)
+def _finish(A, T, share, W, gradient, kind, low, S, R):  # pragma: kernel
+    """Loss, number of correct classes, and the gradient in the features."""
+    (c, B), n = S.shape, A.shape[0] - 1
+    _scores(A, W, S)
+    _residual(S, T, share, kind, R)
     correct = 0
     for i in range(B):
-        if kind == 0:
-            correct += (S[i, 0] > 0) == (targets[i, 0] > 0.5)
-        elif kind == 1:
-            correct += S[i].argmax() == labels[i]
+        if kind == SIGMOID:
+            correct += (S[0, i] > 0) == (T[0, i] > 0.5)
+        elif kind == SOFTMAX:
+            correct += T[S[:, i].argmax(), i] > 0.5
         for j in range(n):
             g = 0.0
             for k in range(c):
-                g += R[i, k] * W[k, j]
-            gradient[i, j] = g
-    return _loss(S, labels, targets, share, kind), correct / B
+                g += R[k, i] * W[k, j]
+            gradient[low + i, j] = g
+    return _loss(S, T, share, kind), correct / B
 
 
 def _adam(
-    y, labels, targets, share, kind, W, gradient, m, v, count, steps, ridge, rate
+    y, labels, targets, weights, kind, W, gradient, memory, count, steps, batch, ridge, rate
 ):  # pragma: kernel
-    (B, n), c = y.shape, W.shape[0]
-    S, R = np.empty((B, c)), np.empty((B, c))
-    for step in range(count + 1, count + steps + 1):
-        _scores(y, W, S)
-        _residual(S, labels, targets, share, kind, R)
-        for k in range(c):
-            for j in range(n + 1):
-                g = ridge * W[k, j]
-                for i in range(B):
-                    g += R[i, k] * (y[i, j] if j < n else 1.0)
-                m[k, j] = 0.9 * m[k, j] + 0.1 * g
-                v[k, j] = 0.999 * v[k, j] + 0.001 * g * g
-        first, second = 1 - 0.9**step, math.sqrt(1 - 0.999**step)
-        for k in range(c):
-            for j in range(n + 1):
-                W[k, j] -= rate / first * m[k, j] / (math.sqrt(v[k, j]) / second + 1e-8)
-    return _finish(y, labels, targets, share, W, gradient, kind, S, R)
+    """So many steps on each minibatch in turn; `count` were made before."""
+    (total, n), c = y.shape, W.shape[0]
+    m, v = memory[0], memory[1]
+    g = np.empty_like(W)
+    loss, correct = 0.0, 0.0
+    for low in range(0, total, batch):
+        B = min(batch, total - low)
+        A, T, share = np.empty((n + 1, B)), np.empty((c, B)), np.empty(B)
+        S, R = np.empty((c, B)), np.empty((c, B))
+        if not _take(y, labels, targets, weights, kind, low, A, T, share):
+            continue
+        for _ in range(steps):
+            count += 1
+            _scores(A, W, S)
+            _residual(S, T, share, kind, R)
+            _gradient(A, R, W, ridge, g)
+            first, second = 1 - 0.9**count, math.sqrt(1 - 0.999**count)
+            for k in range(c):
+                for j in range(n + 1):
+                    m[k, j] = 0.9 * m[k, j] + 0.1 * g[k, j]
+                    v[k, j] = 0.999 * v[k, j] + 0.001 * g[k, j] * g[k, j]
+                    W[k, j] -= rate / first * m[k, j] / (math.sqrt(v[k, j]) / second + 1e-8)
+        if batch >= total:
+            loss, correct = _finish(A, T, share, W, gradient, kind, low, S, R)
+    return loss, correct, count
 
 
-def _hessian(y, S, share, kind, H):  # pragma: kernel
-    """Of the mean loss in W, row by row."""
-    (B, n), c = y.shape, S.shape[1]
-    d = n + 1
+def _hessian(A, S, share, kind, H, P, w):  # pragma: kernel
+    """Of the mean loss in W, row by row; P (c, B) and w (B,) are to write on."""
+    (c, B), d = S.shape, A.shape[0]
     H[:] = 0.0
-    P = np.empty(c)
-    a = np.ones(d)
-    for i in range(B):
-        for j in range(n):
-            a[j] = y[i, j]
-        if kind == 0:
-            P[0] = 1 / (1 + math.exp(-S[i, 0]))
-        elif kind == 1:
-            top, total = S[i].max(), 0.0
+    if kind == SIGMOID:
+        for i in range(B):
+            P[0, i] = 1 / (1 + _exp(-S[0, i]))
+    elif kind == SOFTMAX:
+        for i in range(B):
+            top, total = S[:, i].max(), 0.0
             for k in range(c):
-                P[k] = math.exp(S[i, k] - top)
-                total += P[k]
+                P[k, i] = _exp(S[k, i] - top)
+                total += P[k, i]
             for k in range(c):
-                P[k] /= total
-        for k in range(c):
-            for q in range(k + 1):
-                if kind == 0:
-                    w = P[0] * (1 - P[0])
-                elif kind == 1:
-                    w = P[k] * ((k == q) - P[q])
+                P[k, i] /= total
+    whole = B - B % 8
+    part = np.empty(8)
+    for k in range(c):
+        for q in range(k + 1):
+            if kind == REGRESSION and k != q:
+                continue
+            for i in range(B):
+                if kind == SIGMOID:
+                    w[i] = P[0, i] * (1 - P[0, i]) * share[i]
+                elif kind == SOFTMAX:
+                    w[i] = P[k, i] * ((k == q) - P[q, i]) * share[i]
                 else:
-                    w = (2 / c) * (k == q)
-                w *= share[i]
-                if w == 0.0:
-                    continue
-                for j in range(d):
-                    for o in range(d):
-                        H[k * d + j, q * d + o] += w * a[j] * a[o]
-    for k in range(c * d):
-        for q in range(k + 1, c * d):
-            H[k, q] = H[q, k]
+                    w[i] = (2 / c) * share[i]
+            for j in range(d):
+                for o in range(j + 1):
+                    part[:] = 0.0
+                    for i in range(0, whole, 8):
+                        for e in range(8):
+                            part[e] += w[i + e] * A[j, i + e] * A[o, i + e]
+                    s = 0.0
+                    for i in range(whole, B):
+                        s += w[i] * A[j, i] * A[o, i]
+                    for e in range(8):
+                        s += part[e]
+                    H[k * d + j, q * d + o] = s
+                    H[k * d + o, q * d + j] = s
+                    H[q * d + j, k * d + o] = s
+                    H[q * d + o, k * d + j] = s
 
 
 def _solve(H, g, x):  # pragma: kernel
@@ -266,44 +351,32 @@ def _solve(H, g, x):  # pragma: kernel
     return True
 
 
-def _newton(y, labels, targets, share, kind, W, gradient, steps, ridge):  # pragma: kernel
-    (B, n), c = y.shape, W.shape[0]
-    d = n + 1
-    S, R = np.zeros((B, c)), np.empty((B, c))
-    move, S_new = np.empty((B, c)), np.empty((B, c))
-    H, g, x = np.empty((c * d, c * d)), np.empty(c * d), np.empty(c * d)
-    step = np.empty((c, d))
-    value = _loss(S, labels, targets, share, kind)
+def _newton(y, labels, targets, weights, kind, W, gradient, steps, ridge):  # pragma: kernel
+    B, (c, d) = len(y), W.shape
+    A, T, share = np.empty((d, B)), np.empty((c, B)), np.empty(B)
+    _take(y, labels, targets, weights, kind, 0, A, T, share)
+    S, R, w = np.zeros((c, B)), np.empty((c, B)), np.empty(B)
+    move, S_new = np.empty((c, B)), np.empty((c, B))
+    H, g, x = np.empty((c * d, c * d)), np.empty((c, d)), np.empty(c * d)
+    step = x.reshape((c, d))
+    value = _loss(S, T, share, kind)
     for _ in range(steps):
-        _residual(S, labels, targets, share, kind, R)
-        for k in range(c):
-            for j in range(d):
-                s = ridge * W[k, j]
-                for i in range(B):
-                    s += R[i, k] * (y[i, j] if j < n else 1.0)
-                g[k * d + j] = s
-        _hessian(y, S, share, kind, H)
+        _residual(S, T, share, kind, R)
+        _gradient(A, R, W, ridge, g)
+        _hessian(A, S, share, kind, H, R, w)
         for k in range(c * d):
             H[k, k] += ridge
-        if not _solve(H, g, x):
+        if not _solve(H, g.reshape(c * d), x):
             break
-        decrease = 0.0
-        for k in range(c * d):
-            decrease += g[k] * x[k]
-            step[k // d, k % d] = x[k]
+        decrease = (g * step).sum()
         if not decrease > 1e-14:
             break
-        _scores(y, step, move)
+        _scores(A, step, move)
         size, moved = 1.0, False
         for _ in range(30):
-            penalty = 0.0
-            for k in range(c):
-                for j in range(d):
-                    penalty += (W[k, j] - size * step[k, j]) ** 2
-            for i in range(B):
-                for k in range(c):
-                    S_new[i, k] = S[i, k] - size * move[i, k]
-            trial = _loss(S_new, labels, targets, share, kind) + 0.5 * ridge * penalty
+            S_new[:] = S - size * move
+            penalty = ((W - size * step) ** 2).sum()
+            trial = _loss(S_new, T, share, kind) + 0.5 * ridge * penalty
             if trial <= value - 1e-4 * size * decrease:
                 W -= size * step
                 S[:] = S_new
@@ -312,10 +385,4 @@ def _newton(y, labels, targets, share, kind, W, gradient, steps, ridge):  # prag
             size *= 0.5
         if not moved:
             break
-    return _finish(y, labels, targets, share, W, gradient, kind, S, R)
-
-
-_PLAIN = {
-    name: globals()[name]
-    for name in ("_scores", "_residual", "_loss", "_finish", "_hessian", "_solve")
-}
+    return _finish(A, T, share, W, gradient, kind, 0, S, R)

@@ -1,0 +1,63 @@
+"""A network and its gradients, apart from autograd: what that costs is more than a small stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.engine import calls
+
+
+class Apart:
+    """y_N of a network that runs as one call; then, from its gradient, those of all parameters.
+
+    Where the kernels take the parameters as they are stored, they are called straight away. Where
+    weights are made of parameters (a skew-symmetric K, blocks), autograd has just that part.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.known: dict[torch.Size, Any] = {}
+
+    def usable(self, y: Tensor) -> bool:
+        """Whether a network takes such states by one call, and has no other parameter."""
+        return self._find(y) is not None
+
+    def forward(self, y: Tensor) -> Tensor:
+        call, tensors = self.known.get(y.shape) or self._find(y)
+        with torch.no_grad():
+            y_N, kept = call.stack.ahead(call.run, y, tensors)
+        self.last = (call, tensors, y, y_N, kept)
+        return y_N
+
+    def backward(self, g: Tensor) -> None:
+        """Set the gradient of each parameter, given that of y_N."""
+        call, tensors, y, y_N, kept = self.last
+        with torch.no_grad():
+            grads = call.stack.behind(call.run, y, y_N, kept, g, tensors)[1:]
+        made, theirs = [], []
+        for tensor, grad in zip(tensors, grads, strict=True):
+            if tensor is None or not tensor.requires_grad:
+                continue
+            if tensor.is_leaf:
+                tensor.grad = grad
+            else:
+                made.append(tensor)
+                theirs.append(grad)
+        if made:
+            torch.autograd.backward(made, theirs)
+
+    def _find(self, y: Tensor) -> Any:
+        with torch.enable_grad(), calls.recorded() as record:
+            self.net(y)
+        if len(record) != 1:
+            return None
+        call, weights, coef = record[0]
+        if call.converting:
+            return None
+        tensors = (*weights, coef)
+        if all(t is None or t.is_leaf for t in tensors):
+            self.known[y.shape] = call, tensors  # they change in place
+        return call, tensors
