@@ -7,7 +7,9 @@ import json
 import math
 import os
 import random
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ import torch
 import hdnn
 from hdnn import cli, tasks
 from hdnn.__main__ import main
-from hdnn.training import Moment, fit
+from hdnn.runs import Run
+from hdnn.training import Moment, checkpoint, fit, fit_multilevel
 
 QUICK = ["--layers", "2", "--epochs", "2"]
 
@@ -180,6 +183,94 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(monkeypatch, capsy
     assert main(["train", "--resume", "--out", "part"]) == 0
     one, two = Path("whole/model.safetensors"), Path("part/model.safetensors")
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_gets_no_better_ends_before_its_epochs_are_over(capsys):
+    flags = ["--data", "double_moons", "--layers", "2", "--patience", "1", "--epochs", "60"]
+    flags += ["--learning-rate", "1", "--schedule", "constant"]
+    assert main(["train", *flags, "--out", "r", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    losses = [json.loads(line)["loss"] for line in Path("r/log.jsonl").read_text().splitlines()]
+    assert result["epochs"] == len(losses) < 60
+    assert losses[-1] >= losses[-2]
+    assert sorted(losses[:-1], reverse=True) == losses[:-1]
+    assert main(["train", "--resume", "--out", "r", "--patience", "2"]) == 2
+    assert "has patience = 1, not 2" in told(capsys)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_in_levels_ends_with_all_its_layers_and_can_be_interrupted(monkeypatch, capsys):
+    flags = ["--data", "double_moons", "--layers", "4", "--epochs", "2", "--multilevel", " 2,2"]
+    assert main(["train", *flags, "--out", "whole", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["layers"], result["epochs"]) == (4, 6)
+    assert result["certificate"]["holds"]
+    model = hdnn.load("whole/model.safetensors")
+    assert isinstance(model, hdnn.Model)
+    assert (model.net.layers, model.net.T) == (4, pytest.approx(2.4))
+    assert [entry["epoch"] for entry in Run("whole").log()] == [1, 2, 3, 4, 5, 6]
+
+    def stop(moment):
+        if moment.model.net.layers == 2 and moment.step == 40:
+            raise KeyboardInterrupt
+
+    def interrupted(*args, **options):
+        return fit_multilevel(*args, **{**options, "callbacks": [stop]})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "fit_multilevel", interrupted)
+        assert main(["train", *flags, "--out", "part"]) == 130
+    assert main(["train", "--resume", "--out", "part", "--multilevel", "2,2", "--step", "1"]) == 2
+    assert main(["train", "--resume", "--out", "part", "--multilevel", "2, 2"]) == 0
+    one, two = Path("whole/model.safetensors"), Path("part/model.safetensors")
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_step_of_a_run_in_levels_is_that_of_its_last_one(capsys):
+    flags = ["--data", "double_moons", "--layers", "4", "--epochs", "1", "--step", "0.1"]
+    assert main(["train", *flags, "--multilevel", "2", "--out", "r", "--json"]) == 0
+    assert "4 layers, tanh, h = 0.1," in json.loads(capsys.readouterr().out)["network"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_curves_go_to_tensorboard_or_the_extra_is_named(monkeypatch, capsys):
+    flags = ["--data", "double_moons", *QUICK, "--out", "r", "--tensorboard"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert main(["train", *flags]) == 2
+        assert "pip install 'hdnn[tensorboard]'" in told(capsys)
+        assert files() == {}
+    pytest.importorskip("tensorboard")
+    assert main(["train", *flags]) == 0
+    assert list(Path("r/tensorboard").glob("events.*"))
+    assert "tensorboard" not in Path("r/config.toml").read_text()
+
+
+def test_a_folder_in_which_another_process_trains_is_left_to_it(trained, capsys):
+    pytest.importorskip("fcntl")
+    shutil.copytree(trained / "classes", "r")
+    Path("r/metrics.json").unlink()
+    before = files("r")
+    locked, done = threading.Event(), threading.Event()
+
+    def train_elsewhere():  # a lock is as much another thread's as another process's
+        with checkpoint.locked(Path("r")):
+            locked.set()
+            done.wait()
+
+    thread = threading.Thread(target=train_elsewhere)
+    thread.start()
+    locked.wait()
+    try:
+        assert main(["train", "--resume", "--out", "r"]) == 2
+    finally:
+        done.set()
+        thread.join()
+    assert "another process is training in r" in told(capsys)
+    assert files("r") == before
+    assert main(["train", "--resume", "--out", "r"]) == 0
 
 
 def test_an_interruption_before_the_start_says_so(monkeypatch, capsys):
@@ -510,6 +601,7 @@ NUMBERS = {
     "--T": ["0", "-1", "nan", "inf", "x", ""],
     "--step": ["0", "-0.1", "nan", "-inf", "h"],
     "--epochs": ["0", "-5", "2.5", "all", "nan"],
+    "--patience": ["0", "-1", "2.5", "x", ""],
     "--batch": ["0", "-1", "half"],
     "--learning-rate": ["0", "-1", "nan", "inf", "fast"],
     "--ridge": ["0", "-1", "nan", "inf", "x"],
@@ -525,6 +617,7 @@ WORDS = {
     "--network": ["h3", "", "resnet", "H 2"],
     "--activation": ["tahn", "", "TANH", "step"],
     "--init": ["zeros", "", "xavier"],
+    "--multilevel": ["2", "1", "0", "", ",", "2,", "2;2", "two", "1.5", "-2"],
     "--schedule": ["linear", ""],
     "--smoothing": ["linear", "none"],
     "--optimizer": ["lbfgs", "", "Adam"],
@@ -545,6 +638,8 @@ STRAY = [
     ["train", "--data", "swiss_roll", "--nonsense"],
     ["train", "--data", "swiss_roll", "--T", "1", "--step", "0.1"],
     ["train", "--data", "swiss_roll", "--network", "mlp", "--T", "1"],
+    ["train", "--data", "swiss_roll", "--network", "mlp", "--multilevel", "2"],
+    ["train", "--data", "swiss_roll", "--layers", "10", "--multilevel", "2,2"],
     ["train", "--data", "good.csv"],
     ["train", "--data", "good.csv", "--target", "tarjet"],
     ["train", "--data", "good.csv", "--target", "target", "--drop", "d"],
@@ -560,6 +655,10 @@ STRAY = [
     ["certify", "--run", ""],
     ["reproduce"],
     ["reproduce", "table"],
+    ["reproduce", "table-planar", "--", "--nonsense"],
+    ["reproduce", "table-planar", "--nonsense"],
+    ["reproduce", "table-planar", "--", "--seeds", "0"],
+    ["reproduce", "fig-planar", "--", "--seed", "x"],
     ["bench", "nothing"],
     ["report"],
     ["report", "taken"],

@@ -1,10 +1,12 @@
 """Experiments run, go on after an interruption, and say what they found."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from hdnn.errors import DataError
+from hdnn.errors import DataError, OptionError
 from hdnn.experiments import fig_distributed, fig_planar, runner, table_distributed, table_planar
 
 
@@ -68,8 +70,40 @@ def test_mistakes_are_one_sentence_and_exit_code_2(capsys):
         raise KeyboardInterrupt
 
     assert runner.guarded(stopped) == 130
-    with pytest.raises(SystemExit):
-        table_planar.main(["--seeds", "0"])
+
+
+EXPERIMENTS = [fig_distributed, fig_planar, table_distributed, table_planar]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("flags", [["--nonsense"], ["stray"], ["--seed", "x"], ["--out"]])
+def test_flags_that_are_not_known_are_one_sentence_and_exit_code_2(experiment, flags, capsys):
+    assert runner.guarded(experiment.main, flags) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith(f"; see hdnn reproduce {experiment.NAME} -- --help.\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seeds", "0"], "argument --seeds: must be a whole number >= 1, but got '0'"),
+        (["--processes", "two"], "argument --processes: must be a whole number >= 1"),
+        (["--recipes", "mine"], "invalid choice: 'mine'"),
+    ],
+)
+def test_a_mistake_in_a_flag_names_the_flag(flags, message):
+    with pytest.raises(OptionError, match=message):
+        table_planar.main(flags)
+
+
+def test_a_mistake_is_one_sentence_on_the_command_line_too():
+    module = [sys.executable, "-m", "hdnn.experiments.fig_planar", "--nonsense"]
+    done = subprocess.run(module, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("unrecognized arguments: --nonsense; see")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture

@@ -606,6 +606,11 @@ def test_a_refined_network_is_trained_where_the_coarse_one_was():
     assert all(p.grad is not None for p in fine.parameters())
 
 
+def test_a_refined_network_runs_as_the_coarse_one_did():
+    fine = make("H2", engine="reference", backprop="reversible").refine(2)
+    assert (fine.engine, fine.backprop) == ("reference", "reversible")
+
+
 # MS networks as Hamiltonian ones
 
 

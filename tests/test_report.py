@@ -210,6 +210,44 @@ def test_curves_stay_inside_of_their_frame(values):
         assert -1 <= number <= report.WIDTH + 1
 
 
+def heights(text):
+    """How far down each point of the first line is."""
+    (path,) = re.findall(r'<path d="M([^"]+)" fill="none"', text)
+    return [float(point.split()[1]) for point in path.split("L")]
+
+
+def test_zeros_are_at_the_lower_edge_of_a_logarithmic_curve():
+    line = report.Line("y", [1, 2, 3, 4], [10.0, 0.0, 0.1, 0.0], "#000")
+    first, second, third, last = heights(report._curve([line], "x", "caption"))
+    assert second == last == report.HEIGHT - report.BOTTOM
+    assert first < third < second
+
+
+def test_rounding_is_not_drawn_as_if_it_were_a_curve():
+    line = report.Line("y", [1, 2, 3], [1.0, 1 + 1e-12, 1 + 2e-12], "#000")
+    text = report._curve([line], "x", "caption", level=1.0)
+    assert len(set(heights(text))) == 1
+    marks = re.findall(r'text-anchor="end">([^<]+)<', text)
+    assert len(set(marks)) == len(marks) > 1
+
+
+def test_runs_are_listed_without_what_all_their_names_begin_with(make, tmp_path):
+    runs = [make("one"), make("group/two", seed=1)]
+    assert report._short_names(runs) == ["one", "group/two"]
+    assert report._short_names([*runs, Run("three")]) == [
+        *(str(run.folder) for run in runs),
+        "three",
+    ]
+    assert report._short_names([Run("here"), Run("there/too")]) == ["here", "there/too"]
+
+
+def test_the_page_has_colours_for_the_dark():
+    light, dark = report.STYLE.split("prefers-color-scheme: dark", 1)
+    names = set(re.findall(r"(--\w+):", light))
+    assert names == set(re.findall(r"(--\w+):", dark))
+    assert set(re.findall(r"var\((--\w+)\)", report.STYLE)) <= names
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.1, 7.0), (3.0, 3.1), (1e-12, 1.0), (1.0, 1e300)])
 def test_marks_are_few_and_inside(low, high):
     for marks in (report._marks(low, high), report._log_marks(low, high)):

@@ -90,6 +90,10 @@ def test_a_config_file_that_is_not_there_is_refused(tmp_path):
         ({"task": "guess"}, "task 'guess' is not known"),
         ({"solver": "lbfgs"}, "solver 'lbfgs' is not known"),
         ({"ridge": 0.0}, "needs ridge > 0"),
+        ({"patience": 0}, "patience must be a whole number >= 1"),
+        ({"multilevel": "2,1"}, "multilevel must be whole numbers >= 2 with commas"),
+        ({"multilevel": "3,3"}, "layers must be a multiple of 9 for multilevel 3,3, but got 64"),
+        ({"multilevel": "2", "network": "mlp"}, "no multilevel training"),
         ({"target": "t"}, "needs no target"),
         ({"task": "regression"}, "has two classes"),
         ({"test_fraction": 0.3}, "a test half of its own"),
@@ -152,10 +156,11 @@ def test_a_run_is_not_started_on_changed_data(tmp_path):
 
     run, settings = Run(tmp_path / "run"), config()
     one = Columns("regression", "t", ["a"], [0.0], [1.0], [])
-    run.start(settings, one, 10)
-    run.start(settings, one, 10)
+    run.folder.mkdir()
+    run.start(settings, one)
+    run.start(settings, one)
     with pytest.raises(DataError, match="has changed since"):
-        run.start(settings, Columns("regression", "t", ["b"], [0.0], [1.0], []), 10)
+        run.start(settings, Columns("regression", "t", ["b"], [0.0], [1.0], []))
 
 
 def test_a_log_is_read_up_to_where_it_was_cut_off(tmp_path):
@@ -163,6 +168,17 @@ def test_a_log_is_read_up_to_where_it_was_cut_off(tmp_path):
     assert run.log() == []
     run.log_file.write_text('{"epoch": 1}\n3\n{"epoch": 2}\n{"epo')
     assert run.log() == [{"epoch": 1}, {"epoch": 2}]
+
+
+def test_the_log_of_a_run_in_levels_counts_its_epochs_on(tmp_path):
+    for level, epochs in ((0, 2), (1, 1), (10, 1), (2, 2)):
+        folder = tmp_path / f"level-{level}"
+        folder.mkdir()
+        lines = [f'{{"epoch": {epoch}, "level": {level}}}\n' for epoch in range(1, epochs + 1)]
+        (folder / "log.jsonl").write_text("".join(lines))
+    log = Run(tmp_path).log()
+    assert [entry["epoch"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    assert [entry["level"] for entry in log] == [0, 0, 1, 2, 2, 10]
 
 
 def test_json_holds_no_infinite_numbers(tmp_path):

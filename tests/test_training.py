@@ -5,7 +5,9 @@ import itertools
 import math
 import sys
 import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,6 +205,27 @@ def test_any_number_of_samples_and_any_minibatch_will_do(samples, batch):
     assert len(history.loss) == 2
 
 
+NUMPY_OPTIONS = {
+    "epochs": np.int64(2),
+    "batch": np.uint8(50),
+    "seed": np.int32(0),
+    "learning_rate": np.float32(0.025),
+    "ridge": np.float64(1e-4),
+    "clip": np.int16(3),
+    "smoothness": Fraction(1, 2000),
+    "warmup": 0,
+    "weight_decay": np.float16(0),
+}
+
+
+def test_options_of_numpy_are_taken_and_kept_as_plain_numbers(tmp_path):
+    history = quick(model_of(), folder=tmp_path, **NUMPY_OPTIONS)
+    plain = {name: float(value) for name, value in NUMPY_OPTIONS.items()}
+    plain |= {name: int(plain[name]) for name in ("epochs", "batch", "seed")}
+    assert quick(model_of(), **plain).loss == history.loss
+    quick(model_of(), folder=tmp_path, resume=True, **plain)  # it is the same training
+
+
 # Mistakes
 
 
@@ -221,6 +244,13 @@ def test_any_number_of_samples_and_any_minibatch_will_do(samples, batch):
         ({"ridge": -1.0}, "ridge must be finite and not negative"),
         ({"ridge": 0.0}, "newton solver needs ridge > 0"),
         ({"smoothness": math.inf}, "smoothness must be finite"),
+        ({"epochs": np.float64(2)}, "epochs must be a whole number >= 1"),
+        ({"epochs": np.bool_(True)}, "epochs must be a whole number"),
+        ({"seed": np.int64(-1)}, "seed must be a whole number >= 0"),
+        ({"ridge": np.float32("nan")}, "ridge must be finite"),
+        ({"ridge": True}, "ridge must be a number"),
+        ({"clip": np.bool_(True)}, "clip must be a number"),
+        ({"smoothness": 10**400}, "smoothness must be finite"),
     ],
 )
 def test_bad_options_are_refused_before_any_work(options, message):

@@ -55,7 +55,7 @@ def press_it() -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("stop", [raise_it, press_it])
-@pytest.mark.parametrize("step", [1, 4, 6, 11])
+@pytest.mark.parametrize("step", [1, 4, 6, 11, 12])
 def test_a_resumed_training_ends_as_if_it_had_never_stopped(
     solver, stop, step, tmp_path, monkeypatch
 ):
@@ -80,12 +80,13 @@ def test_a_resumed_training_ends_as_if_it_had_never_stopped(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_finished_training_is_not_trained_again(tmp_path):
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_finished_training_is_not_trained_again(solver, tmp_path):
     model = model_of()
-    quick(model, folder=tmp_path)
+    quick(model, solver=solver, folder=tmp_path)
     again = model_of(seed=3)
     moments = []
-    quick(again, folder=tmp_path, resume=True, callbacks=[moments.append])
+    quick(again, solver=solver, folder=tmp_path, resume=True, callbacks=[moments.append])
     assert moments == []
     assert same(again, model)
 

@@ -226,6 +226,7 @@ _run = functools.partial(_option, "Run")
 @_command(
     "hdnn train --data swiss_roll --network h2 --layers 64",
     "hdnn train --data iris.csv --target species --layers 16 --seeds 5",
+    "hdnn train --data swiss_roll --layers 256 --multilevel 4,4 --epochs 20",
     "hdnn train --resume --out runs/swiss_roll-h2-64-0",
 )
 def train(
@@ -255,6 +256,13 @@ def train(
         str | None, _network("weights: paper (default) or scaled (default for a file)")
     ] = None,
     epochs: Annotated[int | None, _training("default: 50")] = None,
+    patience: Annotated[
+        int | None, _training("end after so many epochs in which the training loss did not fall")
+    ] = None,
+    multilevel: Annotated[
+        str | None,
+        _training("2,2: train a quarter of the layers, then half, then all; that many epochs each"),
+    ] = None,
     batch: Annotated[int | None, _training("minibatch size (default: 125; for a file 64)")] = None,
     optimizer: Annotated[str | None, _training("adam (default) or sgd")] = None,
     learning_rate: Annotated[float | None, _training("default: 0.05; for a file 0.02")] = None,
@@ -278,6 +286,9 @@ def train(
     dtype: Annotated[str | None, _run("float32 (default) or float64")] = None,
     out: Annotated[str | None, _run("new folder (default: runs/DATA-NETWORK-N-SEED)")] = None,
     resume: Annotated[bool, _run("go on where a run stopped", "--resume")] = False,
+    tensorboard: Annotated[
+        bool, _run("write its curves to the folder tensorboard in it", "--tensorboard")
+    ] = False,
     config: Annotated[str | None, _run("TOML file, options under \\[train]")] = None,
     as_json: Annotated[bool, _run("print one JSON object", "--json")] = False,
     quiet: Annotated[bool, _run("no progress display", "--quiet")] = False,
@@ -292,13 +303,14 @@ def train(
     options = {**({} if file is None else runs.read_config(file)), **given}
     asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
     chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
-    show = not (asked["quiet"] or asked["json"])
+    show, tensorboard = not (asked["quiet"] or asked["json"]), bool(asked["tensorboard"])
     results = []
     for number, (settings, run) in enumerate(chosen, 1):
         title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
         with _TrainingBar(title, show) as bar:
             try:
-                results.append(tasks.train(settings, run, bar if bar.on else None))
+                watching = [bar] if bar.on else []
+                results.append(tasks.train(settings, run, watching, tensorboard=tensorboard))
             except KeyboardInterrupt as error:
                 raise _how_to_go_on(run, len(chosen)) from error
     if len(results) == 1:
@@ -386,7 +398,9 @@ def reproduce(
         experiment = importlib.import_module(_experiment(found))
         try:
             code = experiment.main(list(context.args))
-        except SystemExit as error:  # it has said what is wrong, or shown its help
+        except HDNNError as error:  # others may still do
+            code = _fail(error)
+        except SystemExit as error:  # it has shown its help
             code = error.code if isinstance(error.code, int) else 2 * bool(error.code)
         worst = max(worst, code or 0)
     return worst

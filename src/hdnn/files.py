@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import uuid
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     finally:
         if temporary is not None:  # also after an interruption
             temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill in the middle of a write has left; for who knows that nobody writes."""
+    for file in folder.iterdir():
+        if re.fullmatch(r"\..+\.[0-9a-f]{32}\.tmp", file.name):
+            file.unlink(missing_ok=True)
 
 
 def _flush_folder(folder: Path) -> None:

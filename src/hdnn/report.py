@@ -22,48 +22,70 @@ from hdnn.runs import Run
 from hdnn.tasks import bound_texts, symplectic_text
 
 # Colours of Okabe and Ito, told apart by colour-blind readers; lines differ in their dashes too.
-BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"
+BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
 WIDTH, HEIGHT = 380, 240  # of a curve: small, so that its text can be read on a phone
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 38
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
 PICTURE = 8 * 2**20  # bytes of one picture, at the most
+FLAT = 5e-3  # of their size: values that differ by less are drawn as a flat line
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light; --ink: #1a1a1a; --faint: #444; --page: #fff; --shade: #f2f2f2;
+  --line: #d8d8d8; --link: #0b5394; --blue: #0072b2; --red: #d55e00; --green: #009e73;
+  --good: #00664b; --bad: #a83c00; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --ink: #e6e6e6; --faint: #b4b4b4; --page: #16181a; --shade: #25282b;
+    --line: #3c4043; --link: #8ab8ee; --blue: #56b4e9; --red: #f0883e; --green: #2fc29a;
+    --good: #4fd1a5; --bad: #ff9a62; }
+}
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 75rem; color: #1a1a1a; background: #fff;
+body { margin: 0 auto; padding: 1rem; max-width: 78rem; color: var(--ink); background: var(--page);
   font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; overflow-wrap: anywhere; }
 h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
-section { border-top: 2px solid #d0d0d0; margin-top: 2.5rem; }
+section { border-top: 2px solid var(--line); margin-top: 2.5rem; }
 section h2 { margin-top: 1rem; }
 p { margin: .25rem 0; max-width: 45rem; overflow-wrap: anywhere; }
-a { color: #0b5394; }
+sub { line-height: 0; }
+a { color: var(--link); }
 .scroll { overflow-x: auto; margin: .5rem 0; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .75rem; text-align: right; border-bottom: 1px solid #d8d8d8;
+table { border-collapse: separate; border-spacing: 0; font-size: .9rem;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
-th { background: #f2f2f2; }
+th { background: var(--shade); }
 th.text, td.text { text-align: left; }
+td:first-child, th:first-child { position: sticky; left: 0; }
+td:first-child { background: var(--page); }
 .grid { display: grid; gap: 1.25rem; align-items: start;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
 figure { margin: 0; max-width: 34rem; }
-figcaption { font-size: .9rem; color: #444; }
+figcaption { font-size: .9rem; color: var(--faint); }
 svg, img { display: block; width: 100%; height: auto; }
-svg text { font: 12px system-ui, sans-serif; fill: #333; }
+img { background: #fff; }
+svg text { font: 13px system-ui, sans-serif; fill: var(--ink); }
+.mark { stroke: var(--line); }
+.level { stroke: var(--ink); }
 .key { display: inline-block; margin-right: 1rem; white-space: nowrap; }
 .key svg { display: inline-block; width: 2rem; height: .75rem; vertical-align: middle; }
-pre { font-size: .8rem; line-height: 1.4; background: #f6f6f6; padding: .75rem; margin: 0;
+summary { font-weight: 600; margin: 1.25rem 0 .25rem; cursor: pointer; }
+pre { font-size: .8rem; line-height: 1.4; background: var(--shade); padding: .75rem; margin: 0;
   overflow-x: auto; }
-.holds { color: #00664b; font-weight: 600; }
-.broken { color: #a83c00; font-weight: 600; }
-@media (max-width: 30rem) { body { padding: .75rem; } th, td { padding: .3rem .5rem; } }
+.holds { color: var(--good); font-weight: 600; }
+.broken { color: var(--bad); font-weight: 600; }
+@media (max-width: 30rem) {
+  body { padding: .75rem; }
+  th, td { padding: .3rem .5rem; }
+  td:first-child { max-width: 9rem; white-space: normal; overflow-wrap: break-word; }
+}
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   .scroll { overflow: visible; }
   table { font-size: 8pt; }
   th, td { padding: .15rem .35rem; white-space: normal; }
+  td:first-child, th:first-child { position: static; }
   pre { white-space: pre-wrap; }
+  details::details-content { content-visibility: visible; height: auto; }
   figure, tr { break-inside: avoid; }
   h2, h3 { break-after: avoid; }
 }
@@ -101,6 +123,8 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
 def page(runs: Sequence[Run]) -> str:
     """The whole page."""
     known = [_read(run) for run in runs]
+    for one, name in zip(known, _short_names(runs), strict=True):
+        one["short"] = name
     body = "\n".join(
         [
             "<h1>Runs</h1>",
@@ -140,6 +164,16 @@ def _read(run: Run) -> dict[str, Any]:
     return known
 
 
+def _short_names(runs: Sequence[Run]) -> list[str]:
+    """The names of the folders, without what all of them begin with."""
+    folders = [run.folder for run in runs]
+    try:
+        common = os.path.commonpath([folder.parent for folder in folders])
+    except ValueError:  # some are absolute, some are not
+        return [str(folder) for folder in folders]
+    return [os.path.relpath(folder, common or ".") for folder in folders]
+
+
 # Tables
 
 
@@ -148,7 +182,7 @@ def _overview(known: list[dict[str, Any]]) -> str:
     for index, one in enumerate(known):
         options, metrics = one["options"], one["metrics"]
         certified = _part(metrics, "certificate")
-        link = f'<a href="#run-{index}">{escape(one["name"])}</a>'
+        link = f'<a href="#run-{index}">{escape(one["short"])}</a>'
         rows.append(
             [
                 link + (f" ({escape(one['note'])})" if one["note"] else ""),
@@ -229,7 +263,8 @@ def _section(index: int, one: dict[str, Any]) -> str:
     parts.append(f'<div class="grid">{"".join(figures)}</div>')
     parts.append(_certificate(_part(metrics, "certificate")))
     if one["config"]:
-        parts.append(f"<h3>Config</h3><pre>{escape(one['config'])}</pre>")
+        config = f"<summary>Config</summary><pre>{escape(one['config'])}</pre>"
+        parts.append(f"<details>{config}</details>")
     return "\n".join([*(part for part in parts if part), "</section>"])
 
 
@@ -244,7 +279,7 @@ def _learning_curve(log: list[dict[str, Any]]) -> str:
         wrong = [None if value is None else 1 - value for value in right]
         lines.append(Line("fraction of wrong labels", epochs, wrong, RED, "6 4"))
         if any(w == 0 for w in wrong):
-            caption += " Epochs without a wrong label are left open."
+            caption += " Without a wrong label, the line is at the lower edge."
     return _curve(lines, "epoch", caption)
 
 
@@ -262,7 +297,8 @@ def _norm_curve(metrics: dict[str, Any]) -> str:
     if not lines:
         return ""
     samples = _value(certified.get("samples"))
-    return _curve(lines, "layer j", f"Norm of dy_N/dy_j over {samples} points.", level=1.0)
+    caption = f"Norm of dy<sub>N</sub>/dy<sub>j</sub> over {samples} points."
+    return _curve(lines, "layer j", caption, level=1.0)
 
 
 def _certificate(certified: dict[str, Any]) -> str:
@@ -277,12 +313,13 @@ def _certificate(certified: dict[str, Any]) -> str:
     parts = [f"<h3>Certificate</h3><p>{verdict}</p>"]
     defect = _number(certified.get("symplectic_defect"))
     if defect is not None:
-        parts.append(f"<p>Symplectic: {escape(symplectic_text(defect))}.</p>")
+        text = symplectic_text(defect).replace(": ", ", ", 1)
+        parts.append(f"<p>Symplectic: {escape(text)}.</p>")
     bounds = {name: _number(value) for name, value in _part(certified, "bounds").items()}
     parts += [f"<p>{escape(text[0].upper() + text[1:])}.</p>" for text in bound_texts(bounds)]
     rows = [
         [
-            f"{_value(part.get('from'))} to {_value(part.get('to'))}",
+            " to ".join(dict.fromkeys(_value(part.get(end)) for end in ("from", "to"))),
             _value(part.get("smallest")),
             _value(part.get("largest")),
         ]
@@ -316,7 +353,10 @@ def _pictures(one: dict[str, Any]) -> list[str]:
 
 
 def _curve(lines: list[Line], label: str, caption: str, *, level: float | None = None) -> str:
-    """A figure of lines over one axis, logarithmic upwards where all is positive."""
+    """A figure of lines over one axis, logarithmic upwards where nothing is negative.
+
+    There, zeros are at the lower edge. The caption is HTML.
+    """
     points = [y for line in lines for y in line.y if y is not None]
     positive = [y for y in points if y > 0]
     if not positive and not points:
@@ -327,6 +367,10 @@ def _curve(lines: list[Line], label: str, caption: str, *, level: float | None =
     if level is not None:
         low, high = min(low, level), max(high, level)
     log = log and high > 3 * low  # less of a range is easier to read without
+    if log and len(points) > len(positive):
+        low = max(low / 2, 5e-324)
+    if high - low < FLAT * abs(high):  # rounding would be all there is to see
+        low, high = low - FLAT * abs(low), high + FLAT * abs(high)
     marks = _log_marks(low, high) if log else _marks(low, high)
     low, high = min(low, marks[0]), max(high, marks[-1])
     x_low, x_high = min(lines[0].x), max(lines[0].x)
@@ -336,23 +380,23 @@ def _curve(lines: list[Line], label: str, caption: str, *, level: float | None =
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def down(y: float) -> float:
-        a, b, c = (math.log10(v) for v in (low, high, y)) if log else (low, high, y)
+        a, b, c = (math.log10(v) for v in (low, high, max(y, low))) if log else (low, high, y)
         return HEIGHT - BOTTOM - ((c - a) / (b - a) if b > a else 0.5) * (HEIGHT - TOP - BOTTOM)
 
     drawn = []
     for mark in marks:
         y = down(mark)
-        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
+        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" class="mark"/>')
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{mark:g}</text>')
     for mark in _marks(x_low, x_high, whole=True):
         x, base = across(mark), HEIGHT - BOTTOM
-        drawn.append(f'<path d="M{x:.1f} {base}v4" stroke="#888"/>')
+        drawn.append(f'<path d="M{x:.1f} {base}v4" class="level"/>')
         drawn.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="middle">{mark:g}</text>')
     if level is not None:
         y = down(level)
-        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#000"/>')
+        drawn.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" class="level"/>')
     for line in lines:
-        drawn += _strokes(line, across, down, log)
+        drawn += _strokes(line, across, down)
     drawn.append(
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">'
         f"{escape(label)}</text>"
@@ -365,15 +409,15 @@ def _curve(lines: list[Line], label: str, caption: str, *, level: float | None =
     title = f"{', '.join(line.name for line in lines)} against the {label}"
     return (
         f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>'
-        f"{''.join(drawn)}</svg><figcaption>{keys}<br>{escape(caption)}</figcaption></figure>"
+        f"{''.join(drawn)}</svg><figcaption>{keys}<br>{caption}</figcaption></figure>"
     )
 
 
-def _strokes(line: Line, across: Any, down: Any, log: bool) -> list[str]:
+def _strokes(line: Line, across: Any, down: Any) -> list[str]:
     """The line in pieces: where a value is missing it is open, a point by itself is a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
-        if y is None or (log and y <= 0):
+        if y is None:
             pieces.append([])
         else:
             pieces[-1].append((across(x), down(y)))
@@ -381,7 +425,7 @@ def _strokes(line: Line, across: Any, down: Any, log: bool) -> list[str]:
     for piece in pieces:
         if len(piece) == 1:
             (x, y) = piece[0]
-            drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}"/>')
+            drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{line.colour}"/>')
         elif piece:
             path = "L".join(f"{x:.1f} {y:.1f}" for x, y in piece)
             drawn.append(f'<path d="M{path}" fill="none" {_stroke(line)}/>')
@@ -390,26 +434,28 @@ def _strokes(line: Line, across: Any, down: Any, log: bool) -> list[str]:
 
 def _stroke(line: Line) -> str:
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
-    return f'stroke="{line.colour}" stroke-width="2"{dash}'
+    return f'style="stroke:{line.colour}" stroke-width="2"{dash}'
 
 
 def _marks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """About five round numbers from `low` to `high`."""
+    """About five round numbers around `low` to `high`, or whole ones inside."""
     span = high - low
     if not span > 0:
         return [low]
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    step = max(step, 1.0) if whole else step
-    first = math.ceil(low / step - 1e-9)
-    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if whole:
+        step = max(step, 1.0)
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)] or [low]
 
 
 def _log_marks(low: float, high: float) -> list[float]:
     """Powers of ten, or 1, 2, 5, 10 .. where these would be too few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    if last - first <= 2:
+    if high <= 100 * low:
         fine = [m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5)]
         inside = [mark for mark in fine if low * 0.999 <= mark <= high * 1.001]
         below = [mark for mark in fine if mark < low * 0.999][-1:]

@@ -1,9 +1,10 @@
 """Runs on disk: what a training was asked to do, and the folder that holds all it came to.
 
 A folder has config.toml (every option, as `train --config` reads it), columns.json (how rows of a
-table become inputs), log.jsonl and checkpoint.safetensors (written by `hdnn.training.fit`), and at
-the end model.safetensors, the pictures and metrics.json, which is written last: it says that a run
-is complete.
+table become inputs), log.jsonl and checkpoint.safetensors (written by `hdnn.training.fit`; in
+folders level-0, level-1 .. of their own where `fit_multilevel` wrote them), and at the end
+model.safetensors, the pictures and metrics.json, which is written last: it says that a run is
+complete.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hdnn.heads import roomy_width
 from hdnn.initial import INITS
 from hdnn.networks import BY_NAME
 from hdnn.training import fit
-from hdnn.training.checks import check_options
+from hdnn.training.checks import check_options, whole_number
 
 DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 LATER = ("mnist", "cifar10")
@@ -54,7 +55,7 @@ NEWTON_WEIGHTS = 256  # of the output layer, up to which "auto" solves it for ev
 
 # What a config file may hold besides the options of the training itself.
 RUN_OPTIONS: MappingProxyType[str, type] = MappingProxyType(
-    {"out": str, "seeds": int, "resume": bool, "json": bool, "quiet": bool}
+    {"out": str, "seeds": int, "resume": bool, "tensorboard": bool, "json": bool, "quiet": bool}
 )
 
 
@@ -77,7 +78,9 @@ class TrainConfig:
     step: float | None = None
     activation: str = "tanh"
     init: str = "paper"
+    multilevel: str | None = None  # such as 2,2: a quarter of the layers first, then half, then all
     epochs: int = 50
+    patience: int | None = None
     batch: int = 125
     optimizer: str = "adam"
     learning_rate: float = 5e-2
@@ -97,6 +100,11 @@ class TrainConfig:
     def is_table(self) -> bool:
         """Whether the data are a file."""
         return self.data not in planar.SETS
+
+    @property
+    def refinements(self) -> list[int]:
+        """How many times the layers of the level before each further level of training has."""
+        return [] if self.multilevel is None else [int(k) for k in self.multilevel.split(",")]
 
     def fit_options(self) -> dict[str, Any]:
         """The arguments of `hdnn.training.fit`."""
@@ -121,6 +129,16 @@ class TrainConfig:
             raise OptionError("give T or step (h = T/N), but not both.")
         if network == "mlp" and not (self.T is None and self.step is None):
             raise OptionError("an mlp is no time-stepping network: it takes neither T nor step.")
+        levels = None if self.multilevel is None else _levels(self.multilevel)
+        if levels is not None and network == "mlp":
+            raise OptionError("an mlp is no time-stepping network: it has no multilevel training.")
+        if levels is not None and self.layers % (times := math.prod(map(int, levels.split(",")))):
+            raise OptionError(
+                f"layers must be a multiple of {times} for multilevel {levels}, but got "
+                f"{self.layers}."
+            )
+        if self.patience is not None:
+            whole_number("patience", self.patience, 1)
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed must be from 0 to 2^63 - 1, but got {self.seed}.")
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
@@ -130,7 +148,7 @@ class TrainConfig:
         solver = "newton" if self.solver == "auto" else self.solver
         check_options(**{**_fit_defaults(), **self.fit_options(), "solver": solver})
         self._check_data()
-        return replace(self, network=network)
+        return replace(self, network=network, multilevel=levels)
 
     def _check_data(self) -> None:
         try:
@@ -201,6 +219,19 @@ class TrainConfig:
             T=T,
             solver=solver,
         )
+
+
+def _levels(text: str) -> str:
+    """How often to refine, however it is written, as 2,2."""
+    try:
+        times = [int(part) for part in text.split(",")]
+    except ValueError:
+        times = [0]
+    if min(times) < 2:
+        raise OptionError(
+            f"multilevel must be whole numbers >= 2 with commas, such as 2,2, but got {text!r}."
+        )
+    return ",".join(map(str, times))
 
 
 def _fit_defaults() -> dict[str, Any]:
@@ -331,9 +362,8 @@ class Run:
             "folder with --out."
         )
 
-    def start(self, config: TrainConfig, columns: table.Columns, room: int) -> None:
-        """Make the folder, try it out, and write down what is about to be done, or was begun."""
-        usable_folder(self.folder, room)
+    def start(self, config: TrainConfig, columns: table.Columns) -> None:
+        """Write down what is about to be done, or was begun."""
         if not self.exists:
             write_atomically(self.config_file, config.to_toml().encode())
         if not self.columns_file.is_file():
@@ -362,6 +392,8 @@ class Run:
                 new = os.path.abspath(new)
             if name == "network":
                 new = new.lower().replace("-", "_")
+            if name == "multilevel":
+                new = _levels(new)
             if new not in (old, "auto"):
                 raise OptionError(
                     f"the run in {self.folder} has {name.replace('_', '-')} = {old!r}, not "
@@ -382,18 +414,30 @@ class Run:
         return metrics
 
     def log(self) -> list[dict[str, Any]]:
-        """One entry an epoch; a last line that was cut off is left out."""
-        if not self.log_file.is_file():
-            return []
-        entries = []
-        for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict):
+        """One entry an epoch, counted on over levels; a last line that was cut off is left out."""
+        if self.log_file.is_file():
+            return _read_log(self.log_file)
+        entries: list[dict[str, Any]] = []
+        files = self.folder.glob(f"level-*/{self.log_file.name}")
+        for file in sorted(files, key=lambda file: (len(str(file)), file)):
+            before = len(entries)
+            for entry in _read_log(file):
+                if isinstance(entry.get("epoch"), int):
+                    entry["epoch"] += before
                 entries.append(entry)
         return entries
+
+
+def _read_log(file: Path) -> list[dict[str, Any]]:
+    entries = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            entries.append(entry)
+    return entries
 
 
 def usable_folder(folder: Path, room: int) -> None:

@@ -10,7 +10,7 @@ import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +29,10 @@ from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, MLP, MS2, HamiltonianNet, Network, ODENetwork
-from hdnn.runs import DTYPES, Run, TrainConfig, find_device, write_json
-from hdnn.training import Moment, fit
+from hdnn.runs import DTYPES, Run, TrainConfig, find_device, usable_folder, write_json
+from hdnn.training import Callback, EarlyStopping, History, TensorBoard, fit, fit_multilevel
+from hdnn.training.checkpoint import locked
+from hdnn.training.multilevel import joined
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,16 +91,17 @@ def prepare(config: TrainConfig) -> Problem:
 
 
 def build(config: TrainConfig, columns: table.Columns) -> Model:
-    """The model of a resolved config, with the initial weights of its seed."""
+    """The model that a training starts with: its shallowest, with the weights of its seed."""
     features, inputs = config.features, len(columns.names)
     assert features is not None
     _check_memory(config, features)
     generator = torch.Generator().manual_seed(config.seed)
     like: dict[str, Any] = {"generator": generator, "dtype": DTYPES[config.dtype]}
     options: dict[str, Any] = {"activation": config.activation, "init": config.init, **like}
+    times = math.prod(config.refinements)
     if config.network != "mlp":
-        options |= {"T": config.T, "step": config.step}
-    net = BY_NAME[config.network](features, config.layers, **options)
+        options |= {"T": config.T, "step": None if config.step is None else times * config.step}
+    net = BY_NAME[config.network](features, config.layers // times, **options)
     if not columns.classes:
         head = RegressionHead(features, 1, **like)
     elif len(columns.classes) == 2:
@@ -129,7 +132,7 @@ def _check_memory(config: TrainConfig, n: int) -> None:
 
 
 def train(
-    config: TrainConfig, run: Run, callback: Callable[[Moment], None] | None = None
+    config: TrainConfig, run: Run, callbacks: Iterable[Callback] = (), *, tensorboard: bool = False
 ) -> dict[str, Any]:
     """Train, measure, draw and save in the folder of `run`; return its metrics.
 
@@ -140,24 +143,19 @@ def train(
     elif run.complete:
         return run.metrics()
     start = time.perf_counter()
+    callbacks = [*callbacks, *([EarlyStopping(config.patience)] if config.patience else [])]
+    board = TensorBoard(run.folder / "tensorboard") if tensorboard else nullcontext()
     device = find_device(config.device)
     problem = prepare(replace(config, device=device))
     config = problem.config
     model = build(config, problem.columns)
     size = sum(p.numel() for p in model.parameters()) * DTYPES[config.dtype].itemsize
-    run.start(config, problem.columns, room=PICTURES + 8 * size)
-    model.to(device)
-    with threads_for(config):
-        history = fit(
-            model,
-            problem.x_train.to(device),
-            problem.t_train.to(device),
-            **config.fit_options(),
-            folder=run.folder,
-            resume=True,
-            callbacks=() if callback is None else (callback,),
-            progress=False,
-        )
+    # The model, and at each level a checkpoint, which is there twice while it is written anew.
+    usable_folder(run.folder, PICTURES + 12 * size * math.prod(config.refinements))
+    with locked(run.folder), threads_for(config), board:
+        run.start(config, problem.columns)
+        callbacks += [board] if isinstance(board, TensorBoard) else []
+        model, history = _fit(model.to(device), problem, run, callbacks)
         model.to("cpu")
         serialization.save(model, run.model_file)
         metrics: dict[str, Any] = {
@@ -179,14 +177,28 @@ def train(
         }
         x = problem.x_test if len(problem.x_test) else problem.x_train
         metrics["certificate"] = certificate(model, x)
-    metrics |= _pictures(run.folder, model, problem, history, metrics["certificate"])
-    metrics |= {
-        "seconds": round(time.perf_counter() - start, 2),
-        "device": device,
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-    }
-    write_json(run.metrics_file, metrics)
+        metrics |= _pictures(run.folder, model, problem, history, metrics["certificate"])
+        metrics |= {
+            "seconds": round(time.perf_counter() - start, 2),
+            "device": device,
+            "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+        }
+        write_json(run.metrics_file, metrics)
     return metrics
+
+
+def _fit(
+    model: Model, problem: Problem, run: Run, callbacks: list[Callback]
+) -> tuple[Model, History]:
+    """Train as the config says, in levels or not; the last model, and one history of all."""
+    config, device = problem.config, problem.config.device
+    data = problem.x_train.to(device), problem.t_train.to(device)
+    options: dict[str, Any] = {**config.fit_options(), "folder": run.folder, "resume": True}
+    options |= {"callbacks": callbacks, "progress": False}
+    if not config.refinements:
+        return model, fit(model, *data, **options)
+    model, histories = fit_multilevel(model, *data, refinements=config.refinements, **options)
+    return model, joined(histories)
 
 
 def threads_for(config: TrainConfig) -> AbstractContextManager[None]:

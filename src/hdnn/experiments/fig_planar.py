@@ -35,11 +35,7 @@ def draw(model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path) -> f
 
 
 def options_of(name: str, description: str | None, argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"hdnn reproduce {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = runner.Arguments(description, name)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     return parser.parse_args(argv)

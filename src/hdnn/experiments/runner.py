@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from hdnn.errors import DataError, HDNNError
+from hdnn.errors import DataError, HDNNError, OptionError
 from hdnn.files import write_atomically
 from hdnn.training.progress import Line
 
@@ -108,13 +108,23 @@ def summary(values: list[float]) -> dict[str, float]:
     }
 
 
-def arguments(description: str | None, name: str) -> argparse.ArgumentParser:
-    """The options that all experiments have."""
-    parser = argparse.ArgumentParser(
-        prog=f"hdnn reproduce {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+class Arguments(argparse.ArgumentParser):
+    """The options of an experiment; a mistake is one sentence, as everywhere in hdnn."""
+
+    def __init__(self, description: str | None, name: str) -> None:
+        super().__init__(
+            prog=f"hdnn reproduce {name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} -- --help.")
+
+
+def arguments(description: str | None, name: str) -> Arguments:
+    """The options that all tables have."""
+    parser = Arguments(description, name)
     parser.add_argument("--seeds", type=_count, default=10, help="how many (default 10)")
     parser.add_argument("--processes", type=_count, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for JSON, Markdown")
@@ -125,10 +135,9 @@ def arguments(description: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
+    return int(text)
 
 
 def finish(result: dict[str, Any], page: str, name: str, options: argparse.Namespace) -> None:

@@ -281,6 +281,7 @@ class ODENetwork(Network):
         )
         config["layers"] = k * self.layers
         fine = self._refined(config, k)
+        fine.engine, fine.backprop = self.engine, self.backprop
         for name in self.stacked:
             value = self.weight(name).detach()
             fine.assign(name, value if self.tied else value.repeat_interleave(k, 0))

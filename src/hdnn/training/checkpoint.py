@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,13 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from hdnn.errors import CheckpointError
-from hdnn.files import write_atomically
+from hdnn.files import remove_leftovers, write_atomically
 
 FORMAT = 1
 NAME = "checkpoint.safetensors"
 LOG = "log.jsonl"
+
+_held: set[tuple[int, int, int]] = set()  # device and inode of a folder, and the thread in it
 
 
 def save(
@@ -26,12 +31,19 @@ def save(
     optimizer: torch.optim.Optimizer,
     generator: Tensor,
     state: dict[str, Any],
+    callbacks: Iterable[object] = (),
 ) -> None:
-    """Write weights, optimiser, random state and position, all of it or nothing."""
+    """Write weights, optimiser, random state, position and callbacks, all of it or nothing."""
     tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
     for k, slots in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{k}.{name}": torch.as_tensor(t) for name, t in slots.items()}
     tensors["generator"] = generator
+    state = {**state, "callbacks": {}}
+    for key, callback in _remembering(callbacks).items():
+        parts = callback.state_dict()
+        found = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+        tensors |= {f"callback.{key}.{name}": part for name, part in found.items()}
+        state["callbacks"][key] = {k: part for k, part in parts.items() if k not in found}
     copies = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, t in tensors.items()
@@ -41,7 +53,11 @@ def save(
 
 
 def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    callbacks: Iterable[object] = (),
 ) -> tuple[dict[str, Any], Tensor] | None:
     """Put a saved training back; its state and random state, or None if there is none yet."""
     path = folder / NAME
@@ -71,16 +87,32 @@ def load(
         }
         model.load_state_dict(weights)
         slots: dict[int, dict[str, Tensor]] = {}
+        known: dict[str, dict[str, Any]] = state.get("callbacks", {})
         for name, t in tensors.items():
-            if name.startswith("optimizer."):
-                _, k, slot = name.split(".", 2)
-                slots.setdefault(int(k), {})[slot] = t
+            kind, _, rest = name.partition(".")
+            key, _, slot = rest.partition(".")
+            if kind == "optimizer":
+                slots.setdefault(int(key), {})[slot] = t
+            elif kind == "callback":
+                known[key][slot] = t
         optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
+        for key, callback in _remembering(callbacks).items():
+            if key in known:
+                callback.load_state_dict(known[key])
         return state, tensors["generator"]
-    except (RuntimeError, KeyError, ValueError) as error:
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} does not fit this model ({' '.join(str(error).split())[:200]})."
         ) from error
+
+
+def _remembering(callbacks: Iterable[object]) -> dict[str, Any]:
+    """Callbacks that have a state, by their kind and its number: others may come and go."""
+    found: dict[str, list[object]] = {}
+    for callback in callbacks:
+        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+            found.setdefault(type(callback).__name__, []).append(callback)
+    return {f"{kind}-{k}": one for kind, alike in found.items() for k, one in enumerate(alike)}
 
 
 class Log:
@@ -123,3 +155,43 @@ def open_folder(folder: str | os.PathLike[str] | None, resume: bool) -> Path | N
             f"{path} holds a training already; resume it (resume=True) or choose another folder."
         )
     return path
+
+
+@contextlib.contextmanager
+def locked(folder: Path | None) -> Iterator[None]:
+    """Keep other processes, and other threads, out of the folder of a training meanwhile.
+
+    The lock lies on the folder itself and belongs to the system: it leaves no file behind, and ends
+    with the process, however that ends. Where a system or its disk knows no such locks, there is
+    none. A thread that has the lock can take it again. What a process that was killed has written
+    by halves is removed.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            with contextlib.suppress(ImportError):
+                _lock(folder, stack)
+        yield
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
+    import fcntl
+
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        found = os.fstat(descriptor)
+        mine = found.st_dev, found.st_ino, threading.get_ident()
+        if mine in _held:
+            return
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"another process is training in {folder}; wait until it ends, or choose another "
+            "folder."
+        ) from error
+    except OSError:  # a disk without locks
+        return
+    _held.add(mine)
+    stack.callback(_held.discard, mine)
+    with contextlib.suppress(OSError):
+        remove_leftovers(folder)

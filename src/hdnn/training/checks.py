@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -36,21 +37,14 @@ def head_of(model: Model) -> Head:
 
 
 def check_options(**options: Any) -> dict[str, Any]:
-    """The options of `fit`, if they are sound."""
+    """The options of `fit`, if they are sound; numbers as plain ones, which a file can hold."""
     for name, known in CHOICES.items():
         choose(name, options[name], known)
     for name, least in (("epochs", 1), ("batch", 1), ("seed", 0)):
-        count = options[name]
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise TrainingError(f"{name} must be a whole number >= {least}, but got {count!r}.")
+        options[name] = whole_number(name, options[name], least)
     for name in ("learning_rate", "ridge", "smoothness", "warmup", "weight_decay", "clip"):
-        value = options[name]
-        if name == "clip" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TrainingError(f"{name} must be a number, but got {value!r}.")
-        if not (math.isfinite(value) and value >= 0):
-            raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
+        if name != "clip" or options[name] is not None:
+            options[name] = number(name, options[name])
     if not options["learning_rate"] > 0:
         raise TrainingError("learning_rate must be > 0, but got 0; the paper has 2.5e-2.")
     if options["clip"] == 0:
@@ -65,6 +59,26 @@ def check_options(**options: Any) -> dict[str, Any]:
             "without it; take e.g. ridge=1e-4."
         )
     return options
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """A whole number of Python or NumPy, as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise TrainingError(f"{name} must be a whole number >= {least}, but got {value!r}.")
+    return int(value)
+
+
+def number(name: str, value: object) -> float:
+    """A finite number >= 0 of Python or NumPy, as Python's float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TrainingError(f"{name} must be a number, but got {value!r}.")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not (math.isfinite(found) and found >= 0):
+        raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
+    return found
 
 
 def check_data(model: Model, x: Tensor, t: Tensor) -> None:

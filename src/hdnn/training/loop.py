@@ -135,8 +135,9 @@ def fit(
     check_data(model, x, t)
     check_weight(weight, x)
     place = checkpoint.open_folder(folder, resume)
-    training = _Training(model, x.detach(), t, weight, options, list(callbacks), progress)
-    return training.run(place)
+    with checkpoint.locked(place):
+        training = _Training(model, x.detach(), t, weight, options, list(callbacks), progress)
+        return training.run(place)
 
 
 class _Training:
@@ -322,6 +323,7 @@ class _Training:
         if self.solver == "newton":
             coordinate.newton(self.head, y, self.t, ridge, REFIT_STEPS, self.weight)
             return
+        self.generator.set_state(self.order)  # also after a resume that had no step to take
         passes = []
         for _ in range(REFIT_STEPS):
             index = torch.randperm(len(y), generator=self.generator).to(y.device)
@@ -346,10 +348,12 @@ class _Training:
             return  # the last good one is kept
         state = {"epoch": self.epoch, "k": self.k, "sums": self.sums, "stopped": self.stopped}
         state |= {"history": asdict(self.history), "options": self._identity()}
-        checkpoint.save(folder, self.model, self.optimizer, self.order, state)
+        checkpoint.save(folder, self.model, self.optimizer, self.order, state, self.callbacks)
 
     def _open(self, folder: Any) -> None:
-        found = checkpoint.load(folder, self.model, self.optimizer, self._identity())
+        found = checkpoint.load(
+            folder, self.model, self.optimizer, self._identity(), self.callbacks
+        )
         if found is None:
             self._save(folder)
             return

@@ -1,0 +1,218 @@
+"""Callbacks for `fit`: end a training that no longer gets better, and show one in TensorBoard.
+
+Both have a `state_dict`, which `fit` keeps in its checkpoint: a training that goes on after an
+interruption goes on with what they knew, if it is given the same callbacks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hdnn.errors import TrainingError, choose, flag, require
+from hdnn.files import as_path
+from hdnn.model import Model
+from hdnn.training import coordinate
+from hdnn.training.checks import check_data, head_of, number, whole_number
+from hdnn.training.loop import Moment
+
+PART = 4096  # samples of a validation set that are looked at together
+
+
+@dataclass
+class EpochMeans:
+    """Loss and accuracy, summed over the minibatches of an epoch so far."""
+
+    epoch: int = 0
+    step: int = 0
+    count: int = 0
+    loss: float = 0.0
+    accuracy: float = 0.0
+
+    def is_new(self, moment: Moment) -> bool:
+        """Whether another training has begun: steps are counted from 1 again."""
+        return moment.step <= self.step
+
+    def add(self, moment: Moment) -> dict[str, float] | None:
+        """The means that `History` has for the epoch, at its end."""
+        if moment.epoch != self.epoch or self.is_new(moment):
+            self.count, self.loss, self.accuracy = 0, 0.0, 0.0
+        self.epoch, self.step, self.count = moment.epoch, moment.step, self.count + 1
+        self.loss += moment.loss
+        self.accuracy += moment.accuracy or 0.0
+        if not moment.end_of_epoch:
+            return None
+        means = {"loss": self.loss / self.count}
+        if moment.accuracy is not None:
+            means["accuracy"] = self.accuracy / self.count
+        return means
+
+
+@dataclass
+class _Watched:
+    """What `EarlyStopping` has seen of one training."""
+
+    values: list[float] = field(default_factory=list)  # one an epoch
+    best: float | None = None
+    best_epoch: int = 0
+
+
+class EarlyStopping:
+    """End a training after `patience` epochs in which nothing got better.
+
+    Args:
+        monitor: "loss" or "accuracy", the mean over the minibatches of an epoch.
+        minimum: so much is the least that counts as better.
+        x, t: a validation set, at which the model is looked at instead, at the end of each epoch.
+            Where each minibatch has an output layer of its own, with the mean of the epoch's: it is
+            close to that of all data, as that of one minibatch is not.
+        restore: go back to the weights of the best epoch, when this ends the training and also when
+            all epochs are done. The output layer is then fitted to the training data, as always.
+
+    Afterwards `values` has what was watched, epoch by epoch, and `best_epoch` which was the best.
+    """
+
+    def __init__(
+        self,
+        patience: int = 10,
+        monitor: str = "loss",
+        minimum: float = 0.0,
+        *,
+        x: Tensor | None = None,
+        t: Tensor | None = None,
+        restore: bool = False,
+    ) -> None:
+        self.patience = whole_number("patience", patience, 1)
+        self.monitor = choose("monitor", monitor, ("loss", "accuracy"))
+        self.minimum = number("minimum", minimum)
+        self.restore = flag("restore", restore)
+        if (x is None) != (t is None):
+            raise TrainingError("a validation set is both x and t; give both of them, or neither.")
+        self.data = None if x is None or t is None else (x, t)
+        self.means, self.watched = EpochMeans(), _Watched()
+        self.weights: dict[str, Tensor] = {}  # of the best epoch
+        self.output: Tensor | None = None  # (W, b) of the output layer, summed over an epoch
+
+    @property
+    def values(self) -> list[float]:
+        return self.watched.values
+
+    @property
+    def best(self) -> float | None:
+        return self.watched.best
+
+    @property
+    def best_epoch(self) -> int:
+        return self.watched.best_epoch
+
+    def __call__(self, moment: Moment) -> bool:
+        if not self.means.step or self.means.is_new(moment):
+            self._begin(moment)
+        means = self.means.add(moment)
+        if self.data is not None:
+            W = coordinate.weights_of(head_of(moment.model)).double()
+            sum_ = self.output
+            self.output = W if sum_ is None or self.means.count == 1 else W + sum_.to(W.device)
+        if means is None:
+            return False
+        value = means[self.monitor] if self.data is None else self._validate(moment.model)
+        self._watch(value, moment)
+        stop = moment.epoch - self.best_epoch >= self.patience
+        if self.restore and self.weights and (stop or moment.step == moment.steps):
+            moment.model.load_state_dict(self.weights)
+        return stop
+
+    def _begin(self, moment: Moment) -> None:
+        self.watched, self.weights = _Watched(), {}
+        if self.monitor == "accuracy" and moment.accuracy is None:
+            raise TrainingError('a regression has no accuracy to watch; use monitor="loss".')
+        if self.data is not None:
+            check_data(moment.model, *self.data)
+
+    def _watch(self, value: float, moment: Moment) -> None:
+        seen = self.watched
+        seen.values.append(value)
+        sign = 1 if self.monitor == "loss" else -1
+        better = seen.best is None or sign * (seen.best - value) > self.minimum
+        if better and not math.isnan(value):
+            seen.best, seen.best_epoch = value, moment.epoch
+            if self.restore:
+                weights = moment.model.state_dict()
+                self.weights = {name: w.detach().clone() for name, w in weights.items()}
+
+    @torch.no_grad()
+    def _validate(self, model: Model) -> float:
+        """Loss or accuracy at the validation set."""
+        assert self.data is not None
+        assert self.output is not None
+        head, (x, t) = head_of(model), self.data
+        W = coordinate.weights_of(head)
+        if head.weight.grad is None:  # it does not descend, but is found for each minibatch
+            W = (self.output / self.means.count).to(W.dtype)
+        y = torch.cat([model.features(part) for part in x.split(PART)])
+        scores = y @ W[:, :-1].T + W[:, -1]
+        if self.monitor == "loss":
+            return float(head.loss(scores, t))
+        return float((head.predict(scores) == t).double().mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rest of a training needs to know: numbers, lists and tensors."""
+        tensors = {f"weights.{name}": value for name, value in self.weights.items()}
+        tensors |= {} if self.output is None else {"output": self.output}
+        return {"means": asdict(self.means), "watched": asdict(self.watched), **tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means, self.watched = EpochMeans(**state["means"]), _Watched(**state["watched"])
+        prefix = "weights."
+        self.weights = {k.removeprefix(prefix): state[k] for k in state if k.startswith(prefix)}
+        self.output = state.get("output")
+
+
+class TensorBoard:
+    """Write loss, accuracy, gradient norm and learning rate of each epoch for TensorBoard.
+
+    Loss and accuracy are means over the epoch, the rest is that of its last step. The epochs of
+    several trainings, one after the other, are counted on. Needs the extra `tensorboard`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = as_path(folder)
+        self.tool = require("torch.utils.tensorboard", extra="tensorboard")
+        self.means, self.before = EpochMeans(), 0  # epochs of earlier trainings
+        self.writer: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is still to be written; a later moment opens it again."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def __call__(self, moment: Moment) -> None:
+        if self.means.is_new(moment):
+            self.before += self.means.epoch
+        if self.writer is None:  # from here on, what an interrupted training wrote counts no more
+            start = self.before + moment.epoch
+            self.writer = self.tool.SummaryWriter(str(self.folder), purge_step=start)
+        means = self.means.add(moment)
+        if means is None:
+            return
+        last = {"gradient_norm": moment.gradient, "learning_rate": moment.learning_rate}
+        for name, value in {**means, **last}.items():
+            self.writer.add_scalar(name, value, self.before + moment.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": asdict(self.means), "before": self.before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.means, self.before = EpochMeans(**state["means"]), state["before"]

@@ -1,0 +1,106 @@
+"""Training from shallow to deep: each level starts as a finer discretisation of the last one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hdnn.errors import TrainingError
+from hdnn.model import Model
+from hdnn.training import checkpoint
+from hdnn.training.checks import head_of, whole_number
+from hdnn.training.loop import Callback, History, fit
+
+
+def fit_multilevel(
+    model: Model,
+    x: Tensor,
+    t: Tensor,
+    *,
+    refinements: Sequence[int] = (2, 2),
+    epochs: int | Sequence[int] = 20,
+    seed: int = 0,
+    callbacks: Iterable[Callback] = (),
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> tuple[Model, list[History]]:
+    """Train `model`, refine it, go on with the deeper one; the deepest and the history of each.
+
+    A shallow network is cheap to train, and one with k times its layers at h/k is nearly the same
+    function: what was learned is kept, and the deep network has little left to do.
+
+    Args:
+        model: the shallow one, which is trained in place.
+        refinements: how many times the layers of the level before each further level has.
+        epochs: of each level: one number for all, or one each.
+        seed: of the first level; those of the others follow from it.
+        callbacks: see all levels one after the other; if one ends a training, it ends that level.
+        folder: gets a folder for each level, level-0 and so on; `resume=True` goes on in the level
+            that was interrupted, to the very same result.
+        options: all others of `fit`.
+    """
+    head_of(model)
+    factors = [whole_number("a refinement", k, 1) for k in refinements]
+    model.net.refine(1)  # or says that it cannot
+    counts = _epochs(epochs, 1 + len(factors))
+    seed = whole_number("seed", seed, 0)
+    callbacks = list(callbacks)
+    place = checkpoint.open_folder(folder, resume)
+    folders = [None if place is None else place / f"level-{level}" for level in range(len(counts))]
+    histories = []
+    with checkpoint.locked(place):
+        for one in folders:  # all are looked at before the first one is trained
+            checkpoint.open_folder(one, resume)
+        for level, count in enumerate(counts):
+            model = refined(model, factors[level - 1]) if level else model
+            history = fit(
+                *(model, x, t),
+                epochs=count,
+                seed=level_seed(seed, level),
+                callbacks=callbacks,
+                folder=folders[level],
+                resume=resume,
+                **options,
+            )
+            histories.append(history)
+    return model, histories
+
+
+def refined(model: Model, k: int) -> Model:
+    """A model of its own with k times the layers at h/k, the same augmentation and output layer."""
+    augment, head = copy.deepcopy(model.augment), copy.deepcopy(model.head)
+    return Model(augment, model.net.refine(k), head)
+
+
+def joined(histories: Iterable[History]) -> History:
+    """All levels as one history."""
+    whole = History()
+    for history in histories:
+        for name, values in vars(history).items():
+            setattr(whole, name, getattr(whole, name) + values)
+    return whole
+
+
+def level_seed(seed: int, level: int) -> int:
+    """The seed itself for the first level, then a number drawn from seed and level."""
+    if not level:
+        return seed
+    drawn = np.random.SeedSequence([seed, level]).generate_state(1, np.uint64)
+    return int(drawn[0] >> 1)  # PyTorch takes 63 bits
+
+
+def _epochs(epochs: int | Sequence[int], levels: int) -> list[int]:
+    if not isinstance(epochs, (Sequence, np.ndarray)):
+        return [whole_number("epochs", epochs, 1)] * levels
+    if len(epochs) != levels:
+        raise TrainingError(
+            f"epochs has {len(epochs)} entries, but there are {levels} levels, the first and one "
+            "for each refinement; give one number for all, or one each."
+        )
+    return [whole_number("epochs", count, 1) for count in epochs]
