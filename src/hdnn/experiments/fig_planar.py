@@ -34,18 +34,23 @@ def draw(model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path) -> f
     return accuracy
 
 
-def options_of(name: str, description: str | None, argv: list[str] | None) -> argparse.Namespace:
+def arguments(name: str, description: str | None) -> runner.Arguments:
+    """The options that all figures have."""
     parser = runner.Arguments(description, name)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    return parser.parse_args(argv)
+    return parser
+
+
+def options_of(name: str, description: str | None, argv: list[str] | None) -> argparse.Namespace:
+    return arguments(name, description).parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = options_of(NAME, __doc__, argv)
     for data, layers in FIGURES.items():
         points = planar.load(data, seed=options.seed)
-        model = table_planar.network("H1", layers, table_planar.T_OURS, options.seed)
+        model = table_planar.network("H1", layers, table_planar.T_ours(layers), options.seed)
         path = options.out / f"{NAME}-{data}.png"
         accuracy = draw(model, points, options.seed, path)
         print(f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points")

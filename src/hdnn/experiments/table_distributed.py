@@ -40,6 +40,7 @@ PAPER = {  # data, layers: (distributed, centralised)
     ("double_circles", 3): (99.42, 99.85),
     ("double_circles", 4): (99.70, 100.0),
 }
+OPTIONS = RECIPES["ours"]
 VARIANTS = {
     "masked": "H2 on the ring, 64 parameters a layer",
     "centralised": "H2, 144 parameters a layer",
@@ -80,7 +81,7 @@ def train(job: Job) -> Job:
     data = planar.load(job["data"], seed=seed)
     model = network(job["variant"], job["layers"], seed)
     try:
-        fit(model, data.x_train, data.t_train, seed=seed, progress=False, **RECIPES["ours"])
+        fit(model, data.x_train, data.t_train, seed=seed, progress=False, **job["options"])
     except ConvergenceError as error:
         return {"failed": str(error)}
     accuracy = float((model.predict(data.x_test) == data.t_test).double().mean())
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     start = time.perf_counter()
     jobs = [
-        {"variant": variant, "data": data, "layers": layers, "seed": seed}
+        {"variant": variant, "data": data, "layers": layers, "seed": seed, "options": OPTIONS}
         for data, layers in PAPER
         for variant in options.variants
         for seed in range(options.seeds)

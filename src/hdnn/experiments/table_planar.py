@@ -2,9 +2,11 @@
 
 Two recipes. The *paper's*: for each minibatch ten Adam steps on the output layer, then one on the
 hidden layers, at a constant rate; T for each cell is the one that did best on a part of the
-training data kept aside. *Ours*, one for all cells: the output layer is solved by Newton's method,
-rate and smoothness fall as a cosine. A seed is one data set, one initialisation and one order of
-the samples; there are no restarts. Where the paper prints 100%, 99.95% counts as reached.
+training data kept aside. *Ours*, one for all cells: the output layer is solved by Newton's method
+with next to no ridge, minibatches are smaller, the rate rises and then falls as a cosine, as does
+the smoothness, and T grows a little with the depth. A seed is one data set, one initialisation and
+one order of the samples; there are no restarts. Where the paper prints 100%, 99.95% counts as
+reached.
 
     hdnn reproduce table-planar
     hdnn reproduce table-planar --seeds 2 --recipes ours
@@ -41,16 +43,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"solver": "adam", "learning_rate": 2.5e-2, "schedule": "constant", "ridge": 1e-4},
     "ours": {
         "solver": "newton",
-        "learning_rate": 5e-2,
+        "learning_rate": 6e-2,
         "schedule": "cosine",
-        "ridge": 1e-5,
-        "smoothness": 1e-2,
+        "warmup": 0.1,
+        "batch": 50,
+        "clip": 1.0,
+        "ridge": 3e-6,
+        "smoothness": 1e-3,
         "smoothing": "cosine",
     },
 }
-T_OURS = 1.2
-T_TRIED = (0.8, 1.2, 2.4, 4.8)
-VALIDATION_SEEDS = (1000, 1001)
+T_TRIED = (0.4, 0.8, 1.2, 1.8, 2.4, 4.8, 7.2, 10.8, 16.2)
+VALIDATION_SEEDS = tuple(range(1000, 1006))
+
+
+def T_ours(layers: int) -> float:
+    """Our T: shallow networks do better with less than deep ones."""
+    return round(0.8 * (layers / 8) ** 0.25, 3)
 
 
 def train(job: Job) -> Job:
@@ -62,7 +71,7 @@ def train(job: Job) -> Job:
         kept = len(x) // 5
         x, t, x_test, t_test = x[kept:], t[kept:], x[:kept], t[:kept]
     model = network(job["network"], job["layers"], job["T"], seed)
-    fit(model, x, t, seed=seed, progress=False, **RECIPES[job["recipe"]])
+    fit(model, x, t, seed=seed, progress=False, **job["options"])
     accuracy = float((model.predict(x_test) == t_test).double().mean())
     return {"accuracy": 100 * accuracy, "seconds": round(time.perf_counter() - start, 2)}
 
@@ -83,18 +92,21 @@ def cells() -> list[Job]:
 
 
 def choose_T(options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
-    """For each cell of the paper's recipe, the T that did best on data kept aside."""
+    """For each cell of the paper's recipe, the T whose best run did best on data kept aside."""
     jobs = [
-        {**cell, "recipe": "paper", "T": T, "seed": seed, "validation": True}
+        {**_job(cell, "paper", T, seed), "validation": True}
         for cell in cells()
         for T in T_TRIED
         for seed in VALIDATION_SEEDS
     ]
-    found: dict[tuple[str, str, int], dict[float, float]] = {}
+    found: dict[tuple[str, str, int], dict[float, list[float]]] = {}
     for job, result in zip(jobs, _run(jobs, options), strict=True):
-        tried = found.setdefault(_cell(job), {})
-        tried[job["T"]] = tried.get(job["T"], 0.0) + result["accuracy"]
-    return {cell: max(tried, key=lambda T: tried[T]) for cell, tried in found.items()}
+        found.setdefault(_cell(job), {}).setdefault(job["T"], []).append(result["accuracy"])
+
+    def quality(accuracies: list[float]) -> tuple[float, float]:
+        return max(accuracies), sum(accuracies)
+
+    return {cell: max(tried, key=lambda T: quality(tried[T])) for cell, tried in found.items()}
 
 
 def _run(jobs: list[Job], options: argparse.Namespace) -> list[Job]:
@@ -102,6 +114,15 @@ def _run(jobs: list[Job], options: argparse.Namespace) -> list[Job]:
     return runner.run_all(
         jobs, train, path, processes=options.processes, progress=not options.quiet
     )
+
+
+def _job(cell: Job, recipe: str, T: float, seed: int) -> Job:
+    """One training, with all that decides how it goes."""
+    return {**cell, "recipe": recipe, "options": RECIPES[recipe], "T": T, "seed": seed}
+
+
+def _T(cell: Job, chosen: dict[tuple[str, str, int], float]) -> float:
+    return chosen.get(_cell(cell)) or T_ours(cell["layers"])
 
 
 def _cell(job: Job) -> tuple[str, str, int]:
@@ -117,7 +138,7 @@ def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a cell."""
     chosen = choose_T(options) if recipe == "paper" else {}
     jobs = [
-        {**cell, "recipe": recipe, "T": chosen.get(_cell(cell), T_OURS), "seed": seed}
+        _job(cell, recipe, _T(cell, chosen), seed)
         for cell in cells()
         for seed in range(options.seeds)
     ]
@@ -130,8 +151,15 @@ def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         paper = PAPER[cell["data"], cell["layers"]][column]
         found = runner.summary(accuracies[_cell(cell)])
         counted = found["best"] if recipe == "paper" else found["mean"]
-        T = chosen.get(_cell(cell), T_OURS)
-        rows.append({**cell, "T": T, "paper": paper, **found, "reached": reached(counted, paper)})
+        rows.append(
+            {
+                **cell,
+                "T": _T(cell, chosen),
+                "paper": paper,
+                **found,
+                "reached": reached(counted, paper),
+            }
+        )
     return rows
 
 
@@ -145,15 +173,15 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [f"## {title}", ""]
         lines += [f"{good} of {len(rows)} cells have their {counted} at or above the paper's."]
         lines += [
-            "A cell: mean ± standard deviation (worst to best), the paper's figure in brackets"
+            "A cell: mean ± standard deviation (worst to best), the paper's figure in brackets, T.",
+            "",
         ]
-        lines += [", T." if recipe == "paper" else f"; T = {T_OURS}.", ""]
         lines += ["| | " + " | ".join(NETWORKS) + " |", "| --- |" + " --- |" * len(NETWORKS)]
         for data, layers in PAPER:
             parts = [
                 f"{'**' if row['reached'] else ''}{row['mean']:.2f} ± {row['std']:.2f}"
                 f"{'**' if row['reached'] else ''} ({row['worst']:.2f} to {row['best']:.2f}) "
-                f"[{row['paper']:g}]" + (f", {row['T']:g}" if recipe == "paper" else "")
+                f"[{row['paper']:g}], {row['T']:.2g}"
                 for row in rows
                 if (row["data"], row["layers"]) == (data, layers)
             ]

@@ -236,13 +236,13 @@ class _Training:
         if self.options["smoothing"] == "cosine":
             self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
         self.smooth.add_gradient()
-        norm = math.nan
-        if self.options["clip"] is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.trained, self.options["clip"]))
-        elif self.callbacks or last:
-            norm = float(
-                nn.utils.get_total_norm(p.grad for p in self.trained if p.grad is not None)
-            )
+        norm, clip = math.nan, self.options["clip"]
+        if clip is not None or self.callbacks or last:
+            norm = self._gradient_norm()
+            if clip is not None and norm > clip:
+                for p in self.trained:
+                    if p.grad is not None:
+                        p.grad *= clip / norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if isinstance(self.optimizer, small_steps.Adam):
@@ -250,6 +250,13 @@ class _Training:
         else:
             self.optimizer.step()
         return self._advance((found.loss, found.correct, norm), rate, last)
+
+    def _gradient_norm(self) -> float:
+        """Of all that is trained."""
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        if isinstance(self.optimizer, small_steps.Adam):
+            return small_steps.norm(grads)
+        return float(nn.utils.get_total_norm(grads))
 
     def _output(self, y: Tensor, t: Tensor, weight: Tensor | None) -> Outcome:
         """Find the output layer for these features, and what the loss is with it."""

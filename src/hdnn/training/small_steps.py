@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,12 @@ def compiled(function: Callable[..., Any]) -> Any:
         return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
     except RuntimeError:
         return numba.njit(error_model="numpy", nogil=True)(function)
+
+
+def norm(tensors: list[Tensor]) -> float:
+    """The Euclidean norm of all numbers."""
+    flat = [t.numpy().reshape(-1) for t in tensors]
+    return math.sqrt(sum(float(np.dot(x, x)) for x in flat))
 
 
 def by_layer(tensor: Tensor) -> Any:
