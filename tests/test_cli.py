@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -350,24 +351,40 @@ def test_predictions_go_to_a_new_file(trained, tmp_path, capsys):
 def test_a_certificate_is_printed_and_is_json(trained, capsys):
     assert main(["certify", "--run", str(trained / "classes")]) == 0
     printed = capsys.readouterr().out
-    assert "8 test points, in float64" in printed
-    assert ">= 1: holds" in printed
+    assert "8 test points; weights float32, norms in float64" in printed
+    assert "and it holds" in printed
     assert main(["certify", "--run", str(trained / "classes"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["symplectic_defect"] < 1e-14
     assert result["smallest_norm"] >= 1 - 1e-12
-    assert result["bounds"]["gradient_at_least"] < 1 < result["bounds"]["gradient_at_most"]
+    bounds = {bound["name"]: bound for bound in result["bounds"]}
+    assert bounds["budget exp(-B)"]["value"] < 1 < bounds["budget exp(B)"]["value"]
+    assert all(bound["holds"] is not False for bound in result["bounds"])
 
 
 def test_a_broken_guarantee_is_exit_code_1(trained, monkeypatch, capsys):
-    certificate = tasks.certificate
+    certify = tasks.certify
 
     def broken(*args, **options):
-        return {**certificate(*args, **options), "holds": False, "smallest_norm": 0.5}
+        return replace(certify(*args, **options), holds=False, smallest_norm=0.5)
 
-    monkeypatch.setattr(tasks, "certificate", broken)
+    monkeypatch.setattr(tasks, "certify", broken)
     assert main(["certify", "--run", str(trained / "classes")]) == 1
-    assert "DOES NOT HOLD" in capsys.readouterr().out
+    assert "BROKEN: norm(dy_N/dy_j) >= 1, but it is 0.5" in capsys.readouterr().out
+
+
+def test_a_saved_model_is_certified_without_its_run(trained, capsys):
+    model = str(trained / "classes" / "model.safetensors")
+    assert main(["certify", model]) == 0
+    assert "100 random points" in capsys.readouterr().out
+    Path("rows.csv").write_text("a,b,c\n1,2,3\n4,5,6\n")
+    assert main(["certify", model, "--data", "rows.csv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 2
+    Path("rows.csv").write_text("a,b\n1,2\n")
+    assert main(["certify", model, "--data", "rows.csv"]) == 2
+    assert "y must be a tensor (*batch, 3)" in told(capsys)
+    assert main(["certify"]) == 2
+    assert "name one run or saved model" in told(capsys)
 
 
 def test_a_run_is_certified_on_other_points_but_not_on_changed_ones(trained, capsys):
@@ -449,6 +466,7 @@ def test_experiments_get_what_follows(monkeypatch, capsys):
 
 def test_experiments_are_looked_for_in_the_package():
     assert cli._experiment("no-such-thing") == ""
+    assert cli._experiment("fig-exploding") == "hdnn.experiments.fig_exploding"
 
 
 def test_benchmarks_are_listed_run_or_pointed_to(monkeypatch, tmp_path, capfd):
@@ -659,6 +677,7 @@ STRAY = [
     ["reproduce", "table-planar", "--nonsense"],
     ["reproduce", "table-planar", "--", "--seeds", "0"],
     ["reproduce", "fig-planar", "--", "--seed", "x"],
+    ["reproduce", "fig-exploding", "--", "--seeds", "2"],
     ["bench", "nothing"],
     ["report"],
     ["report", "taken"],

@@ -124,7 +124,7 @@ def test_every_network_serves(network, iris):
     assert model.score(X, y) > 0.8
     certificate = model.certificate_
     if network != "mlp":
-        assert certificate["smallest_norm"] >= 1 - 1e-9
+        assert certificate.smallest_norm >= 1 - 1e-9
 
 
 def test_features_are_those_before_the_output_layer(iris):
@@ -144,11 +144,11 @@ def test_certificate_says_that_gradients_do_not_vanish(iris):
         _ = model.certificate_
     model.fit(X, y)
     certificate = model.certificate_
-    low, high = certificate["gradient_bounds"]
-    assert certificate["smallest_norm"] >= 1 - 1e-12
-    assert certificate["symplectic_defect"] < 1e-13
-    assert 0 < low <= 1 <= certificate["largest_norm"] <= high * (1 + 1e-12)
-    assert certificate["samples"] == 75
+    low, high = (bound.value for bound in certificate.bounds[-2:])
+    assert certificate.smallest_norm >= 1 - 1e-12
+    assert certificate.symplectic
+    assert 0 < low <= 1 <= certificate.largest_norm <= high * (1 + 1e-12)
+    assert certificate.samples == 75
     assert model.certificate_ is certificate
     assert model.fit(X[:20], y[:20]).certificate_["samples"] == 20
 

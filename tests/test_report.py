@@ -52,7 +52,7 @@ def certificate(**changes):
     curve |= {"median": [3.0, 2.0, 2.0, 1.5, 1.0], "largest": [90.0, 40.0, 9.0, 2.0, 1.0]}
     made = {"samples": 7, "smallest_norm": 1.01, "largest_norm": 90.0, "guaranteed": True}
     made |= {"guarantee": "at any depth", "holds": True, "symplectic_defect": 3e-16}
-    made |= {"bounds": {"gradient_at_least": 0.1, "gradient_at_most": None}, "by_layer": curve}
+    made |= {"symplectic": True, "bounds": [{"text": "a bound <= 7: holds"}], "by_layer": curve}
     made["ranges"] = [{"from": 0, "to": 3, "smallest": 1.01, "largest": 90.0}]
     return {**made, **changes}
 
@@ -101,8 +101,8 @@ def test_the_page_tells_scores_spread_and_certificates(make):
     text = report.page([make("one"), make("two", seed=1, accuracy=0.8)])
     for words in ("90.00%", "80.00%", "85.00%", "7.07%", "Norm at least 1: holds", "1.01"):
         assert words in text
-    assert "No gradient shrinks by more than a factor 0.1." in text
-    assert "No gradient grows by more than a factor beyond float64." in text
+    assert "A bound &lt;= 7: holds." in text
+    assert "Symplectic: yes, norm" in text
     assert "Over seeds" in text
     assert "Over seeds" not in report.page([make("three", seed=2)])
     assert "learning-rate = 0.05" in text

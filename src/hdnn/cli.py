@@ -356,11 +356,15 @@ def predict(
 
 
 @_command(
-    "hdnn certify --run runs/swiss_roll-h2-64-0",
-    "hdnn certify --run runs/iris-h2-16-0 --data new.csv --json",
+    "hdnn certify runs/swiss_roll-h2-64-0",
+    "hdnn certify runs/iris-h2-16-0 --data new.csv --json",
+    "hdnn certify model.safetensors --data double_moons",
 )
 def certify(
-    run: Annotated[str, typer.Option(help="folder of a complete run")],
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="folder of a complete run, or a saved model")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="the same, by name")] = None,
     data: Annotated[
         str | None, typer.Option(help="points to look at; default: the run's own test points")
     ] = None,
@@ -369,12 +373,14 @@ def certify(
 ) -> int:
     """Measure the gradient norms of a trained network; exit code 1 if a guarantee is broken."""
     from hdnn import tasks
-    from hdnn.runs import Run
 
+    place = checkpoint or run
+    if not place or (checkpoint and run):
+        raise OptionError("name one run or saved model: hdnn certify runs/NAME.")
     with _waiting("certifying", not as_json):
-        result = tasks.certify(Run(run), data, samples=samples)
-    print(_json(result) if as_json else _certificate_text(result))
-    return 1 if result["holds"] is False else 0
+        certificate = tasks.certify(place, data, samples=samples)
+    print(_json({"run": place, **certificate.to_dict()}) if as_json else certificate)
+    return 1 if certificate.broken else 0
 
 
 @_command(
@@ -592,7 +598,7 @@ def _package_version(name: str) -> str:
 
 
 def _json(result: Any) -> str:
-    from hdnn.runs import finite
+    from hdnn.files import finite
 
     return json.dumps(finite(result), indent=2)
 
@@ -604,7 +610,7 @@ def _rows(rows: list[tuple[str, str]]) -> str:
 
 def _training_text(result: dict[str, Any]) -> str:
     """The metrics of one run, as a small table."""
-    from hdnn.tasks import number_text
+    from hdnn.analysis.certificate import number_text
 
     certified = result["certificate"]
     rows = [
@@ -672,27 +678,6 @@ def _spread_text(results: list[dict[str, Any]], summary: dict[str, dict[str, flo
         mean, low, high = (_measure(name, spread[key]) for key in ("mean", "smallest", "largest"))
         text = f"mean {mean}, std {_measure(name, spread['std'])}, from {low} to {high}"
         rows.append((name.replace("_", " "), text))
-    return _rows(rows)
-
-
-def _certificate_text(result: dict[str, Any]) -> str:
-    from hdnn.tasks import bound_texts, number_text, symplectic_text
-
-    rows = [
-        ("network", result["network"]),
-        ("points", f"{result['samples']} {result['points']}, in float64"),
-        ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
-    ]
-    for part in result["ranges"]:
-        layers = f"{part['from']} .. {part['to']}"
-        norms = f"{number_text(part['smallest']):>12} {number_text(part['largest']):>12}"
-        rows.append((layers, norms))
-    rows.append(("gradients", _smallest(result)))
-    if result["guaranteed"]:
-        rows.append(("guarantee", result["guarantee"]))
-    if result["symplectic_defect"] is not None:
-        rows.append(("symplectic", symplectic_text(result["symplectic_defect"])))
-    rows += [("bound", text) for text in bound_texts(result["bounds"])]
     return _rows(rows)
 
 

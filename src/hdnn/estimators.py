@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, training
-from hdnn.errors import DataError, HDNNError, OptionError, choose, positive_int, require
+from hdnn.errors import DataError, OptionError, choose, positive_int, require
 from hdnn.heads import (
     Augment,
     LinearHead,
@@ -91,17 +90,15 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self._run(X, self.model_.features)
 
     @property
-    def certificate_(self) -> dict[str, Any]:
-        """What is known of the gradients, from some of the training points.
+    def certificate_(self) -> analysis.Certificate:
+        """What is promised of the gradients, and seen at some of the training points.
 
-        `smallest_norm` and `largest_norm` of dy_N/dy_j over these `samples` and all j < N;
-        `symplectic_defect`, relative, or None where no single J serves all layers;
-        `gradient_bounds`, between which every single |delta_j| / |delta_N| stays, or None where
-        layers are no shears. Computed when it is first asked for.
+        Computed when it is first asked for; print it, plot it, or take its numbers.
         """
         check_is_fitted(self)
         if self._certificate is None:
-            self._certificate = _certify(self.model_, self._sample)
+            x = torch.from_numpy(self._sample)
+            self._certificate = analysis.certify(self.model_, x, points="training points")
         return self._certificate
 
     # Learning
@@ -251,7 +248,7 @@ class HDNNClassifier(ClassifierMixin, _HDNN):
     True
     >>> model.predict_proba(X[:2]).shape, model.transform(X[:2]).shape
     ((2, 3), (2, 16))
-    >>> bool(model.certificate_["smallest_norm"] >= 1)
+    >>> model.certificate_.holds
     True
     """
 
@@ -501,24 +498,3 @@ def _standardise(
             f"{name} has values up to {np.abs(X).max():.3g}, too large for their variance to be "
             "a number; rescale them."
         )
-
-
-def _certify(model: Model, sample: np.ndarray) -> dict[str, Any]:
-    net: Any = model.net
-    room = CERTIFICATE_NUMBERS // ((net.layers + 1) * net.features**2)
-    x = torch.tensor(sample[: max(1, room)], device=model.head.weight.device)
-    Phi = analysis.backward_sensitivity(net, model.embed(x))
-    norms = analysis.norms(Phi[:-1])
-    defect = bounds = None
-    with contextlib.suppress(HDNNError):
-        defect = analysis.symplectic_defect(Phi, net.field()["J"]).max().item()
-    with contextlib.suppress(HDNNError):
-        bounds = tuple(bound.item() for bound in analysis.gradient_bounds(net))
-    return {
-        "smallest_norm": norms.min().item(),
-        "largest_norm": norms.max().item(),
-        "symplectic_defect": defect,
-        "gradient_bounds": bounds,
-        "samples": len(x),
-        "layers": net.layers,
-    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import uuid
 from pathlib import Path
+from typing import Any
 
 from hdnn.errors import CheckpointError
 
@@ -63,3 +65,12 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for what JSON cannot hold: infinite numbers, and NaN."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,6 +8,7 @@ pyplot: no window, no display, no global state. `ax.figure.savefig(path)` writes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +20,22 @@ from hdnn.errors import ShapeError, require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from hdnn.analysis import Certificate, GradientMonitor
+    from hdnn.analysis.convergence import Convergence
     from hdnn.model import Model
     from hdnn.training import History
 
 ORANGE, SKY, GREEN, BLUE, RED = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 PURPLE, BLACK = "#CC79A7", "#000000"
 CLASSES = ((BLUE, "o"), (ORANGE, "^"))
+STYLES: tuple[dict[str, Any], ...] = (  # of lines, in turns
+    {"color": BLUE, "linestyle": "-", "marker": "o"},
+    {"color": RED, "linestyle": "--", "marker": "^"},
+    {"color": GREEN, "linestyle": "-.", "marker": "s"},
+    {"color": PURPLE, "linestyle": (0, (4, 1, 1, 1, 1, 1)), "marker": "D"},
+    {"color": ORANGE, "linestyle": (0, (6, 2)), "marker": "v"},
+    {"color": SKY, "linestyle": (0, (1, 1)), "marker": "P"},
+)
 
 
 def decision_regions(
@@ -62,20 +73,67 @@ def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:
             f"norms must be (N+1, *samples), a norm for each layer, but got {tuple(norms.shape)}; "
             "see hdnn.analysis.norms."
         )
-    ax = _axes(ax, (6.0, 3.8))
     flat = norms.detach().cpu().double().reshape(len(norms), -1)
-    layer = range(len(flat))
-    least, median, most = flat.amin(1), flat.median(1).values, flat.amax(1)
-    ax.fill_between(layer, least.tolist(), most.tolist(), color=SKY, alpha=0.25, linewidth=0)
-    ax.plot(layer, most.tolist(), color=RED, linestyle="--", label="largest")
-    ax.plot(layer, median.tolist(), color=BLUE, label="median")
-    ax.plot(layer, least.tolist(), color=GREEN, linestyle="-.", label="smallest")
+    curves = {"smallest": flat.amin(1), "median": flat.median(1).values, "largest": flat.amax(1)}
+    layers = list(range(len(flat)))
+    return _norm_curves(layers, {k: c.tolist() for k, c in curves.items()}, flat.shape[1], ax)
+
+
+def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
+    """Smallest, median and largest norm of dy_N/dy_j against j, as a certificate has them."""
+    found = certificate.by_layer
+    ax = _norm_curves(found["layers"], found, certificate.samples, ax)
+    if certificate.broken:
+        ax.set_title("A guarantee does not hold numerically", color=RED)
+    return ax
+
+
+def gradient_surface(
+    monitor: GradientMonitor, ax: Axes | None = None, *, name: str = "smallest", low: float = 1e-8
+) -> Axes:
+    """norm(dy_N/dy_j) through a training, as colours over steps and layers (fig:gradients).
+
+    `name` is what of the samples is shown: "smallest", "median", "largest", or "of_mean", the norm
+    of their mean matrix. What is below `low` has the last colour.
+    """
+    if not monitor.records:
+        raise ShapeError("the monitor has recorded nothing yet.")
+    colors = require("matplotlib.colors", extra="plot")
+    ax = _axes(ax, (6.0, 3.8))
+    values = monitor.table(name)[:, :-1].T.clamp_min(low)
+    steps, layers = monitor.recorded_steps, range(len(values))
+    # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
+    reach = max(10.0, float(values[values.isfinite()].max()))
+    norm = colors.TwoSlopeNorm(0.0, math.log10(low), math.log10(reach))
+    shown = ax.pcolormesh(
+        *(steps, layers, values.log10().nan_to_num(posinf=math.log10(reach)).tolist()),
+        cmap="RdBu",
+        norm=norm,
+        shading="nearest",
+        rasterized=True,
+    )
+    bar = ax.figure.colorbar(shown, ax=ax)
+    powers = [*range(round(math.log10(low)), 1, 2), math.log10(reach)]
+    bar.set_ticks(powers, labels=[f"{10**p:.2g}" for p in powers])
+    bar.set_label(r"$\|\partial y_N / \partial y_j\|_2$, " + name.replace("_", " "))
+    ax.set(xlabel="iteration", ylabel="layer $j$")
+    return ax
+
+
+def _norm_curves(
+    layers: list[int], curves: dict[str, list[float]], samples: int, ax: Axes | None
+) -> Axes:
+    ax = _axes(ax, (6.0, 3.8))
+    least, most = curves["smallest"], curves["largest"]
+    ax.fill_between(layers, least, most, color=SKY, alpha=0.25, linewidth=0)
+    ax.plot(layers, most, color=RED, linestyle="--", label="largest")
+    ax.plot(layers, curves["median"], color=BLUE, label="median")
+    ax.plot(layers, least, color=GREEN, linestyle="-.", label="smallest")
     ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", label="norm 1")
-    if float(least.min()) > 0 and float(most.max()) > 20 * float(least.min()):
+    if min(least) > 0 and max(most) > 20 * min(least):
         _log_scale(ax)
     ax.set(xlabel="layer $j$", ylabel=r"$\|\partial y_N / \partial y_j\|_2$")
-    ax.set_xlim(0, max(len(flat) - 1, 1))
-    samples = flat.shape[1]
+    ax.set_xlim(0, max(layers[-1], 1))
     ax.set_title(f"Sensitivity of the output, {samples} sample{'s' * (samples != 1)}")
     _legend_below(ax, columns=4)
     return ax
@@ -144,6 +202,151 @@ def trajectories(
         )
     ax.set(xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$")
     ax.set_title(f"States through {len(paths) - 1} layers")
+    _legend_below(ax, columns=2)
+    return ax
+
+
+def phase_portrait(
+    states: Tensor,
+    ax: Axes | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    energy: Callable[[Tensor], Tensor] | None = None,
+) -> Axes:
+    """Orbits (k, B, 2) in the plane of p and q: a mark where each starts, an arrow on its way.
+
+    `energy` of states (*batch, 2) adds its level lines.
+    """
+    if states.ndim != 3 or states.shape[-1] != 2 or not all(states.shape):
+        raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
+    ax = _axes(ax, (4.6, 4.8))
+    for i, orbit in enumerate(states.detach().cpu().double().unbind(1)):
+        style = STYLES[i % len(STYLES)]
+        name = f"orbit {i + 1}" if names is None else names[i]
+        p, q = orbit.T.tolist()
+        ax.plot(p, q, **style, markevery=[0], lw=1.5, markersize=6, label=name)
+        at = len(p) // 5
+        ax.annotate(
+            "",
+            xy=(p[at + 1], q[at + 1]) if at + 1 < len(p) else (p[at], q[at]),
+            xytext=(p[at], q[at]),
+            arrowprops={"arrowstyle": "-|>", "color": style["color"], "mutation_scale": 14},
+        )
+    if energy is not None:
+        reach = 1.15 * float(states.abs().max())
+        side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
+        H = energy(torch.cartesian_prod(side, side)).reshape(121, 121).T
+        ax.contour(side, side, H, levels=12, colors=BLACK, alpha=0.18, linewidths=0.7)
+    ax.set(aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits")
+    _legend_below(ax, columns=1)
+    return ax
+
+
+def sensitivity_growth(
+    t: Tensor, Phi: Tensor, ax: Axes | None = None, *, slope: float | None = None
+) -> Axes:
+    """The entries and the norm of Phi = dy(T)/dy(T - t), (k, n, n), against t (k,).
+
+    `slope` adds the line that the norm swings below.
+    """
+    if Phi.ndim != 3 or t.shape != Phi.shape[:1]:
+        raise ShapeError(
+            f"t must be (k,) and Phi (k, n, n), but got {tuple(t.shape)} and {tuple(Phi.shape)}."
+        )
+    ax = _axes(ax, (6.0, 3.8))
+    times, matrices = t.tolist(), Phi.detach().cpu().double()
+    if slope is not None:
+        line = (slope * t.double()).tolist()
+        ax.plot(times, line, color=RED, linestyle="--", label=f"{slope:.3f} $t$", zorder=3)
+    ax.plot(times, matrices.flatten(1).tolist(), color=SKY, lw=0.8)
+    ax.plot([], [], color=SKY, lw=0.8, label="entries")
+    norm = torch.linalg.matrix_norm(matrices, 2)
+    ax.plot(times, norm.tolist(), color=BLUE, lw=1.6, label="norm")
+    ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", label="norm 1")
+    ax.set(xlabel="$t$", ylabel=r"$\partial y(T) / \partial y(T-t)$", xlim=(times[0], times[-1]))
+    ax.set_title("Growth of the BSM in continuous time")
+    _legend_below(ax, columns=4)
+    return ax
+
+
+def perturbation_growth(
+    curves: Mapping[float, tuple[Tensor, Tensor]],
+    ax: Axes | None = None,
+    *,
+    slope: float | None = None,
+    diameter: float | None = None,
+) -> Axes:
+    """The distance that states gamma apart have after t, over gamma: for each gamma (t, sizes).
+
+    `slope` adds the line of an infinitely small gamma, `diameter` where each gamma has to end.
+    """
+    ax = _axes(ax, (6.0, 3.8))
+    longest = max((float(t.max()) for t, _ in curves.values()), default=1.0)
+    if slope is not None:
+        span = [2.0 / slope, longest]
+        ax.plot(span, [slope * x for x in span], color=BLACK, lw=0.8, label=r"$\gamma \to 0$")
+    for i, (gamma, (t, sizes)) in enumerate(curves.items()):
+        style = {k: v for k, v in STYLES[i % len(STYLES)].items() if k != "marker"}
+        known = t > 0
+        name = rf"$\gamma$ = {gamma:g}"
+        ax.plot(t[known].tolist(), sizes[known].tolist(), **style, lw=1.4, label=name)
+        if diameter is not None:
+            ax.axhline(diameter / gamma, color=style["color"], lw=0.8, linestyle=":")
+    if diameter is not None:
+        ax.plot([], [], color=BLACK, lw=0.8, linestyle=":", label=r"diameter / $\gamma$")
+    ax.set(xscale="log", yscale="log", xlabel="$t$", xlim=(1.0, longest))
+    ax.set_ylabel(r"$\|s(t, y + \gamma\beta) - s(t, y)\| / \gamma$")
+    ax.set_title("A finite perturbation grows until it spans the orbit")
+    ax.grid(alpha=0.3)
+    _legend_below(ax, columns=3)
+    return ax
+
+
+def layer_growth(
+    curves: Mapping[str, Tensor], ax: Axes | None = None, *, rates: Sequence[float] | None = None
+) -> Axes:
+    """Norms of dy_N/dy_j against N - j, (N+1,) for each name, on a log scale.
+
+    `rates` adds how each would grow by exp(rate) a layer, where that is not 0.
+    """
+    ax = _axes(ax, (6.0, 3.8))
+    for i, (name, sizes) in enumerate(curves.items()):
+        style = {**STYLES[i % len(STYLES)], "linestyle": ""}
+        every = max(1, len(sizes) // 32)
+        ax.plot(sizes.tolist(), **style, markersize=4, markevery=every, label=name)
+        if rates is not None and rates[i] > 0:
+            logs = sizes[-1].log() + rates[i] * torch.arange(1 - len(sizes), 1)
+            ax.plot(logs.exp().tolist(), color=style["color"], lw=1.0, zorder=1)
+    ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":")
+    ax.set(yscale="log", xlabel="layers $N - j$")
+    ax.set_ylabel(r"$\|\partial y_N / \partial y_j\|_2$")
+    ax.set_title("Growth per layer")
+    ax.grid(alpha=0.3)
+    _legend_below(ax, columns=3)
+    return ax
+
+
+def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> Axes:
+    """Errors against the flow of the ODE over the step h, with slopes of whole orders below."""
+    ax = _axes(ax, (6.0, 4.6))
+    lowest: dict[int, Convergence] = {}  # by order
+    for i, (name, result) in enumerate(results.items()):
+        style = STYLES[i % len(STYLES)]
+        label = f"{name}: order {result.order:.2f}"
+        ax.plot(result.steps, result.errors, **style, lw=1.4, markersize=5, label=label)
+        if math.isfinite(result.order):
+            order = round(result.order)
+            other = lowest.setdefault(order, result)
+            lowest[order] = min(other, result, key=lambda each: each.errors[0])
+    for order, result in lowest.items():
+        steps, start = result.steps, 0.4 * result.errors[0]
+        slope = [start * (h / steps[0]) ** order for h in steps]
+        ax.plot(steps, slope, color=BLACK, lw=0.8, linestyle=":", zorder=1)
+        name = f"$h^{order}$ " if order > 1 else "$h$ "
+        ax.annotate(name, (steps[-1], slope[-1]), ha="right", va="center")
+    ax.set(xscale="log", yscale="log", xlabel="step $h$", ylabel=r"$\max\,\|y_N - y(T)\|$")
+    ax.set_title("Layers against the flow of their ODE")
+    ax.grid(alpha=0.3)
     _legend_below(ax, columns=2)
     return ax
 

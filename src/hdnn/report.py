@@ -19,7 +19,6 @@ from typing import Any
 import hdnn
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.runs import Run
-from hdnn.tasks import bound_texts, symplectic_text
 
 # Colours of Okabe and Ito, told apart by colour-blind readers; lines differ in their dashes too.
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
@@ -313,10 +312,11 @@ def _certificate(certified: dict[str, Any]) -> str:
     parts = [f"<h3>Certificate</h3><p>{verdict}</p>"]
     defect = _number(certified.get("symplectic_defect"))
     if defect is not None:
-        text = symplectic_text(defect).replace(": ", ", ", 1)
-        parts.append(f"<p>Symplectic: {escape(text)}.</p>")
-    bounds = {name: _number(value) for name, value in _part(certified, "bounds").items()}
-    parts += [f"<p>{escape(text[0].upper() + text[1:])}.</p>" for text in bound_texts(bounds)]
+        text = f"norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
+        word = {True: "yes", False: "NO"}.get(certified.get("symplectic"), "not promised")  # pyright: ignore
+        parts.append(f"<p>Symplectic: {word}, {escape(text)}.</p>")
+    texts = [bound.get("text") for bound in _list(certified, "bounds") if isinstance(bound, dict)]
+    parts += [f"<p>{escape(str(text)[0].upper() + str(text)[1:])}.</p>" for text in texts if text]
     rows = [
         [
             " to ".join(dict.fromkeys(_value(part.get(end)) for end in ("from", "to"))),

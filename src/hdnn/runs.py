@@ -27,7 +27,7 @@ import torch
 from hdnn import activations
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
-from hdnn.files import write_atomically
+from hdnn.files import finite, write_atomically
 from hdnn.heads import roomy_width
 from hdnn.initial import INITS
 from hdnn.networks import BY_NAME
@@ -454,15 +454,6 @@ def usable_folder(folder: Path, room: int) -> None:
             f"cannot write to the folder {folder}: {reason}; choose one that you "
             f"may write to and that has {max(room // 2**20, 1)} MiB of room."
         ) from error
-
-
-def finite(value: Any) -> Any:
-    """The same with None for what JSON cannot hold: infinite numbers, and NaN."""
-    if isinstance(value, dict):
-        return {name: finite(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: Any) -> None:

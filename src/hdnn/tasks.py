@@ -5,7 +5,6 @@ Nothing here needs the command-line extra; `hdnn.cli` turns flags into calls, an
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import os
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 
 import hdnn
-from hdnn import activations, analysis, plotting, serialization
+from hdnn import analysis, plotting, serialization
+from hdnn.analysis import Certificate
 from hdnn.data import planar, table
-from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, OptionError
+from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionError
 from hdnn.errors import require as require_extra
 from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.networks import BY_NAME, MLP, MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.networks import BY_NAME
 from hdnn.runs import DTYPES, Run, TrainConfig, find_device, usable_folder, write_json
 from hdnn.training import Callback, EarlyStopping, History, TensorBoard, fit, fit_multilevel
 from hdnn.training.checkpoint import locked
@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SAMPLES = 1000  # for a certificate, at the most
-SENSITIVITIES = 2**23  # numbers in the matrices dy_N/dy_j of all of them, at the most
-RANGES = 8  # of layers, in the table of a certificate
-POINTS = 1025  # layers that its curve shows, at the most
-ROUNDING = 1e-12  # of a norm in float64
-IMPLICIT_ROUNDING = 1e-8  # of one whose layers are found by an iteration
 PICTURES = 4 * 2**20  # bytes that the pictures of a run may take, with a margin
 
 
@@ -176,7 +171,7 @@ def train(
             "training_seconds": round(history.seconds, 2),
         }
         x = problem.x_test if len(problem.x_test) else problem.x_train
-        metrics["certificate"] = certificate(model, x)
+        metrics["certificate"] = analysis.certify(model, x, samples=SAMPLES).to_dict()
         metrics |= _pictures(run.folder, model, problem, history, metrics["certificate"])
         metrics |= {
             "seconds": round(time.perf_counter() - start, 2),
@@ -326,10 +321,34 @@ def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> di
 # Certifying
 
 
-def certify(run: Run, data: str | None = None, *, samples: int = SAMPLES) -> dict[str, Any]:
-    """The certificate of a run, at its own test points or at the rows of a file."""
+def certify(
+    checkpoint: str | os.PathLike[str], data: str | None = None, *, samples: int = SAMPLES
+) -> Certificate:
+    """The certificate of a run, or of a saved model, at its own points or at those of a file."""
     if samples < 1:
         raise OptionError(f"samples must be a whole number >= 1, but got {samples}.")
+    if Path(checkpoint).is_file():
+        model = serialization.load(checkpoint)
+        x, where = _points(data)
+    else:
+        model, x, where = _run_points(Run(checkpoint), data)
+    with one_thread():
+        return analysis.certify(model, x, samples=samples, points=where)
+
+
+def _points(data: str | None) -> tuple[Tensor | None, str]:
+    """The points of a data set or of a file whose columns are the inputs of a model."""
+    if data is None:
+        return None, ""
+    if data in planar.SETS:
+        return planar.load(data).x_test, f"test points of {data}"
+    rows = table.read(data)
+    x = np.stack([rows.numbers(name) for name in rows.columns], 1)
+    return torch.from_numpy(x), f"rows of {data}"
+
+
+def _run_points(run: Run, data: str | None) -> tuple[Model, Tensor, str]:
+    """The model of a run with its own test points, or with the rows of a file."""
     model, columns = load_model(run)
     if data is None:
         problem = prepare(run.config())
@@ -345,123 +364,4 @@ def certify(run: Run, data: str | None = None, *, samples: int = SAMPLES) -> dic
         x, where = torch.from_numpy(columns.of(table.read(data))), f"rows of {data}"
     if x.shape[1] != len(columns.names):
         raise DataError(f"{data} has {x.shape[1]} inputs, but the run {len(columns.names)}.")
-    with one_thread():
-        result = certificate(model, x, samples=samples)
-    return {"run": str(run.folder), "network": repr(model.net), "points": where, **result}
-
-
-def certificate(model: Model, x: Tensor, *, samples: int = SAMPLES) -> dict[str, Any]:
-    """Norms of dy_N/dy_j, symplectic defect and bounds, in float64: free of float32 rounding."""
-    exact = copy.deepcopy(model).cpu().double()
-    net = exact.net
-    room = SENSITIVITIES // ((net.layers + 1) * net.features**2)
-    x = x[: max(1, min(samples, room))].double()
-    Phi = analysis.backward_sensitivity(net, exact.embed(x))
-    norms = analysis.norms(Phi)
-    before_last = norms[:-1]
-    smallest = before_last.min().item()
-    promised, why = guarantee(net)
-    implicit = isinstance(net, HamiltonianNet) and net.scheme.implicit
-    least = 1 - (IMPLICIT_ROUNDING if implicit else ROUNDING)
-    return {
-        "samples": len(x),
-        "smallest_norm": smallest,
-        "largest_norm": before_last.max().item(),
-        "guaranteed": promised,
-        "guarantee": why,
-        "holds": smallest >= least if promised else None,
-        "symplectic_defect": _defect(net, Phi),
-        "bounds": _bounds(net),
-        "ranges": _ranges(before_last),
-        "by_layer": _by_layer(norms),
-    }
-
-
-def guarantee(net: Network) -> tuple[bool, str]:
-    """Whether norm(dy_N/dy_j) >= 1 is a theorem for this network, and why."""
-    if isinstance(net, MLP):
-        return False, "the gradients of a multilayer perceptron can vanish"
-    euler = isinstance(net, HamiltonianNet) and not net.scheme.symplectic
-    if euler or isinstance(net, MS2):
-        if activations.get(net.activation).monotone:
-            return True, f"at any depth, because {net.activation} never decreases"
-        return False, f"forward Euler promises nothing for {net.activation}, which can decrease"
-    return True, "at any depth, for any weights and any activation"
-
-
-def _defect(net: Network, Phi: Tensor) -> float | None:
-    """How far the worst of the matrices is from symplectic, where one J serves all layers."""
-    try:
-        J = net.field()["J"]
-    except HDNNError:
-        return None
-    return None if J.ndim != 2 else analysis.symplectic_defect(Phi, J).max().item()
-
-
-def _bounds(net: Network) -> dict[str, float]:
-    """What the weights alone say about all samples."""
-    bounds: dict[str, float] = {}
-    if not isinstance(net, ODENetwork):
-        return bounds
-    for name, bound in (
-        ("forward_euler", analysis.bsm_bound_forward_euler),
-        ("continuous", analysis.bsm_bound_continuous),
-    ):
-        try:
-            bounds[f"norm_at_most_{name}"] = bound(net).item()
-        except HDNNError:
-            continue
-    try:
-        low, high = analysis.gradient_bounds(net)
-        bounds |= {"gradient_at_least": low.item(), "gradient_at_most": high.item()}
-    except HDNNError:
-        pass
-    return bounds
-
-
-def _ranges(norms: Tensor) -> list[dict[str, float]]:
-    """The smallest and largest norm in each of a few ranges of layers j."""
-    table, start = [], 0
-    for part in norms.tensor_split(min(RANGES, len(norms))):
-        end = start + len(part) - 1
-        table.append({"from": start, "to": end, "smallest": part.min().item()})
-        table[-1]["largest"] = part.max().item()
-        start = end + 1
-    return table
-
-
-def _by_layer(norms: Tensor) -> dict[str, list[Any]]:
-    """Smallest, median and largest norm for each layer j, or for some where there are many."""
-    layers = torch.linspace(0, len(norms) - 1, min(POINTS, len(norms))).round().long()
-    some = norms[layers]
-    return {
-        "layers": layers.tolist(),
-        "smallest": some.amin(1).tolist(),
-        "median": some.median(1).values.tolist(),
-        "largest": some.amax(1).tolist(),
-    }
-
-
-def symplectic_text(defect: float) -> str:
-    """How far the matrices are from symplectic, in words."""
-    return (
-        f"{'yes' if defect < 1e-9 else 'no'}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
-    )
-
-
-def bound_texts(bounds: dict[str, float | None]) -> list[str]:
-    """What the weights alone say, in words."""
-    words = {
-        "norm_at_most_forward_euler": "norm(dy_N/dy_j) <= {} for any input",
-        "norm_at_most_continuous": "norm(dy(T)/dy(t)) <= {} for the ODE behind the layers",
-        "gradient_at_least": "no gradient shrinks by more than a factor {}",
-        "gradient_at_most": "no gradient grows by more than a factor {}",
-    }
-    return [
-        text.format(number_text(bounds[name])) for name, text in words.items() if name in bounds
-    ]
-
-
-def number_text(value: float | None) -> str:
-    """Four digits; None is what JSON has for a number that is too large."""
-    return "beyond float64" if value is None else f"{value:.4g}"
+    return model, x, where

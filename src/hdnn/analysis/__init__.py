@@ -1,22 +1,49 @@
-"""See and check the gradients: backward sensitivity matrices, symplecticity, bounds."""
+"""See, check and certify the gradients: sensitivity matrices, symplecticity, bounds."""
 
 from hdnn.analysis.bounds import (
+    Bound,
+    bounds,
     bsm_bound_continuous,
     bsm_bound_forward_euler,
     bsm_bound_paper,
     gradient_bounds,
 )
-from hdnn.analysis.sensitivity import backward_sensitivity, layer_sensitivity, norms
-from hdnn.analysis.symplectic import is_symplectic, symplectic_defect
+from hdnn.analysis.certificate import Certificate, Guarantee, certify, guarantee
+from hdnn.analysis.extremes import extreme_singular_values
+from hdnn.analysis.monitor import GradientMonitor, GradientWarning
+from hdnn.analysis.sensitivity import (
+    backward_sensitivity,
+    layer_sensitivity,
+    norms,
+    singular_values,
+)
+from hdnn.analysis.symplectic import (
+    energy_along,
+    is_symplectic,
+    reconstruction_error,
+    symplectic_defect,
+)
 
 __all__ = [
+    "Bound",
+    "Certificate",
+    "GradientMonitor",
+    "GradientWarning",
+    "Guarantee",
     "backward_sensitivity",
+    "bounds",
     "bsm_bound_continuous",
     "bsm_bound_forward_euler",
     "bsm_bound_paper",
+    "certify",
+    "energy_along",
+    "extreme_singular_values",
     "gradient_bounds",
+    "guarantee",
     "is_symplectic",
     "layer_sensitivity",
     "norms",
+    "reconstruction_error",
+    "singular_values",
     "symplectic_defect",
 ]

@@ -125,8 +125,8 @@ class Arguments(argparse.ArgumentParser):
 def arguments(description: str | None, name: str) -> Arguments:
     """The options that all tables have."""
     parser = Arguments(description, name)
-    parser.add_argument("--seeds", type=_count, default=10, help="how many (default 10)")
-    parser.add_argument("--processes", type=_count, default=os.cpu_count() or 1)
+    parser.add_argument("--seeds", type=count, default=10, help="how many (default 10)")
+    parser.add_argument("--processes", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for JSON, Markdown")
     parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="for single results")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -134,7 +134,7 @@ def arguments(description: str | None, name: str) -> Arguments:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
     return int(text)

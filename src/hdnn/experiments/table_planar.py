@@ -1,12 +1,12 @@
 """Table I: accuracy on the planar sets, five networks, eight depths, over seeds.
 
-Two recipes. The *paper's*: for each minibatch ten Adam steps on the output layer, then one on the
-hidden layers, at a constant rate; T for each cell is the one that did best on a part of the
-training data kept aside. *Ours*, one for all cells: the output layer is solved by Newton's method
-with next to no ridge, minibatches are smaller, the rate rises and then falls as a cosine, as does
-the smoothness, and T grows a little with the depth. A seed is one data set, one initialisation and
-one order of the samples; there are no restarts. Where the paper prints 100%, 99.95% counts as
-reached.
+Three recipes. The *paper's*: for each minibatch ten Adam steps on the output layer, then one on the
+hidden layers, at a constant rate of 2.5e-2; T for each cell is the one that did best on a part of
+the training data kept aside. The *published* runs': the same at 5e-2. *Ours*, one for all cells:
+the output layer is solved by Newton's method with next to no ridge, minibatches are smaller, the
+rate rises and then falls as a cosine, as does the smoothness, and T grows a little with the depth.
+A seed is one data set, one initialisation and one order of the samples; there are no restarts.
+Where the paper prints 100%, 99.95% counts as reached.
 
     hdnn reproduce table-planar
     hdnn reproduce table-planar --seeds 2 --recipes ours
@@ -41,6 +41,7 @@ PAPER = {
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"solver": "adam", "learning_rate": 2.5e-2, "schedule": "constant", "ridge": 1e-4},
+    "published": {"solver": "adam", "learning_rate": 5e-2, "schedule": "constant", "ridge": 1e-4},
     "ours": {
         "solver": "newton",
         "learning_rate": 6e-2,
@@ -53,7 +54,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "smoothing": "cosine",
     },
 }
-T_TRIED = (0.4, 0.8, 1.2, 1.8, 2.4, 4.8, 7.2, 10.8, 16.2)
+TITLES = {
+    "paper": "The paper's recipe",
+    "published": "The paper's recipe at the rate of the published runs",
+    "ours": "Our recipe",
+}
+T_TRIED = (0.4, 0.8, 1.2, 2.4, 4.8, 7.2, 10.8)
 VALIDATION_SEEDS = tuple(range(1000, 1006))
 
 
@@ -91,10 +97,10 @@ def cells() -> list[Job]:
     ]
 
 
-def choose_T(options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
-    """For each cell of the paper's recipe, the T whose best run did best on data kept aside."""
+def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
+    """For each cell, the T whose best run did best on data kept aside."""
     jobs = [
-        {**_job(cell, "paper", T, seed), "validation": True}
+        {**_job(cell, recipe, T, seed), "validation": True}
         for cell in cells()
         for T in T_TRIED
         for seed in VALIDATION_SEEDS
@@ -136,7 +142,7 @@ def reached(value: float, paper: float) -> bool:
 
 def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a cell."""
-    chosen = choose_T(options) if recipe == "paper" else {}
+    chosen = {} if recipe == "ours" else choose_T(recipe, options)
     jobs = [
         _job(cell, recipe, _T(cell, chosen), seed)
         for cell in cells()
@@ -150,7 +156,7 @@ def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         column = NETWORKS.index(cell["network"])
         paper = PAPER[cell["data"], cell["layers"]][column]
         found = runner.summary(accuracies[_cell(cell)])
-        counted = found["best"] if recipe == "paper" else found["mean"]
+        counted = found["mean" if recipe == "ours" else "best"]
         rows.append(
             {
                 **cell,
@@ -167,10 +173,9 @@ def markdown(result: dict[str, Any]) -> str:
     """The tables as a page."""
     lines = ["# Table I: planar sets", "", f"`{result['command']}`, {result['seeds']} seeds.", ""]
     for recipe, rows in result["recipes"].items():
-        counted = "best" if recipe == "paper" else "mean"
+        counted = "mean" if recipe == "ours" else "best"
         good = sum(row["reached"] for row in rows)
-        title = "The paper's recipe" if recipe == "paper" else "Our recipe"
-        lines += [f"## {title}", ""]
+        lines += [f"## {TITLES[recipe]}", ""]
         lines += [f"{good} of {len(rows)} cells have their {counted} at or above the paper's."]
         lines += [
             "A cell: mean ± standard deviation (worst to best), the paper's figure in brackets, T.",

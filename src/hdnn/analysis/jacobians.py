@@ -1,0 +1,131 @@
+"""The Jacobians of all layers in closed form, at given states: no autograd, no loop over layers.
+
+Everything is in denominator layout, so that with row vectors dy_{j+1} = dy_j M_j. A layer that adds
+h sigma(y K^T + b) V to the state has M = I + h K^T D V with D = diag(sigma') (eq:FE_BP); the
+implicit layers solve for the state that they also depend on (eq:backward_implicit_euler).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hdnn import activations
+from hdnn.activations import Activation
+from hdnn.integrators import splitting
+from hdnn.interconnection import times_J, times_X
+from hdnn.networks import MLP, MS1, MS2, MS3, HamiltonianNet, Network
+from hdnn.shapes import Step
+
+
+def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -> Tensor:
+    """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers, given their states (L+1, B, n)."""
+    each, shared = net.weights_by_layer()
+    w = {**shared, **{name: value[layers] for name, value in each.items()}}
+    sigma = activations.get(net.activation)
+    y, after = states[:-1], states[1:]
+    if isinstance(net, MLP):
+        return _through(y, w["K"], w["b"], None, sigma)
+    h = _steps(w["h"], len(y), y)
+    if isinstance(net, MS2):
+        return _eye(y) + h * _through(y, w["K"], w["b"], None, sigma)
+    if isinstance(net, MS1):
+        K = w["K_0"]
+        return _shears(splitting.MS1, y, (K.mT, K, w["b_1"], w["b_2"]), (None, None), h, sigma)
+    if isinstance(net, MS3):
+        K_p, K_q = w["K_2"], w["K_1"]
+        weights = (K_p, K_q, w["b_2"], w["b_1"])
+        return _shears(splitting.MS3, y, weights, (K_p, K_q), h, sigma)
+    assert isinstance(net, HamiltonianNet)
+    if net.scheme.layout == "split":
+        K_p, K_q = w["K_p"], w["K_q"]
+        V = times_X(K_p, w["X"]), times_X(K_q, w["X"], adjoint=True)
+        weights = (K_p, K_q, w["b_p"], w["b_q"])
+        return _shears(net.scheme.shears, y, weights, V, h, sigma)
+    K, b = w["K"], w["b"]
+    if net.integrator == "forward_euler":
+        return _eye(y) + h * _through(y, K, b, times_J(K, w["J"]), sigma)
+    if net.integrator == "midpoint":
+        A = 0.5 * h * _through(0.5 * (y + after), K, b, times_J(K, w["J"]), sigma)
+        # dy_{j+1} (I - A) = dy_j (I + A)
+        return (_eye(y) + A) @ _inverse(_eye(y) - A)
+    return _semi_implicit(y, after, K, b, w["X"], h, sigma)
+
+
+def _steps(h: Step, N: int, like: Tensor) -> Tensor:
+    """h as (N, 1, 1, 1)."""
+    steps = h if isinstance(h, Tensor) else torch.tensor(h, dtype=like.dtype, device=like.device)
+    return steps.to(like.dtype).expand(N).view(N, 1, 1, 1)
+
+
+def _eye(y: Tensor) -> Tensor:
+    return torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+
+
+def _slopes(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
+    """sigma'(K y + b) for states (N, B, k): (N, B, r, 1)."""
+    return sigma.slope(y @ K.mT + b[:, None])[..., None]
+
+
+def _product(K: Tensor, D: Tensor, V: Tensor | None) -> Tensor:
+    """K^T D V for weights (N, r, k) and slopes (N, B, r, 1)."""
+    if V is None:  # the identity
+        return K.mT[:, None] * D.mT
+    return K.mT[:, None] @ (D * V[:, None])
+
+
+def _through(y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, sigma: Activation) -> Tensor:
+    """K^T D V at states (N, B, n)."""
+    return _product(K, _slopes(y, K, b, sigma), V)
+
+
+def _shears(
+    shears: tuple[splitting.Shear, ...],
+    y: Tensor,
+    weights: tuple[Tensor, ...],
+    V: tuple[Tensor | None, Tensor | None],
+    h: Tensor,
+    sigma: Activation,
+) -> Tensor:
+    """The product of a layer's p- and q-updates; M is kept as its rows, by p and by q."""
+    K_p, K_q, b_p, b_q = weights
+    p, q = y.chunk(2, -1)
+    m = p.shape[-1]
+    M = _eye(y).expand(*y.shape, 2 * m).clone()
+    for half, fraction in shears:
+        # What moves is added times a signed fraction of h; its rate comes from the other half.
+        c = (fraction if half == "q" else -fraction) * h
+        source, K, b, V_s = (q, K_q, b_q, V[1]) if half == "p" else (p, K_p, b_p, V[0])
+        a = source @ K.mT + b[:, None]
+        move = sigma(a) if V_s is None else sigma(a) @ V_s
+        A = c * _product(K, sigma.slope(a)[..., None], V_s)
+        # dy M: the columns of the moving half take A times those of the other.
+        if half == "p":
+            M[..., :m] += M[..., m:] @ A
+            p = p + c[..., 0] * move
+        else:
+            M[..., m:] += M[..., :m] @ A
+            q = q + c[..., 0] * move
+    return M
+
+
+def _semi_implicit(
+    y: Tensor, after: Tensor, K: Tensor, b: Tensor, X: Tensor | None, h: Tensor, sigma: Activation
+) -> Tensor:
+    """The general semi-implicit Euler layer, with z = sigma(K (p_{j+1}, q_j) + b)."""
+    m = y.shape[-1] // 2
+    (p, q), K_p, K_q = (after[..., :m], y[..., m:]), *K.chunk(2, -1)
+    D = sigma.slope(p @ K_p.mT + q @ K_q.mT + b[:, None])[..., None]
+    V_p, V_q = h * (D * times_X(K_p, X)[:, None]), h * (D * times_X(K_q, X, adjoint=True)[:, None])
+    by_p, by_q = K_p.mT[:, None], K_q.mT[:, None]
+    eye = _eye(p)
+    E = _inverse(eye + by_p @ V_q)  # dp_{j+1}/dp_j
+    F = -(by_q @ V_q) @ E  # dp_{j+1}/dq_j
+    from_p = torch.cat([E, E @ by_p @ V_p], -1)
+    from_q = torch.cat([F, eye + (by_q + F @ by_p) @ V_p], -1)
+    return torch.cat([from_p, from_q], -2)
+
+
+def _inverse(A: Tensor) -> Tensor:
+    """No decompositions in half precision."""
+    return torch.linalg.inv(A.to(torch.promote_types(A.dtype, torch.float32))).to(A.dtype)

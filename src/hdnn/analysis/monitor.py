@@ -1,0 +1,216 @@
+"""Watch the gradients of a network while it trains, in any loop."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import math
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.analysis.sensitivity import backward_sensitivity, norms
+from hdnn.errors import OptionError, ShapeError, positive_int
+from hdnn.model import Model
+from hdnn.networks import Network
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from hdnn.training import Moment
+
+SHARE = 0.08  # of the time of a training that watching it may take
+SAMPLES = 64
+VANISHED, EXPLODED = 1e-6, 1e6
+
+
+class GradientWarning(UserWarning):
+    """Gradients that vanish or explode."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One look at the gradients: for layers j = 0 .. N, over the samples."""
+
+    step: int
+    smallest: list[float]  # norm(dy_N/dy_j)
+    median: list[float]
+    largest: list[float]
+    of_mean: list[float]  # the norm of the mean of all samples' matrices, which the paper shows
+    weights: list[float] = field(default_factory=list)  # gradients of layer j's weights, j < N
+
+
+class GradientMonitor:
+    """Records norm(dy_N/dy_j) and the gradients of the weights every so many steps.
+
+        monitor = GradientMonitor(x=data.x_test)
+        fit(model, data.x_train, data.t_train, callbacks=[monitor])
+
+        with GradientMonitor(model, x, optimizer=optimizer) as monitor:
+            ...  # any loop that calls optimizer.step()
+
+        monitor.plot()
+
+    Args:
+        model: a `hdnn.Model` or a network; a callback of `fit` is told.
+        x: samples to look at: inputs of a model, states of a network; up to `samples` of them.
+        every: how many steps lie between two looks. By default as few as keep the time that looking
+            takes below a tenth of the training's.
+        optimizer: whose steps count, in a `with` block; without one, call `step()` yourself.
+    """
+
+    def __init__(
+        self,
+        model: Model | Network | None = None,
+        x: Tensor | None = None,
+        *,
+        every: int | None = None,
+        samples: int = SAMPLES,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        if model is not None and not isinstance(model, (Model, Network)):
+            raise OptionError(
+                f"a monitor watches a hdnn.Model or a network, but got {type(model).__name__}."
+            )
+        if not isinstance(x, Tensor) or x.ndim < 1 or not x.numel():
+            raise ShapeError("x must be a tensor with the samples to look at, at least one.")
+        self.model, self.optimizer = model, optimizer
+        self.every = None if every is None else positive_int("every", every)
+        self.x = x.detach().reshape(-1, x.shape[-1])[: positive_int("samples", samples)]
+        self.records: list[Record] = []
+        self.findings: list[str] = []
+        self.steps, self.spent, self.start = 0, 0.0, time.perf_counter()
+        self._handle: Any = None
+
+    def __enter__(self) -> Self:
+        if self.optimizer is not None:
+            self._handle = self.optimizer.register_step_post_hook(lambda *_: self.step())
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, moment: Moment) -> None:
+        """As a callback of `hdnn.training.fit`."""
+        self.model = moment.model
+        self.step()
+
+    def step(self) -> None:
+        """Count a step of the training, and look if it is time to."""
+        self.steps += 1
+        if not self.records and self.steps == 1:
+            self.start = time.perf_counter() if self.every is None else self.start
+        if self._due():
+            begun = time.perf_counter()
+            self.look()
+            self.spent += time.perf_counter() - begun
+
+    def _due(self) -> bool:
+        if self.every is not None:
+            return (self.steps - 1) % self.every == 0
+        training = time.perf_counter() - self.start - self.spent
+        return not self.records or self.spent <= SHARE * training
+
+    @torch.no_grad()
+    def look(self) -> Record:
+        """Record the gradients as they are now."""
+        if self.model is None:
+            raise OptionError("give the monitor a model, or use it as a callback of fit.")
+        exact = copy.deepcopy(self.model).cpu().double()
+        x = self.x.cpu().double()
+        net, y = (exact.net, exact.embed(x)) if isinstance(exact, Model) else (exact, x)
+        Phi = backward_sensitivity(net, y)
+        found = norms(Phi)
+        record = Record(
+            self.steps,
+            found.amin(1).tolist(),
+            found.median(1).values.tolist(),
+            found.amax(1).tolist(),
+            norms(Phi.mean(1)).tolist(),
+            _by_layer(self.model.net if isinstance(self.model, Model) else self.model),
+        )
+        self.records.append(record)
+        self._judge(record)
+        return record
+
+    def _judge(self, record: Record) -> None:
+        """Say it the first time that something vanishes or explodes."""
+        low, high = min(record.median[:-1]), max(record.largest[:-1])
+        if low < VANISHED and not any("vanish" in text for text in self.findings):
+            layer = max(j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED)
+            self._say(
+                f"gradients vanish: at step {record.step} half of the samples have "
+                f"norm(dy_N/dy_j) < {VANISHED:g} from layer {layer} down; a network of shears "
+                "such as hdnn.H2 cannot do that."
+            )
+        if high > EXPLODED and not any("explode" in text for text in self.findings):
+            layer = max(j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED)
+            self._say(
+                f"gradients explode: at step {record.step} norm(dy_N/dy_j) is up to {high:.2g}, "
+                f"above {EXPLODED:g} from layer {layer} down; use a smaller step h, smaller "
+                "weights, or hdnn.regularization.gradient_budget."
+            )
+
+    def _say(self, text: str) -> None:
+        self.findings.append(text)
+        warnings.warn(text, GradientWarning, stacklevel=4)
+
+    def table(self, name: str = "smallest") -> Tensor:
+        """One of the recorded quantities as (records, N+1)."""
+        rows = [getattr(record, name) for record in self.records]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    @property
+    def recorded_steps(self) -> list[int]:
+        return [record.step for record in self.records]
+
+    def to_csv(self) -> str:
+        """All records: step, layer, and the norms over the samples."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        names = ("smallest", "median", "largest", "of_mean")
+        writer.writerow(["step", "layer", *names, "weight_gradient"])
+        for record in self.records:
+            for j, values in enumerate(zip(*(getattr(record, n) for n in names), strict=True)):
+                weight = record.weights[j] if j < len(record.weights) else math.nan
+                numbers = [f"{value:.6g}" for value in (*values, weight)]
+                writer.writerow([record.step, j, *numbers])
+        return text.getvalue()
+
+    def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
+        """The surface of norms over steps and layers, as colours."""
+        from hdnn.plotting import gradient_surface
+
+        return gradient_surface(self, ax, name=name)
+
+    def __str__(self) -> str:
+        if not self.records:
+            return "no gradients recorded yet"
+        low = min(min(record.smallest[:-1]) for record in self.records)
+        high = max(max(record.largest[:-1]) for record in self.records)
+        text = (
+            f"{len(self.records)} looks in {self.steps} steps, {len(self.x)} samples: "
+            f"norm(dy_N/dy_j) from {low:.6g} to {high:.6g}"
+        )
+        return "\n".join([text, *self.findings])
+
+
+def _by_layer(net: nn.Module) -> list[float]:
+    """The norm of the gradient of each layer's weights, where these are stacked over layers."""
+    assert isinstance(net, Network)
+    total: Tensor | None = None
+    for parameter in net.parameters():
+        grad = parameter.grad
+        if grad is None or grad.ndim < 1 or len(grad) != net.layers:
+            continue
+        squares = grad.double().square().reshape(net.layers, -1).sum(1)
+        total = squares if total is None else total + squares
+    return [] if total is None else total.sqrt().tolist()

@@ -1,0 +1,121 @@
+"""Watching gradients while something trains."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+import warnings
+
+import pytest
+import torch
+
+import hdnn
+from hdnn import analysis
+from hdnn.analysis import GradientMonitor, GradientWarning
+from hdnn.data import planar
+from hdnn.errors import OptionError, ShapeError
+from hdnn.training import fit
+
+DATA = planar.double_moons(400, seed=1)
+
+
+def model_of(net):
+    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4))
+
+
+def test_a_callback_of_fit_records_what_certify_sees():
+    model = model_of(hdnn.H2(4, 6, init="paper"))
+    monitor = GradientMonitor(x=DATA.x_test, every=3, samples=20)
+    fit(model, DATA.x_train, DATA.t_train, epochs=2, batch=50, callbacks=[monitor], progress=False)
+    assert monitor.recorded_steps == [1, 4, 7]
+    assert all(len(r.smallest) == 7 and len(r.weights) == 6 for r in monitor.records)
+    assert monitor.table("smallest")[:, :-1].min() >= 1
+    last = monitor.look()  # after the last step
+    found = analysis.certify(model, DATA.x_test[:20])
+    assert last.smallest == pytest.approx(found.by_layer["smallest"], rel=1e-9)
+    assert last.largest == pytest.approx(found.by_layer["largest"], rel=1e-9)
+    assert str(monitor).startswith("4 looks in 8 steps, 20 samples")
+
+
+def test_any_loop_with_an_optimizer_is_watched():
+    net = hdnn.H1(4, 5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    y = torch.randn(8, 4)
+    with GradientMonitor(net, y, every=2, optimizer=optimizer) as monitor:
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(y).square().sum().backward()
+            optimizer.step()
+    optimizer.step()  # no longer
+    assert monitor.recorded_steps == [1, 3, 5]
+    expected = torch.stack([p.grad.reshape(5, -1).square().sum(1) for p in net.parameters()])
+    torch.testing.assert_close(
+        torch.tensor(monitor.records[-1].weights), expected.sum(0).sqrt(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_steps_are_counted_by_hand_where_there_is_no_optimizer():
+    monitor = GradientMonitor(hdnn.H2(4, 3), torch.randn(2, 4), every=1)
+    with monitor:
+        monitor.step()
+        monitor.step()
+    assert monitor.recorded_steps == [1, 2]
+    assert monitor.records[0].weights == []  # nothing has been differentiated
+
+
+def test_by_default_it_takes_less_than_a_tenth_of_the_time():
+    monitor = GradientMonitor(hdnn.H2(4, 8), torch.randn(16, 4))
+    with monitor:
+        for _ in range(200):
+            time.sleep(1e-3)
+            monitor.step()
+    whole = time.perf_counter() - monitor.start
+    assert 1 < len(monitor.records) < 200
+    assert monitor.spent < 0.15 * whole + 0.02
+
+
+def test_vanishing_gradients_are_said_once_with_step_and_layer():
+    net = hdnn.MLP(4, 30)
+    with torch.no_grad():
+        net.K.mul_(0.1)
+    monitor = GradientMonitor(net, torch.randn(5, 4), every=1)
+    with pytest.warns(GradientWarning, match="vanish: at step 1 half of the samples.*layer 2"):
+        monitor.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.step()
+    assert len(monitor.findings) == 1
+
+
+def test_exploding_gradients_are_said_also_beyond_float64():
+    net = hdnn.H2(2, 600, step=1.0, activation="identity", dtype=torch.float64)
+    with torch.no_grad():
+        net.K_p.fill_(5.0)
+        net.K_q.fill_(5.0)
+    monitor = GradientMonitor(net, torch.ones(2, 2, dtype=torch.float64), every=1)
+    with pytest.warns(GradientWarning, match="explode: at step 1 norm.* is up to inf"):
+        monitor.step()
+
+
+def test_records_are_a_table_and_a_picture(tmp_path):
+    monitor = GradientMonitor(hdnn.H2(4, 3), torch.randn(5, 4), every=1)
+    with pytest.raises(ShapeError, match="recorded nothing"):
+        monitor.plot()
+    assert str(monitor) == "no gradients recorded yet"
+    for _ in range(3):
+        monitor.step()
+    rows = list(csv.DictReader(io.StringIO(monitor.to_csv())))
+    assert len(rows) == 3 * 4
+    assert float(rows[0]["smallest"]) == pytest.approx(monitor.records[0].smallest[0], rel=1e-5)
+    for name in ("smallest", "median", "largest", "of_mean"):
+        monitor.plot(name=name).figure.savefig(tmp_path / f"{name}.png")
+
+
+def test_mistakes_are_one_sentence():
+    with pytest.raises(OptionError, match="but got Linear"):
+        GradientMonitor(torch.nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(ShapeError, match="x must be a tensor"):
+        GradientMonitor(hdnn.H2(4, 3))
+    with pytest.raises(OptionError, match="give the monitor a model"):
+        GradientMonitor(x=torch.ones(1, 4)).step()
