@@ -7,7 +7,15 @@ import sys
 import pytest
 
 from hdnn.errors import DataError, OptionError
-from hdnn.experiments import fig_distributed, fig_planar, runner, table_distributed, table_planar
+from hdnn.experiments import (
+    fig_distributed,
+    fig_exploding,
+    fig_gradients,
+    fig_planar,
+    runner,
+    table_distributed,
+    table_planar,
+)
 
 
 def double(job):
@@ -72,7 +80,14 @@ def test_mistakes_are_one_sentence_and_exit_code_2(capsys):
     assert runner.guarded(stopped) == 130
 
 
-EXPERIMENTS = [fig_distributed, fig_planar, table_distributed, table_planar]
+EXPERIMENTS = [
+    fig_distributed,
+    fig_exploding,
+    fig_gradients,
+    fig_planar,
+    table_distributed,
+    table_planar,
+]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -121,7 +136,7 @@ def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
     options = ["--seeds", "2", "--processes", "1", "--out", str(tmp_path), "--json"]
     assert table_planar.main([*options, "--runs", str(tmp_path / "runs")]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result["recipes"]) == {"paper", "ours"}
+    assert set(result["recipes"]) == set(table_planar.RECIPES)
     for rows in result["recipes"].values():
         assert [row["network"] for row in rows] == list(table_planar.NETWORKS)
         assert all(row["seeds"] == 2 and 0 < row["mean"] <= 100 for row in rows)
@@ -159,3 +174,31 @@ def test_figures_are_drawn(short, tmp_path, monkeypatch, capsys):
         "fig-distributed-double_circles.png",
     }
     assert "% of the test points" in capsys.readouterr().out
+
+
+def test_exploding_gradients_are_measured_beside_their_closed_forms(tmp_path, monkeypatch, capsys):
+    for name in ("matplotlib", "scipy"):
+        pytest.importorskip(name)
+    monkeypatch.setattr(fig_exploding, "T", 30.0)
+    monkeypatch.setattr(fig_exploding, "GAMMAS", (0.5,))
+    assert fig_exploding.main(["--out", str(tmp_path), "--seed", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["seed"] == 3
+    assert [row["eps"] for row in result["linear"]] == [1.0, 1.0, 1.0, 0.1]
+    assert all(row["period"]["relative difference"] < 1e-10 for row in result["linear"])
+    assert result["linear"][0]["slope per eps t"]["measured"] == pytest.approx(0.328, abs=0.01)
+    steep = result["exponential"][-1]
+    assert steep["rate"] == pytest.approx(steep["closed form"], rel=1e-9)
+    assert json.loads((tmp_path / "fig-exploding.json").read_text()) == result
+    assert "| (1, 0) | 1 |" in (tmp_path / "fig-exploding.md").read_text()
+    picture = (tmp_path / "fig-exploding.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 200_000
+
+
+@pytest.mark.parametrize("module", ["scipy", "matplotlib.figure"])
+def test_exploding_gradients_need_scipy_and_matplotlib(module, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert runner.guarded(fig_exploding.main, ["--out", str(tmp_path)]) == 2
+    assert "pip install 'hdnn[" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

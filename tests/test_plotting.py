@@ -9,6 +9,7 @@ import torch
 
 import hdnn
 from hdnn import plotting
+from hdnn.analysis.refinement import Convergence
 from hdnn.data import planar
 from hdnn.errors import MissingExtraError, ShapeError
 from hdnn.training import History
@@ -19,6 +20,15 @@ from matplotlib.figure import Figure  # noqa: E402
 DATA = planar.swiss_roll(200)
 HISTORY = History(loss=[0.7, 0.3, 0.1], accuracy=[0.6, 0.9, 1.0], learning_rate=[0.1] * 3)
 NORMS = torch.tensor([[1.5, 3.0, 2.0], [1.2, 1.4, 1.3], [1.0, 1.0, 1.0]])
+TIMES = torch.linspace(0, 6, 50)
+ORBITS = torch.stack([torch.stack([r * TIMES.cos(), r * TIMES.sin()], -1) for r in (1, 2)], 1)
+TURNS = TIMES[:, None, None] * torch.eye(2)
+ERRORS = {
+    "one": Convergence((1, 2, 4), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), (1.0, 1.0), 1.0),
+    "two": Convergence((1, 2), (0.4, 0.2), (1e-2, 2.5e-3), (2.0,), 2.0),
+    "lower": Convergence((1, 2), (0.4, 0.2), (1e-3, 2.5e-4), (2.0,), 2.0),
+    "at rest": Convergence((1, 2), (0.4, 0.2), (0.0, 0.0), (math.nan,), math.nan),
+}
 
 
 def a_model(dtype=None):
@@ -34,6 +44,17 @@ PICTURES = {
     "trajectories": lambda ax=None: plotting.trajectories(
         a_model().trajectory(DATA.x_test[:9]), ax, labels=DATA.t_test[:9]
     ),
+    "phase_portrait": lambda ax=None: plotting.phase_portrait(
+        ORBITS, ax, energy=lambda y: y.square().sum(-1)
+    ),
+    "sensitivity_growth": lambda ax=None: plotting.sensitivity_growth(TIMES, TURNS, ax, slope=1.0),
+    "perturbation_growth": lambda ax=None: plotting.perturbation_growth(
+        {0.1: (TIMES, TIMES + 1), 0.01: (TIMES, TIMES + 2)}, ax, slope=1.0, diameter=0.7
+    ),
+    "layer_growth": lambda ax=None: plotting.layer_growth(
+        {"flat": torch.ones(9), "steep": torch.arange(9.0).exp()}, ax, rates=[0.0, 1.0]
+    ),
+    "convergence": lambda ax=None: plotting.convergence(ERRORS, ax),
 }
 every_picture = pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES)
 
@@ -163,3 +184,51 @@ def test_trajectories_of_another_shape_or_feature_are_refused():
         plotting.trajectories(torch.zeros(4, 2))
     with pytest.raises(ShapeError, match=r"features must be two of 0 \.\. 3"):
         plotting.trajectories(torch.zeros(4, 2, 4), features=(0, 4))
+
+
+# Growth and convergence
+
+
+def test_a_phase_portrait_marks_where_orbits_start_and_names_them():
+    ax = plotting.phase_portrait(ORBITS, names=["small", "large"])
+    assert lines(ax)["large"] == pytest.approx(ORBITS[:, 1, 1].tolist())
+    assert [line.get_markevery() for line in ax.get_lines()] == [[0], [0]]
+    assert not ax.collections  # no energy, no level lines
+    assert plotting.phase_portrait(ORBITS[:1]).has_data()  # one point is an orbit, too
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (5, 1, 3), (5, 0, 2)])
+def test_orbits_of_another_shape_are_refused(shape):
+    with pytest.raises(ShapeError, match=r"states must be \(k, B, 2\)"):
+        plotting.phase_portrait(torch.zeros(shape))
+
+
+def test_growth_shows_entries_the_norm_and_the_line_above():
+    shown = lines(plotting.sensitivity_growth(TIMES, TURNS, slope=0.5))
+    assert shown["norm"] == pytest.approx(TIMES.tolist())
+    assert shown["0.500 $t$"] == pytest.approx((0.5 * TIMES).tolist())
+    assert "entries" in lines(plotting.sensitivity_growth(TIMES, TURNS))
+    with pytest.raises(ShapeError, match=r"Phi \(k, n, n\)"):
+        plotting.sensitivity_growth(TIMES[1:], TURNS)
+
+
+def test_perturbations_are_drawn_from_the_first_time_above_zero():
+    ax = plotting.perturbation_growth({0.5: (TIMES, TIMES + 1)})
+    assert lines(ax) == {r"$\gamma$ = 0.5": pytest.approx((TIMES[1:] + 1).tolist())}
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+
+
+def test_layers_that_grow_are_beside_the_rate_that_they_should_have():
+    ax = PICTURES["layer_growth"]()
+    assert lines(ax)["steep"] == pytest.approx(torch.arange(9.0).exp().tolist())
+    exact = [line for line in ax.get_lines() if line.get_label().startswith("_child")]
+    assert len(exact) == 2  # of the steep one, and the norm 1
+    assert list(exact[0].get_ydata()) == pytest.approx(torch.arange(9.0).exp().tolist())
+
+
+def test_convergence_has_one_slope_for_each_whole_order_below_its_lowest_errors():
+    ax = plotting.convergence(ERRORS)
+    assert "one: order 1.00" in lines(ax)
+    assert [text.get_text().strip() for text in ax.texts] == ["$h$", "$h^2$"]
+    slopes = [line for line in ax.get_lines() if line.get_linestyle() == ":"]
+    assert list(slopes[1].get_ydata()) == pytest.approx([4e-4, 1e-4])

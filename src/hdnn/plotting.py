@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from hdnn.analysis import Certificate, GradientMonitor
-    from hdnn.analysis.convergence import Convergence
+    from hdnn.analysis.refinement import Convergence
     from hdnn.model import Model
     from hdnn.training import History
 

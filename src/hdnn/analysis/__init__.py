@@ -9,8 +9,10 @@ from hdnn.analysis.bounds import (
     gradient_bounds,
 )
 from hdnn.analysis.certificate import Certificate, Guarantee, certify, guarantee
+from hdnn.analysis.continuous import ContinuousNetwork
 from hdnn.analysis.extremes import extreme_singular_values
 from hdnn.analysis.monitor import GradientMonitor, GradientWarning
+from hdnn.analysis.refinement import Convergence, convergence
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
     layer_sensitivity,
@@ -23,10 +25,19 @@ from hdnn.analysis.symplectic import (
     reconstruction_error,
     symplectic_defect,
 )
+from hdnn.analysis.theorems import (
+    chain_rule,
+    generalized_symplecticity,
+    gradient_dynamics,
+    smallest_norms,
+    upper_bounds,
+)
 
 __all__ = [
     "Bound",
     "Certificate",
+    "ContinuousNetwork",
+    "Convergence",
     "GradientMonitor",
     "GradientWarning",
     "Guarantee",
@@ -36,14 +47,20 @@ __all__ = [
     "bsm_bound_forward_euler",
     "bsm_bound_paper",
     "certify",
+    "chain_rule",
+    "convergence",
     "energy_along",
     "extreme_singular_values",
+    "generalized_symplecticity",
     "gradient_bounds",
+    "gradient_dynamics",
     "guarantee",
     "is_symplectic",
     "layer_sensitivity",
     "norms",
     "reconstruction_error",
     "singular_values",
+    "smallest_norms",
     "symplectic_defect",
+    "upper_bounds",
 ]

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdnn.engine import jit
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.training import coordinate, small_steps
+from hdnn.training import coordinate
 
 MOST = 32  # weights, past which matrix products by BLAS are faster
 SIGMOID, SOFTMAX, REGRESSION = range(3)
@@ -30,7 +31,7 @@ def usable(head: torch.nn.Module, y: Tensor) -> bool:
         and y.device.type == "cpu"
         and y.dtype in (torch.float32, torch.float64)
         and head.weight.numel() + head.bias.numel() <= MOST  # pyright: ignore
-        and small_steps.installed()
+        and jit.installed()
     )
 
 
@@ -111,8 +112,8 @@ def _kernels() -> tuple[Any, Any]:
     """The two solvers, compiled."""
     here = globals()
     for name in PARTS:
-        here[name] = small_steps.compiled(here[name])
-    return small_steps.compiled(_newton), small_steps.compiled(_adam)
+        here[name] = jit.compiled(here[name])
+    return jit.compiled(_newton), jit.compiled(_adam)
 
 
 # A minibatch lies feature by feature, so that every loop over samples is one of vectors: A (d, B)

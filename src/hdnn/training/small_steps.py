@@ -6,15 +6,15 @@ The regulariser's gradient and Adam, as `hdnn.training.loop` defines them. Needs
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hdnn.engine import jit
 
 MOST = 20_000  # weights, up to which one thread is enough
 
@@ -25,23 +25,8 @@ def usable(parameters: list[Any]) -> bool:
         all(p.device.type == "cpu" and p.is_contiguous() for p in parameters)
         and all(p.dtype in (torch.float32, torch.float64) for p in parameters)
         and sum(p.numel() for p in parameters) < MOST
-        and installed()
+        and jit.installed()
     )
-
-
-@cache
-def installed() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """A function compiled by numba, kept on disk where there is a place for it."""
-    import numba
-
-    try:
-        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
-    except RuntimeError:
-        return numba.njit(error_model="numpy", nogil=True)(function)
 
 
 def norm(tensors: list[Tensor]) -> float:
@@ -58,7 +43,7 @@ def by_layer(tensor: Tensor) -> Any:
 @cache
 def kernels() -> tuple[Any, Any]:
     """Smoothness and Adam, compiled."""
-    return compiled(_smooth), compiled(_adam)
+    return jit.compiled(_smooth), jit.compiled(_adam)
 
 
 def _smooth(p, g, scale):  # pragma: kernel

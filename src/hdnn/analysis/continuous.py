@@ -1,0 +1,247 @@
+"""Networks in continuous time: the ODE that the layers discretise, and its sensitivities.
+
+The BSM dy(T)/dy(t) has an ODE of its own (eq:BackwardGradientDynamics), solved beside that of the
+states. Matrices are in denominator layout: for row vectors dy' = dy A with A = K^T D K J^T. Time
+runs from 0 to T here, and not from T back as in the paper, so the sign turns: dPhi/dt = -A Phi.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdnn import activations
+from hdnn.analysis import adaptive
+from hdnn.errors import DataError, OptionError, ShapeError, StepError, choose, positive_float
+from hdnn.networks import MS1, MS2, Network, ODENetwork
+from hdnn.shapes import Shapes
+
+Times = Tensor | Sequence[float] | float | None
+
+WEIGHTS = ("constant", "linear")
+
+
+class Weights(NamedTuple):
+    """Of one moment: the field is sigma(y K^T + b) V for row vectors y, with V = K J^T."""
+
+    K: Tensor
+    b: Tensor
+    V: Tensor
+
+
+class Piece(NamedTuple):
+    """A span of time in which the weights go straight from one layer's to another's."""
+
+    start: float
+    end: float
+    first: int
+    last: int
+
+
+class ContinuousNetwork:
+    """y' = J(t) K(t)^T sigma(K(t) y + b(t)), of a network as it is now   (eq:ODE_H).
+
+    Args:
+        weights: "constant" gives each layer's weights to its own step [t_j, t_{j+1}]: the ODE that
+            `net.refine(k)` tends to. "linear" has them in the middle of the step and goes straight
+            from middle to middle, so that nothing jumps; half a step at either end is constant.
+            J goes along, but for MS1 and MS2: there J K^T is one matrix in all layers, and stays.
+        method: of `scipy.integrate.solve_ivp`, with its tolerances `rtol` and `atol`.
+
+    No step of the solver reaches over a time where the weights jump or bend. A batch is one system
+    to it: all samples share its steps, and the mean of their errors is what it looks at. Whatever
+    the dtype of the network, results are float64.
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        weights: str = "constant",
+        *,
+        method: str = "DOP853",
+        rtol: float = 1e-10,
+        atol: float = 1e-12,
+    ) -> None:
+        if not isinstance(net, Network):
+            raise OptionError(
+                f"only a network has an ODE, but got {type(net).__name__}; "
+                "of a Model, give model.net."
+            )
+        self.weights = choose("weights", weights, WEIGHTS)
+        self.method = choose("method", method, adaptive.METHODS)
+        self.rtol, self.atol = positive_float("rtol", rtol), positive_float("atol", atol)
+        if self.rtol < 1e-13:  # scipy would take a larger one, with a warning for each piece
+            raise StepError(f"rtol must be at least 1e-13 in float64, but got {rtol}.")
+        net = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(False)
+        field = net.field()  # refuses where there is none
+        if not all(bool(part.isfinite().all()) for part in field.values()):
+            raise DataError("the network has weights that are NaN or infinite; all must be finite.")
+        assert isinstance(net, ODENetwork)
+        self.net = net
+        self.J, self._K, self._b = field["J"], field["K"], field["b"]
+        self._J = self.J.expand(net.layers, -1, -1)
+        self._V = self._K @ self._J.mT
+        self._sigma = activations.get(net.activation)
+        self.times = torch.nn.functional.pad(net.steps().cumsum(0), (1, 0))
+        self._pieces = self._cut(self.times.tolist())
+
+    @property
+    def T(self) -> float:
+        """The last of `times`, (N+1,), the times where layers start and end."""
+        return float(self.times[-1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.net!r}, {self.weights} weights, {self.method})"
+
+    # Solutions
+
+    @torch.no_grad()
+    def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
+        """y(t) from y(0) = y at times t, by default where layers meet: (len(t), *batch, n)."""
+        states, wanted = self._states(y), self._wanted(t)
+        (states,) = self._follow(self._move, (states,), 0.0, wanted)
+        return states.reshape(len(wanted), *y.shape).to(y.device)
+
+    @torch.no_grad()
+    def flow(self, y: Tensor, *, start: float = 0.0, end: float | None = None) -> Tensor:
+        """The state at `end`, by default T, from y at `start`; backwards too: (*batch, n)."""
+        states, begin = self._states(y), self._wanted([start])
+        stop = self._wanted([self.T if end is None else end])
+        (states,) = self._follow(self._move, (states,), begin.item(), stop)
+        return states.reshape(y.shape).to(y.device)
+
+    @torch.no_grad()
+    def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
+        """The BSM dy(T)/dy(t) along the trajectory from y(0) = y: (len(t), *batch, n, n).
+
+        By eq:BackwardGradientDynamics, back from dy(T)/dy(T) = I.
+        """
+        states = self._states(y)
+        Phi = self._back(states, self._eye(states), t)
+        return Phi.reshape(len(Phi), *y.shape, self.net.features).to(y.device)
+
+    @torch.no_grad()
+    def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
+        """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): (len(t), *batch, n)."""
+        states, ends = self._states(y), self._states(delta_T, "delta_T")
+        if y.shape != delta_T.shape:
+            raise ShapeError(
+                f"delta_T must have the shape of y, {tuple(y.shape)}, but has "
+                f"{tuple(delta_T.shape)}."
+            )
+        delta = self._back(states, ends.unsqueeze(-1), t)
+        return delta.reshape(len(delta), *y.shape).to(y.device)
+
+    @torch.no_grad()
+    def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
+        """dy(t)/dy(0) along the trajectory from y(0) = y: (len(t), *batch, n, n)."""
+        states, wanted = self._states(y), self._wanted(t)
+        _, F = self._follow(self._move_with, (states, self._eye(states)), 0.0, wanted)
+        return F.reshape(len(wanted), *y.shape, self.net.features).to(y.device)
+
+    def _back(self, states: Tensor, columns: Tensor, t: Times) -> Tensor:
+        """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c), along the way of y(0)."""
+        wanted = self._wanted(t)
+        ends = self.flow(states)
+        return self._follow(self._move_against, (ends, columns), self.T, wanted)[1]
+
+    # Rates of change, given the weights of the moment
+
+    def _move(self, w: Weights, y: Tensor) -> tuple[Tensor, ...]:
+        return (self._sigma(y @ w.K.mT + w.b) @ w.V,)
+
+    def _move_with(self, w: Weights, y: Tensor, F: Tensor) -> tuple[Tensor, ...]:
+        return *self._move(w, y), F @ self._A(w, y)
+
+    def _move_against(self, w: Weights, y: Tensor, M: Tensor) -> tuple[Tensor, ...]:
+        return *self._move(w, y), -(self._A(w, y) @ M)
+
+    def _A(self, w: Weights, y: Tensor) -> Tensor:
+        """K^T D K J^T at states (B, n): (B, n, n)."""
+        D = self._sigma.slope(y @ w.K.mT + w.b)
+        return w.K.mT @ (D.unsqueeze(-1) * w.V)
+
+    # Weights in time
+
+    def _cut(self, times: list[float]) -> list[Piece]:
+        if self.weights == "constant":
+            return [Piece(a, b, j, j) for j, (a, b) in enumerate(pairwise(times))]
+        middles = [(a + b) / 2 for a, b in pairwise(times)]
+        last = len(middles) - 1
+        between = [Piece(a, b, j, j + 1) for j, (a, b) in enumerate(pairwise(middles))]
+        return [Piece(0.0, middles[0], 0, 0), *between, Piece(middles[-1], times[-1], last, last)]
+
+    def _at(self, piece: Piece, t: float) -> Weights:
+        start, end, j, k = piece
+        if j == k:
+            return Weights(self._K[j], self._b[j], self._V[j])
+        part = (t - start) / (end - start)
+        K, b, J, V = (torch.lerp(x[j], x[k], part) for x in (self._K, self._b, self._J, self._V))
+        return Weights(K, b, V if isinstance(self.net, (MS1, MS2)) else K @ J.mT)
+
+    def _follow(
+        self,
+        move: Callable[..., tuple[Tensor, ...]],
+        state: tuple[Tensor, ...],
+        start: float,
+        wanted: Tensor,
+    ) -> list[Tensor]:
+        """The state at the wanted times, all on one side of `start`, one piece after the other."""
+        sign = 1 if float(wanted.sum()) >= start * len(wanted) else -1
+        stops = sorted({start, *wanted.tolist()}, key=lambda t: sign * t)
+        found, reached = [[part[None]] for part in state], [start]
+        for piece in self._pieces[::sign]:
+            ends = sorted((piece.start, piece.end), key=lambda t: sign * t)
+            a, b = (sorted((stops[0], end, stops[-1]))[1] for end in ends)  # within the stops
+            if a == b:
+                continue
+            times = [a, *(t for t in stops if sign * a < sign * t < sign * b), b]
+            solution = adaptive.solve(
+                lambda t, *state, piece=piece: move(self._at(piece, t), *state),
+                [parts[-1][-1] for parts in found],
+                times,
+                method=self.method,
+                rtol=self.rtol,
+                atol=self.atol,
+            )
+            for parts, part in zip(found, solution, strict=True):
+                parts.append(part[1:])
+            reached += times[1:]
+        index = {t: i for i, t in enumerate(reached)}
+        chosen = [index[t] for t in wanted.tolist()]
+        return [torch.cat(parts)[chosen] for parts in found]
+
+    # What is given
+
+    def _eye(self, states: Tensor) -> Tensor:
+        n = self.net.features
+        return torch.eye(n, dtype=states.dtype, device="cpu").expand(len(states), n, n)
+
+    def _states(self, y: Tensor, name: str = "y") -> Tensor:
+        """Samples as rows, (B, n), in float64."""
+        n = self.net.features
+        Shapes(type(self).__name__, y)
+        if y.shape[-1] != n:
+            raise ShapeError(f"{name} must be (*batch, {n}), but has shape {tuple(y.shape)}.")
+        if not bool(y.isfinite().all()):
+            raise DataError(f"{name} has an entry that is NaN or infinite; all must be finite.")
+        return y.detach().to("cpu", torch.float64).reshape(-1, n)
+
+    def _wanted(self, t: Times) -> Tensor:
+        """The times asked for, (len(t),), moved into 0 .. T where rounding has put them outside."""
+        if t is None:
+            return self.times
+        try:
+            times = torch.atleast_1d(torch.as_tensor(t, dtype=torch.float64, device="cpu"))
+        except (TypeError, ValueError, RuntimeError):
+            times = self.times[:0]
+        inside = times.clamp(0.0, self.T)
+        close = bool(((times - inside).abs() <= 1e-12 * self.T).all())
+        if times.ndim > 1 or not len(times) or not close:
+            raise StepError(f"t must be times in 0 .. T = {self.T:g}, but got {t!r}.")
+        return inside

@@ -1,0 +1,24 @@
+"""Plain loops compiled by numba (extra `fast`), where calls of PyTorch cost more than the work."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def installed() -> bool:
+    """Whether numba is there; it is imported at the first use."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function compiled by numba, kept on disk where there is a place for it."""
+    import numba
+
+    try:
+        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
+    except RuntimeError:
+        return numba.njit(error_model="numpy", nogil=True)(function)
