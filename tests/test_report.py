@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hdnn import report
+from hdnn import report, reproduced
 from hdnn.errors import CheckpointError
 from hdnn.runs import Run, TrainConfig, write_json
 
@@ -184,7 +184,7 @@ def test_a_picture_that_is_none_is_left_out(make, monkeypatch):
     picture.write_bytes(b"<svg>")
     assert "<img" not in report.page([run])
     picture.write_bytes(PNG)
-    monkeypatch.setattr(report, "PICTURE", 3)
+    monkeypatch.setattr(reproduced, "LARGEST", 3)
     assert "<img" not in report.page([run])
 
 

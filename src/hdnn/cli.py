@@ -445,6 +445,9 @@ def report(
         list[str] | None, typer.Argument(help="runs, or folders of runs (default: runs)")
     ] = None,
     out: Annotated[str, typer.Option(help="HTML file to write")] = "report.html",
+    results: Annotated[
+        str, typer.Option(help="folder with what was reproduced of the paper, if it is there")
+    ] = "docs/results",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace that file")] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
@@ -454,7 +457,7 @@ def report(
     path = _new_file(out, overwrite)
     with _waiting("reading runs"):
         found = report.find_runs(folders or ["runs"])
-        page = report.page(found)
+        page = report.page(found, Path(results))
     write_atomically(path, page.encode("utf-8", errors="replace"))
     print(f"{len(found)} run{'s' * (len(found) != 1)} in {path}")
 

@@ -6,7 +6,6 @@ a run are put in as data. All that comes from files is escaped, and the page all
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hdnn
+from hdnn import reproduced
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.runs import Run
 
@@ -24,7 +24,6 @@ from hdnn.runs import Run
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
 WIDTH, HEIGHT = 380, 240  # of a curve: small, so that its text can be read on a phone
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 40
-PICTURE = 8 * 2**20  # bytes of one picture, at the most
 FLAT = 5e-3  # of their size: values that differ by less are drawn as a flat line
 
 STYLE = """
@@ -119,8 +118,8 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return list(found.values())
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The whole page."""
+def page(runs: Sequence[Run], results: Path | None = None) -> str:
+    """The whole page, with what a folder of results has of the paper's tables and figures."""
     known = [_read(run) for run in runs]
     for one, name in zip(known, _short_names(runs), strict=True):
         one["short"] = name
@@ -133,6 +132,7 @@ def page(runs: Sequence[Run]) -> str:
             _overview(known),
             _over_seeds(known),
             *(_section(index, one) for index, one in enumerate(known)),
+            "" if results is None else reproduced.section(results),
         ]
     )
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -334,19 +334,8 @@ def _certificate(certified: dict[str, Any]) -> str:
 def _pictures(one: dict[str, Any]) -> list[str]:
     """The decision regions; the other pictures of a run show what the curves show."""
     file = one["run"].folder / "decision_regions.png"
-    try:
-        if not file.is_file() or file.stat().st_size > PICTURE:
-            return []
-        content = file.read_bytes()
-    except OSError:
-        return []
-    if not content.startswith(b"\x89PNG"):
-        return []
-    data = base64.b64encode(content).decode()
-    return [
-        f'<figure><img alt="Decision regions" src="data:image/png;base64,{data}">'
-        "<figcaption>Test points on the predicted classes.</figcaption></figure>"
-    ]
+    shown = reproduced.picture(file, "Decision regions", "Test points on the predicted classes.")
+    return [shown] if shown else []
 
 
 # Curves

@@ -31,17 +31,17 @@ def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -
         return _eye(y) + h * _through(y, w["K"], w["b"], None, sigma)
     if isinstance(net, MS1):
         K = w["K_0"]
-        return _shears(splitting.MS1, y, (K.mT, K, w["b_1"], w["b_2"]), (None, None), h, sigma)
+        return _shears(splitting.MS1, states, (K.mT, K, w["b_1"], w["b_2"]), (None, None), h, sigma)
     if isinstance(net, MS3):
         K_p, K_q = w["K_2"], w["K_1"]
         weights = (K_p, K_q, w["b_2"], w["b_1"])
-        return _shears(splitting.MS3, y, weights, (K_p, K_q), h, sigma)
+        return _shears(splitting.MS3, states, weights, (K_p, K_q), h, sigma)
     assert isinstance(net, HamiltonianNet)
     if net.scheme.layout == "split":
         K_p, K_q = w["K_p"], w["K_q"]
         V = times_X(K_p, w["X"]), times_X(K_q, w["X"], adjoint=True)
         weights = (K_p, K_q, w["b_p"], w["b_q"])
-        return _shears(net.scheme.shears, y, weights, V, h, sigma)
+        return _shears(net.scheme.shears, states, weights, V, h, sigma)
     K, b = w["K"], w["b"]
     if net.integrator == "forward_euler":
         return _eye(y) + h * _through(y, K, b, times_J(K, w["J"]), sigma)
@@ -111,7 +111,7 @@ def _through(y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, sigma: Activatio
 
 def _shears(
     shears: tuple[splitting.Shear, ...],
-    y: Tensor,
+    states: Tensor,
     weights: tuple[Tensor, ...],
     V: tuple[Tensor | None, Tensor | None],
     h: Tensor,
@@ -119,28 +119,32 @@ def _shears(
 ) -> Tensor:
     """The product of a layer's p- and q-updates."""
     K_p, K_q, b_p, b_q = weights
+    y, m = states[:-1], states.shape[-1] // 2
     p, q = y.chunk(2, -1)
-    m = p.shape[-1]
-    by_p, by_q = _eye(y).expand(*y.shape, 2 * m).chunk(2, -1)  # the columns of M
-    for half, fraction in shears:
+    M = None
+    for k, (half, fraction) in enumerate(shears):
         # What moves is added times a signed fraction of h; its rate comes from the other half.
         c = (fraction if half == "q" else -fraction) * h
         source, K, b, V_s = (q, K_q, b_q, V[1]) if half == "p" else (p, K_p, b_p, V[0])
         a = torch.baddbmm(b[:, None], source, K.mT)
-        move = sigma(a) if V_s is None else sigma(a) @ V_s
-        A = c * _product(K, sigma.slope(a)[..., None], V_s)
-        # dy M: the columns of the moving half take A times those of the other.
-        if half == "p":
-            by_p = torch.baddbmm(by_p.flatten(0, 1), by_q.flatten(0, 1), A.flatten(0, 1)).view_as(
-                by_p
-            )
-            p = p + c[..., 0] * move
-        else:
-            by_q = torch.baddbmm(by_q.flatten(0, 1), by_p.flatten(0, 1), A.flatten(0, 1)).view_as(
-                by_q
-            )
-            q = q + c[..., 0] * move
-    return torch.cat([by_p, by_q], -1)
+        A = _product(K, c * sigma.slope(a)[..., None], V_s)
+        M = _one_more(M, A, half, m)
+        if k + 1 < len(shears):
+            move = c[..., 0] * (sigma(a) if V_s is None else sigma(a) @ V_s)
+            p, q = (p + move, q) if half == "p" else (p, q + move)
+    assert M is not None
+    return M
+
+
+def _one_more(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
+    """M times a shear: the columns of the moving half take A times those of the other."""
+    to, of = (slice(m), slice(m, None)) if half == "p" else (slice(m, None), slice(m))
+    if M is None:
+        M = torch.eye(2 * m, dtype=A.dtype, device=A.device).repeat(*A.shape[:2], 1, 1)
+        M[..., of, to] = A
+    else:
+        M[..., to] += M[..., of] @ A
+    return M
 
 
 def _semi_implicit(

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         points = planar.load(data, seed=options.seed)
         model = table_distributed.network("masked", 4, options.seed)
         path = options.out / f"{NAME}-{data}.png"
-        accuracy = draw(model, points, options.seed, path)
+        accuracy = draw(model, points, options.seed, path, table_distributed.OPTIONS)
         print(f"{path}: H2 on a ring of 8 nodes, 4 layers, {accuracy:.2f}% of the test points")
     return 0
 

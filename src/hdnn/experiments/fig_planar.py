@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import hdnn
 from hdnn.data import planar
@@ -21,11 +22,13 @@ FIGURES = {  # data: layers of an H1
 }
 
 
-def draw(model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path) -> float:
-    """Train by our recipe, draw, and return the test accuracy in per cent."""
+def draw(
+    model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path, options: dict[str, Any]
+) -> float:
+    """Train, draw, and return the test accuracy in per cent."""
     from hdnn.plotting import decision_regions
 
-    fit(model, data.x_train, data.t_train, seed=seed, **table_planar.RECIPES["ours"])
+    fit(model, data.x_train, data.t_train, seed=seed, **options)
     accuracy = 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
     ax = decision_regions(model, data)
     ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         points = planar.load(data, seed=options.seed)
         model = table_planar.network("H1", layers, table_planar.T_ours(layers), options.seed)
         path = options.out / f"{NAME}-{data}.png"
-        accuracy = draw(model, points, options.seed, path)
+        accuracy = draw(model, points, options.seed, path, table_planar.RECIPES["ours"])
         print(f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points")
     return 0
 
