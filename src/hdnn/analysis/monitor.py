@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hdnn.training import Moment
 
-SHARE = 0.08  # of the time of a training that watching it may take
+SHARE = 0.04  # of the time of a training that watching it may take
 SAMPLES = 64
 VANISHED, EXPLODED = 1e-6, 1e6
 

@@ -237,7 +237,8 @@ class _Training:
             self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
         self.smooth.add_gradient()
         norm, clip = math.nan, self.options["clip"]
-        if clip is not None or self.callbacks or last:
+        small = isinstance(self.optimizer, small_steps.Adam)
+        if clip is not None or (not small and (self.callbacks or last)):
             norm = self._gradient_norm()
             if clip is not None and norm > clip:
                 for p in self.trained:
@@ -246,7 +247,8 @@ class _Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if isinstance(self.optimizer, small_steps.Adam):
-            self.optimizer.descend()
+            found_norm = self.optimizer.descend()
+            norm = found_norm if clip is None else norm
         else:
             self.optimizer.step()
         return self._advance((found.loss, found.correct, norm), rate, last)

@@ -57,13 +57,16 @@ def _smooth(p, g, scale):  # pragma: kernel
 
 
 def _adam(p, g, m, v, rate, decay, b1, b2, eps, k):  # pragma: kernel
-    """Step k of Adam, counted from 1."""
+    """Step k of Adam, counted from 1; returns |g|^2."""
     first, second = rate / (1 - b1**k), 1 / math.sqrt(1 - b2**k)
+    square = 0.0
     for i in range(p.size):
+        square += g[i] * g[i]
         d = g[i] + decay * p[i]
         m[i] += (1 - b1) * (d - m[i])
         v[i] = b2 * v[i] + (1 - b2) * d * d
         p[i] -= first * m[i] / (math.sqrt(v[i]) * second + eps)
+    return square
 
 
 class Adam(torch.optim.Adam):
@@ -75,9 +78,9 @@ class Adam(torch.optim.Adam):
         super().load_state_dict(state_dict)
         self.views = None
 
-    def descend(self) -> None:
-        """`step`, without what PyTorch does around it."""
-        adam = kernels()[1]
+    def descend(self) -> float:
+        """`step`, without what PyTorch does around it; returns the norm of the gradient."""
+        adam, square = kernels()[1], 0.0
         for group, entries in zip(self.param_groups, self._views(), strict=True):
             rate, decay, eps = float(group["lr"]), float(group["weight_decay"]), group["eps"]
             b1, b2 = group["betas"]
@@ -87,7 +90,8 @@ class Adam(torch.optim.Adam):
                     continue
                 step += 1
                 flat = g.numpy().reshape(-1)
-                adam(p, flat, m, v, rate, decay, b1, b2, eps, int(step[()]))
+                square += adam(p, flat, m, v, rate, decay, b1, b2, eps, int(step[()]))
+        return math.sqrt(square)
 
     def _views(self) -> list[Any]:
         """The memory of parameters and states."""
