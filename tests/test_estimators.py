@@ -150,7 +150,7 @@ def test_certificate_says_that_gradients_do_not_vanish(iris):
     assert 0 < low <= 1 <= certificate.largest_norm <= high * (1 + 1e-12)
     assert certificate.samples == 75
     assert model.certificate_ is certificate
-    assert model.fit(X[:20], y[:20]).certificate_["samples"] == 20
+    assert model.fit(X[:20], y[:20]).certificate_.samples == 20
 
 
 def test_data_frames_are_known_by_their_columns(iris):

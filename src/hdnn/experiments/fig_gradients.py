@@ -75,13 +75,18 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| --- |" + " --- |" * 4]
     for name, found in result["networks"].items():
         lines.append(
-            f"| {name} | {found['accuracy']:.2f}% | {found['smallest']:.4g} | "
+            f"| {name} | {found['accuracy']:.2f}% | {_exactly(found['smallest'])} | "
             f"{found['largest']:.4g} | {found['smallest_of_mean']:.4g} |"
         )
     lines += ["", f"![]({NAME}.png)"]
     for name, found in result["networks"].items():
         lines += ["", *(f"{name}: {text}" for text in found["findings"])]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _exactly(norm: float) -> str:
+    """Four digits, and more where they tell on which side of 1 a norm is."""
+    return f"{norm:.13g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
 
 
 def main(argv: list[str] | None = None) -> int:
