@@ -86,7 +86,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _exactly(norm: float) -> str:
     """Four digits, and more where they tell on which side of 1 a norm is."""
-    return f"{norm:.13g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
+    return f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
 
 
 def main(argv: list[str] | None = None) -> int:
