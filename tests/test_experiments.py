@@ -123,7 +123,7 @@ def test_a_mistake_is_one_sentence_on_the_command_line_too():
 
 @pytest.fixture
 def short(monkeypatch):
-    for recipe in table_planar.RECIPES.values():
+    for recipe in (*table_planar.RECIPES.values(), table_distributed.OPTIONS):
         monkeypatch.setitem(recipe, "epochs", 1)
         monkeypatch.setitem(recipe, "batch", 1000)
 
@@ -202,3 +202,20 @@ def test_exploding_gradients_need_scipy_and_matplotlib(module, tmp_path, monkeyp
     assert runner.guarded(fig_exploding.main, ["--out", str(tmp_path)]) == 2
     assert "pip install 'hdnn[" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fig_gradients, "EPOCHS", 1)
+    monkeypatch.setattr(fig_gradients, "SAMPLES", 10)
+    monkeypatch.setattr(
+        fig_gradients, "NETWORKS", {"H2, 4 layers": ("H2", 4), "MLP, 3 layers": ("MLP", 3)}
+    )
+    assert fig_gradients.main(["--out", str(tmp_path), "--every", "16", "--mean", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["networks"]["H2, 4 layers"]["smallest"] >= 1
+    assert result["networks"]["MLP, 3 layers"]["smallest"] < 1
+    for file in ("fig-gradients.png", "fig-gradients-mean.png", "fig-gradients.md"):
+        assert (tmp_path / file).stat().st_size > 300
+    rows = (tmp_path / "fig-gradients-h2-4.csv").read_text().splitlines()
+    assert rows[0].startswith("step,layer,smallest")
+    assert len(rows) == 1 + 2 * 5

@@ -9,19 +9,20 @@ import sys
 
 from hdnn.data import planar
 from hdnn.experiments import runner, table_distributed
-from hdnn.experiments.fig_planar import draw, options_of
+from hdnn.experiments.fig_planar import draw
 
 NAME = "fig-distributed"
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = options_of(NAME, __doc__, argv)
+    options = runner.figure_arguments(__doc__, NAME).parse_args(argv)
     for data in ("swiss_roll", "double_circles"):
         points = planar.load(data, seed=options.seed)
         model = table_distributed.network("masked", 4, options.seed)
         path = options.out / f"{NAME}-{data}.png"
         accuracy = draw(model, points, options.seed, path, table_distributed.OPTIONS)
-        print(f"{path}: H2 on a ring of 8 nodes, 4 layers, {accuracy:.2f}% of the test points")
+        text = f"{path}: H2 on a ring of 8 nodes, 4 layers, {accuracy:.2f}% of the test points"
+        runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
     return 0
 
 

@@ -23,7 +23,6 @@ from hdnn.analysis import counterexample, norms
 from hdnn.analysis.counterexample import LayerGrowth
 from hdnn.errors import require
 from hdnn.experiments import runner
-from hdnn.experiments.fig_planar import arguments
 
 NAME = "fig-exploding"
 STARTS = {"(1, 1)/√2": (0.5**0.5, 0.5**0.5), "(1, 0)": (1.0, 0.0)}
@@ -189,9 +188,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments(NAME, __doc__)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true")
+    parser = runner.figure_arguments(__doc__, NAME)
     options = parser.parse_args(argv)
     scipy = require("scipy", extra="science")
     require("matplotlib.figure", extra="plot")

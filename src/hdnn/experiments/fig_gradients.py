@@ -22,7 +22,6 @@ from hdnn.analysis import GradientMonitor, GradientWarning
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
-from hdnn.experiments.fig_planar import arguments
 from hdnn.experiments.table_planar import RECIPES
 from hdnn.files import finite, write_atomically
 from hdnn.plotting import gradient_surface
@@ -90,11 +89,9 @@ def _exactly(norm: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments(NAME, __doc__)
+    parser = runner.figure_arguments(__doc__, NAME)
     parser.add_argument("--every", type=runner.count, default=16, help="iterations between looks")
     parser.add_argument("--mean", action="store_true", help="also the norms of batch means")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(argv)
     figures = require("matplotlib.figure", extra="plot")
     start, line = time.perf_counter(), Line(not options.quiet)

@@ -5,7 +5,6 @@ hdnn reproduce fig-planar
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def draw(
     """Train, draw, and return the test accuracy in per cent."""
     from hdnn.plotting import decision_regions
 
-    fit(model, data.x_train, data.t_train, seed=seed, **options)
+    fit(model, data.x_train, data.t_train, seed=seed, progress=False, **options)
     accuracy = 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
     ax = decision_regions(model, data)
     ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
@@ -37,26 +36,15 @@ def draw(
     return accuracy
 
 
-def arguments(name: str, description: str | None) -> runner.Arguments:
-    """The options that all figures have."""
-    parser = runner.Arguments(description, name)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    return parser
-
-
-def options_of(name: str, description: str | None, argv: list[str] | None) -> argparse.Namespace:
-    return arguments(name, description).parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = options_of(NAME, __doc__, argv)
+    options = runner.figure_arguments(__doc__, NAME).parse_args(argv)
     for data, layers in FIGURES.items():
         points = planar.load(data, seed=options.seed)
         model = table_planar.network("H1", layers, table_planar.T_ours(layers), options.seed)
         path = options.out / f"{NAME}-{data}.png"
         accuracy = draw(model, points, options.seed, path, table_planar.RECIPES["ours"])
-        print(f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points")
+        text = f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points"
+        runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
     return 0
 
 

@@ -134,6 +134,16 @@ def arguments(description: str | None, name: str) -> Arguments:
     return parser
 
 
+def figure_arguments(description: str | None, name: str) -> Arguments:
+    """The options that all figures have."""
+    parser = Arguments(description, name)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for the pictures")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", action="store_true")
+    return parser
+
+
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
@@ -145,6 +155,11 @@ def finish(result: dict[str, Any], page: str, name: str, options: argparse.Names
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomically(options.out / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode())
     write_atomically(options.out / f"{name}.md", page.encode())
+    say(result, page, options)
+
+
+def say(result: dict[str, Any], page: str, options: argparse.Namespace) -> None:
+    """Print a result, for people or for machines."""
     if options.json:
         print(json.dumps(result))
     elif not options.quiet:
