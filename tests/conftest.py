@@ -1,6 +1,7 @@
 """What every test shares: one thread, no window, examples that repeat, CUDA tests where CUDA is."""
 
 import os
+import signal
 
 # Before torch is imported, and inherited by the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Started in the background of a shell, Python would not hear Ctrl-C, which some tests press.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tensors of the tests are small, and the test processes already fill the cores.
 torch.set_num_threads(1)
