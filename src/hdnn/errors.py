@@ -71,14 +71,21 @@ def choose(what: str, given: str, known: Iterable[str]) -> str:
     raise OptionError(f"{message}. Did you mean {near[0]!r}?" if near else f"{message}.")
 
 
+def as_float(value: object) -> float | None:
+    """A real number of Python or NumPy as a float, infinite if it is too large; None for others."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def positive_float(name: str, value: object) -> float:
     """Return `value` as a float > 0, else raise `StepError`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number = as_float(value)
+    if number is None:
         raise StepError(f"{name} must be a number > 0, but got {value!r}.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     if not (math.isfinite(number) and number > 0):
         raise StepError(f"{name} must be finite and > 0, but got {value}; choose e.g. {name}=0.1.")
     return number

@@ -7,6 +7,8 @@ implicit layers solve for the state that they also depend on (eq:backward_implic
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,12 @@ from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_J, times_X
-from hdnn.networks import MLP, MS1, MS2, MS3, HamiltonianNet, Network
+from hdnn.networks import MLP, MS1, MS2, MS3, HamiltonianNet, Network, ODENetwork
 from hdnn.shapes import Step
+
+Updates = tuple[
+    tuple[splitting.Shear, ...], tuple[Tensor, ...], tuple[Tensor | None, Tensor | None]
+]
 
 
 def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -> Tensor:
@@ -29,19 +35,10 @@ def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -
     h = _steps(w["h"], len(y), y)
     if isinstance(net, MS2):
         return _eye(y) + h * _through(y, w["K"], w["b"], None, sigma)
-    if isinstance(net, MS1):
-        K = w["K_0"]
-        return _shears(splitting.MS1, states, (K.mT, K, w["b_1"], w["b_2"]), (None, None), h, sigma)
-    if isinstance(net, MS3):
-        K_p, K_q = w["K_2"], w["K_1"]
-        weights = (K_p, K_q, w["b_2"], w["b_1"])
-        return _shears(splitting.MS3, states, weights, (K_p, K_q), h, sigma)
+    updates = _updates(net, w)
+    if updates is not None:
+        return _shears(*updates, states, h, sigma)
     assert isinstance(net, HamiltonianNet)
-    if net.scheme.layout == "split":
-        K_p, K_q = w["K_p"], w["K_q"]
-        V = times_X(K_p, w["X"]), times_X(K_q, w["X"], adjoint=True)
-        weights = (K_p, K_q, w["b_p"], w["b_q"])
-        return _shears(net.scheme.shears, states, weights, V, h, sigma)
     K, b = w["K"], w["b"]
     if net.integrator == "forward_euler":
         return _eye(y) + h * _through(y, K, b, times_J(K, w["J"]), sigma)
@@ -54,14 +51,11 @@ def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -
 
 def quick_trajectory(net: Network, y: Tensor) -> Tensor:
     """`net.trajectory` of y (B, n) by fewer calls, where layers are p- and q-updates."""
-    if isinstance(net, MS3):
-        w, shears = net.weights(), splitting.MS3
-        weights = [w[name] for name in ("K_2", "K_1", "b_2", "b_1")]
-    elif isinstance(net, HamiltonianNet) and net.scheme.layout == "split" and net.X is None:
-        w, shears = net.weights(), net.scheme.shears
-        weights = [w[name] for name in ("K_p", "K_q", "b_p", "b_q")]
-    else:
+    updates = _updates(net, net.weights())
+    if updates is None or updates[2][0] is not updates[1][0]:  # or V is not K
         return net.trajectory(y)
+    assert isinstance(net, ODENetwork)
+    shears, weights, _ = updates
     sigma, steps = activations.get(net.activation), net.steps().tolist()
     K_p, K_q, b_p, b_q = (weight.unbind(0) for weight in weights)
     states = y.new_empty(net.layers + 1, *y.shape)
@@ -75,6 +69,21 @@ def quick_trajectory(net: Network, y: Tensor) -> Tensor:
                 q = torch.addmm(q, sigma(torch.addmm(b_p[j], p, K_p[j].T)), K_p[j], alpha=part * h)
         torch.cat([p, q], -1, out=states[j + 1])
     return states
+
+
+def _updates(net: Network, w: dict[str, Any]) -> Updates | None:
+    """A layer as p- and q-updates: these, K_p, K_q, b_p, b_q, and by what z moves q and p."""
+    if isinstance(net, MS1):
+        K = w["K_0"]
+        return splitting.MS1, (K.mT, K, w["b_1"], w["b_2"]), (None, None)
+    if isinstance(net, MS3):
+        K_p, K_q = w["K_2"], w["K_1"]
+        return splitting.MS3, (K_p, K_q, w["b_2"], w["b_1"]), (K_p, K_q)
+    if isinstance(net, HamiltonianNet) and net.scheme.layout == "split":
+        K_p, K_q = w["K_p"], w["K_q"]
+        V = times_X(K_p, w["X"]), times_X(K_q, w["X"], adjoint=True)
+        return net.scheme.shears, (K_p, K_q, w["b_p"], w["b_q"]), V
+    return None
 
 
 def _steps(h: Step, N: int, like: Tensor) -> Tensor:
@@ -111,9 +120,9 @@ def _through(y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, sigma: Activatio
 
 def _shears(
     shears: tuple[splitting.Shear, ...],
-    states: Tensor,
     weights: tuple[Tensor, ...],
     V: tuple[Tensor | None, Tensor | None],
+    states: Tensor,
     h: Tensor,
     sigma: Activation,
 ) -> Tensor:

@@ -106,8 +106,8 @@ class GradientMonitor:
     def step(self) -> None:
         """Count a step of the training, and look if it is time to."""
         self.steps += 1
-        if not self.records and self.steps == 1:
-            self.start = time.perf_counter() if self.every is None else self.start
+        if self.steps == 1:
+            self.start = time.perf_counter()
         if self._due():
             begun = time.perf_counter()
             self.look()

@@ -22,7 +22,7 @@ class Apart:
         self.known: dict[torch.Size, Any] = {}
 
     def usable(self, y: Tensor) -> bool:
-        """Whether a network takes such states by one call, and has no other parameter."""
+        """Whether a network takes such states by one call."""
         return self._find(y) is not None
 
     def forward(self, y: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.errors import DataError, TrainingError, choose
+from hdnn.errors import DataError, TrainingError, as_float, choose
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.training.coordinate import SOLVERS, Head
@@ -70,12 +70,9 @@ def whole_number(name: str, value: object, least: int) -> int:
 
 def number(name: str, value: object) -> float:
     """A finite number >= 0 of Python or NumPy, as Python's float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    found = as_float(value)
+    if found is None:
         raise TrainingError(f"{name} must be a number, but got {value!r}.")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
     if not (math.isfinite(found) and found >= 0):
         raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
     return found

@@ -237,8 +237,8 @@ class _Training:
             self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
         self.smooth.add_gradient()
         norm, clip = math.nan, self.options["clip"]
-        small = isinstance(self.optimizer, small_steps.Adam)
-        if clip is not None or (not small and (self.callbacks or last)):
+        small = self.optimizer if isinstance(self.optimizer, small_steps.Adam) else None
+        if clip is not None or (small is None and (self.callbacks or last)):
             norm = self._gradient_norm()
             if clip is not None and norm > clip:
                 for p in self.trained:
@@ -246,11 +246,11 @@ class _Training:
                         p.grad *= clip / norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if isinstance(self.optimizer, small_steps.Adam):
-            found_norm = self.optimizer.descend()
-            norm = found_norm if clip is None else norm
-        else:
+        if small is None:
             self.optimizer.step()
+        else:
+            descended = small.descend()
+            norm = descended if clip is None else norm
         return self._advance((found.loss, found.correct, norm), rate, last)
 
     def _gradient_norm(self) -> float:
