@@ -13,7 +13,7 @@ import torch
 import hdnn
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, TrainingError
-from hdnn.training import EarlyStopping, Moment, TensorBoard, checkpoint, fit, loop
+from hdnn.training import EarlyStopping, Moment, TensorBoard, WellPosed, checkpoint, fit, loop
 
 DATA = planar.double_moons(400, seed=1)
 
@@ -393,3 +393,33 @@ def test_without_tensorboard_one_sentence_says_what_to_install(tmp_path, monkeyp
         TensorBoard(tmp_path)
     with pytest.raises(CheckpointError, match="a path must be"):
         TensorBoard(3)
+
+
+# Well posed
+
+
+def test_implicit_layers_are_kept_at_steps_with_one_solution():
+    like = {"generator": torch.Generator().manual_seed(0)}
+    net = hdnn.ImplicitH2(4, 2, step=0.5, **like)
+    model = hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, **like))
+    seen = []
+    quick(
+        model,
+        WellPosed(0.5),
+        lambda moment: seen.append(float(net.coupling().max())),
+        learning_rate=0.2,
+        epochs=2,
+    )
+    assert max(seen) <= 0.5 * (1 + 1e-5)
+    assert max(seen) > 0.49  # it had something to do
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, -1, float("nan"), "much"])
+def test_a_limit_lies_between_0_and_1(limit):
+    with pytest.raises(TrainingError, match="limit"):
+        WellPosed(limit)
+
+
+def test_explicit_layers_need_no_limit():
+    with pytest.raises(TrainingError, match="H2 has none"):
+        quick(model_of(), WellPosed())

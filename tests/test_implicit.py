@@ -431,3 +431,59 @@ def test_the_contraction_factor_is_that_of_the_errata():
     said = float(str(caught.value).split("contraction factor ")[1].split(";")[0])
     assert math.isclose(said, sharp, rel_tol=0.01)
     assert said <= loose * 1.01
+
+
+# Coupling
+
+
+@settings(max_examples=100)
+@given(seeds, st.integers(1, 6), st.integers(1, 8), st.sampled_from(ACTIVATIONS))
+def test_a_coupling_below_one_is_a_contraction_though_the_norms_are_large(seed, k, r, name):
+    c, B, A, a = problem(seed, k, r, (5,))
+    sigma = activations.get(name)
+    scale = torch.logspace(0, 2, k, dtype=F64)  # large norms, small product
+    A, B = A * scale, (B.mT / scale).mT
+    B = B * 0.9 / implicit.coupling(A, B, sigma.S)
+    assert float(implicit.coupling(A, B, sigma.S)) == pytest.approx(0.9)
+    x = implicit.solve(c, B, A, a, sigma)
+    x_0 = fixed_point(c, B, A, a, name, iterations=2000)
+    assert torch.allclose(x, x_0, rtol=1e-9, atol=1e-9 * float(1 + x_0.abs().max()))
+
+
+def test_coupling_is_never_above_the_product_of_the_norms_of_absolute_values():
+    _, B, A, _ = problem(0, 4, 6)
+    norms = torch.linalg.matrix_norm(A.abs(), 2) * torch.linalg.matrix_norm(B.abs(), 2)
+    assert float(implicit.coupling(A, B, 1.0)) <= float(norms)
+
+
+@pytest.mark.parametrize("kind", ["semi_implicit_euler_full", "midpoint"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_limited_coupling_is_what_was_asked_for_and_small_ones_stay(kind, tied):
+    like = {"generator": torch.Generator().manual_seed(0), "dtype": F64, "tied": tied}
+    net = hdnn.HamiltonianNet(8, 3, kind, step=[0.5, 0.1, 2.0], **like)
+    before, weak = net.coupling(), net.weight("K").clone()
+    net.limit_coupling(float(before.max()) + 1e-9)
+    assert torch.equal(net.weight("K"), weak)
+    net.limit_coupling(0.3)
+    after = net.coupling()
+    assert float(after.max()) == pytest.approx(0.3)
+    if not tied:
+        assert torch.allclose(after, before.clamp_max(0.3))
+    K, m = net.weight("K"), 4
+    if kind == "semi_implicit_euler_full":  # what it has in common with H2 is as it was
+        assert torch.equal(K[:, :m, :m], weak[:, :m, :m])
+        assert torch.equal(K[:, m:, m:], weak[:, m:, m:])
+
+
+def test_coupling_is_that_of_the_equation_that_a_layer_solves():
+    normal = Random(3)
+    X, J = normal(3, 3), normal(6, 6)
+    net = hdnn.ImplicitH2(6, 2, step=0.7, X=X, dtype=F64)
+    K_p, K_q = net.weight("K").detach().chunk(2, -1)
+    B = -0.7 * X.T @ K_q.mT
+    assert torch.allclose(net.coupling(), implicit.coupling(K_p, B, 1.0))
+    net = hdnn.HamiltonianNet(6, 2, "midpoint", step=0.7, J=J - J.T, dtype=F64)
+    K = net.weight("K").detach()
+    B = 0.35 * (J - J.T) @ K.mT
+    assert torch.allclose(net.coupling(), implicit.coupling(K, B, 1.0))
+    assert not hdnn.H2(4, 3).coupling().any()

@@ -144,6 +144,15 @@ def _newton(
     return x, error
 
 
+def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
+    """rho(S |B| |A|), entry by entry: below 1, x = c + B sigma(A x + a) has exactly one solution.
+
+    B diag(sigma') A lies entry by entry below it, so that the right-hand side is a contraction in
+    some weighted maximum norm. Never above S | |A| | | |B| |, and 0 where no state meets itself.
+    """
+    return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)
+
+
 def _advice(
     where: str, c: Tensor, B: Tensor, A: Tensor, a: Tensor, sigma: Activation, max_iter: int
 ) -> str:

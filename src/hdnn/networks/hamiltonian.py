@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hdnn import functional, interconnection
+from hdnn import activations, functional, interconnection
 from hdnn.errors import OptionError, ShapeError, SparsityError, choose, flag, positive_int
 from hdnn.initial import Initial
-from hdnn.integrators import splitting
+from hdnn.integrators import implicit, splitting
 from hdnn.networks.base import ODENetwork
 from hdnn.operators import block_sparse
 from hdnn.shapes import check_tolerance
@@ -321,6 +321,47 @@ class HamiltonianNet(ODENetwork):
             )
         K = w["K"] if self.scheme.layout == "full" else _block_diagonal(w["K_p"], w["K_q"])
         return {"J": J, "K": K, "b": b}
+
+    @torch.no_grad()
+    def coupling(self) -> Tensor:
+        """How strongly each implicit layer depends on its own result, (N,); explicit ones: 0.
+
+        rho(h S |B| |A|), entry by entry, for the x = c + h B sigma(A x + a) that a layer solves.
+        Below 1 there is exactly one solution, whatever the state.
+        """
+        h = self.steps().abs()
+        if not self.scheme.implicit:
+            return torch.zeros_like(h)
+        field = self.field()
+        A, B = field["K"], field["J"] @ field["K"].mT
+        if self.scheme.interconnection == "X":  # p alone is solved for
+            A, B = A.chunk(2, -1)[0], B.chunk(2, -2)[0]
+        else:
+            A = A / 2
+        return h * implicit.coupling(A, B, activations.get(self.activation).S)
+
+    @torch.no_grad()
+    def limit_coupling(self, limit: float = 0.95) -> None:
+        """Make K smaller in the layers whose coupling is above `limit`, in place, until it is not.
+
+        Of a midpoint layer all of K. Of ImplicitH2 only what sets it apart from H2: the blocks
+        through which one row of K sees both p and q, to which its coupling is proportional.
+        """
+        if not self.scheme.implicit:
+            return
+        factor = limit / self.coupling()
+        if self.tied:
+            factor = factor.amin(0, keepdim=True)
+        if not bool((factor < 1).any()):
+            return
+        factor, K = factor.clamp_max(1).view(-1, 1, 1), self.weight("K").clone()
+        if self.scheme.interconnection == "J":
+            K *= factor.sqrt()
+        else:
+            m = self.features // 2
+            K[:, :m, m:] *= factor
+            K[:, m:, :m] *= factor
+        self.assign("K", K)
 
     def _smooth(self) -> tuple[Tensor, Tensor]:
         if self.scheme.layout == "full":

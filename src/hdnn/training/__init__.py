@@ -1,6 +1,6 @@
 """Training: coordinate descent between the output layer and the hidden layers."""
 
-from hdnn.training.callbacks import EarlyStopping, TensorBoard
+from hdnn.training.callbacks import EarlyStopping, TensorBoard, WellPosed
 from hdnn.training.loop import Callback, History, Moment, fit
 from hdnn.training.multilevel import fit_multilevel
 
@@ -10,6 +10,7 @@ __all__ = [
     "History",
     "Moment",
     "TensorBoard",
+    "WellPosed",
     "fit",
     "fit_multilevel",
 ]

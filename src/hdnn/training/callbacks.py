@@ -1,7 +1,7 @@
-"""Callbacks for `fit`: end a training that no longer gets better, and show one in TensorBoard.
+"""Callbacks for `fit`: end a training in time, keep it well posed, and show it in TensorBoard.
 
-Both have a `state_dict`, which `fit` keeps in its checkpoint: a training that goes on after an
-interruption goes on with what they knew, if it is given the same callbacks.
+Those that remember have a `state_dict`, which `fit` keeps in its checkpoint: a training that goes
+on after an interruption goes on with what they knew, if it is given the same callbacks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from hdnn.errors import TrainingError, choose, flag, require
 from hdnn.files import as_path
 from hdnn.model import Model
+from hdnn.networks import HamiltonianNet
 from hdnn.training import coordinate
 from hdnn.training.checks import check_data, head_of, number, whole_number
 from hdnn.training.loop import Moment
@@ -171,6 +172,28 @@ class EarlyStopping:
         prefix = "weights."
         self.weights = {k.removeprefix(prefix): state[k] for k in state if k.startswith(prefix)}
         self.output = state.get("output")
+
+
+class WellPosed:
+    """Keep the steps of implicit layers solvable, with exactly one solution each.
+
+    After each step K is made smaller in those layers whose `coupling` has gone above `limit`, which
+    is below 1. Without it a training of ImplicitH2 may come to a step that has no solution.
+    """
+
+    def __init__(self, limit: float = 0.95) -> None:
+        self.limit = number("limit", limit)
+        if not 0 < self.limit < 1:
+            raise TrainingError(f"limit must lie between 0 and 1, but is {limit}.")
+
+    def __call__(self, moment: Moment) -> None:
+        net = moment.model.net
+        if not (isinstance(net, HamiltonianNet) and net.scheme.implicit):
+            raise TrainingError(
+                f"WellPosed is for implicit layers (ImplicitH2, midpoint), and {type(net).__name__}"
+                " has none; leave it out."
+            )
+        net.limit_coupling(self.limit)
 
 
 class TensorBoard:
