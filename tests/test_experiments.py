@@ -133,6 +133,7 @@ def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
         table_planar, "PAPER", {("double_moons", 1): (92.5, 91.3, 97.6, 100.0, 94.4)}
     )
     monkeypatch.setattr(table_planar, "T_TRIED", (0.8, 1.2))
+    monkeypatch.setattr(table_planar, "ROUNDS", ((2, [1000]), (1, [1001])))
     options = ["--seeds", "2", "--processes", "1", "--out", str(tmp_path), "--json"]
     assert table_planar.main([*options, "--runs", str(tmp_path / "runs")]) == 0
     result = json.loads(capsys.readouterr().out)
