@@ -45,7 +45,7 @@ def load(
 ) -> Model | Network:
     """Read back what `save` wrote, with its dtype, onto `device` (default: the CPU)."""
     path = as_path(path)
-    metadata, tensors = _read(path)
+    metadata, tensors = read(path)
     try:
         config = json.loads(metadata["hdnn"])
         number = config["format"]
@@ -77,7 +77,8 @@ def load(
     return model if device is None else model.to(device)
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             # Copies: what is read is mapped from the file, and would change or die with it.

@@ -212,8 +212,8 @@ class HamiltonianNet(ODENetwork):
             )
         return sparsity
 
-    def _blocks(self) -> tuple[tuple[int, ...], bool]:
-        """The node sizes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
+    def node_sizes(self) -> tuple[tuple[int, ...], bool]:
+        """The sizes of a sparse network's nodes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
         assert self.sparsity is not None
         n, scheme = self.features, self.scheme
         paired = scheme.interconnection == "X"
@@ -229,7 +229,7 @@ class HamiltonianNet(ODENetwork):
 
     def _mask(self, pattern: Tensor, rows: int) -> Tensor:
         """The entries that a block pattern frees in a square matrix of n or m = n/2 rows."""
-        sizes, paired = self._blocks()
+        sizes, paired = self.node_sizes()
         if paired and rows == self.features:  # (p[i], q[i]) on both sides
             return block_sparse.mask(pattern.tile(2, 2), 2 * sizes, 2 * sizes)
         return block_sparse.mask(pattern, sizes, sizes)
@@ -238,7 +238,7 @@ class HamiltonianNet(ODENetwork):
         """Check X or J against the pattern T and return which of its entries are free."""
         assert self.sparsity is not None
         given, M = self.sparsity, self.sparsity.nodes
-        sizes, paired = self._blocks()
+        sizes, paired = self.node_sizes()
         halves = 2 if paired and name == "J" else 1  # J has a block of T in each of its quarters
         quarters = [
             part for rows in matrix.cpu().chunk(halves, -2) for part in rows.chunk(halves, -1)

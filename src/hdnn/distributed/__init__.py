@@ -1,0 +1,37 @@
+"""H-DNNs on a graph of processes that talk to their neighbours only.
+
+A `Graph` says who is linked to whom; a `Plan` which process owns which node; a `GraphNetwork` holds
+the layers of one process, and `Training` trains them together with the others. `Local` is the way
+of one process and the definition, `Gloo` that of many. Messages are neither encrypted nor
+authenticated: trusted networks only.
+"""
+
+from hdnn.distributed.connect import connect
+from hdnn.distributed.gloo import Gloo
+from hdnn.distributed.graph import Graph
+from hdnn.distributed.graphfile import read_graph
+from hdnn.distributed.launch import launch
+from hdnn.distributed.network import GraphNetwork, of_dense
+from hdnn.distributed.partition import partition
+from hdnn.distributed.plan import Plan
+from hdnn.distributed.run import Config, train
+from hdnn.distributed.training import Training
+from hdnn.distributed.transport import DistributedError, Local, Transport
+
+__all__ = [
+    "Config",
+    "DistributedError",
+    "Gloo",
+    "Graph",
+    "GraphNetwork",
+    "Local",
+    "Plan",
+    "Training",
+    "Transport",
+    "connect",
+    "launch",
+    "of_dense",
+    "partition",
+    "read_graph",
+    "train",
+]

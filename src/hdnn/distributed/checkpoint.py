@@ -1,0 +1,112 @@
+"""Shards: each node keeps its weights and its optimiser's state in files of its own.
+
+A shard is a safetensors file for one node and one step, written whole or not at all, with a
+checksum. After a fault all parts go on from the newest step that every node still has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from hdnn.errors import CheckpointError
+from hdnn.files import remove_leftovers, write_atomically
+from hdnn.serialization import read
+
+KEPT = 3  # newest shards of each node
+FORMAT = 1
+
+
+class Shards:
+    """The shards of some nodes in a folder; `training` says what they are shards of."""
+
+    def __init__(self, folder: Path, nodes: tuple[int, ...], training: str) -> None:
+        self.folder, self.nodes, self.training = folder, nodes, training
+
+    def _home(self, node: int) -> Path:
+        return self.folder / f"node-{node:05d}"
+
+    def _file(self, node: int, step: int) -> Path:
+        return self._home(node) / f"step-{step:010d}.safetensors"
+
+    def prepare(self) -> None:
+        """Make the folders, and clear what a kill has left in them."""
+        for node in self.nodes:
+            home = self._home(node)
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"cannot make {home}: {error.strerror}.") from error
+            remove_leftovers(home)
+
+    def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
+        """Write one shard, then forget those that are too old."""
+        tensors = {name: t.detach().clone().contiguous() for name, t in tensors.items()}
+        about = {"format": FORMAT, "node": node, "step": step, "training": self.training}
+        about |= {"note": note, "sha256": _digest(tensors)}
+        content = to_safetensors(tensors, metadata={"hdnn": json.dumps(about, sort_keys=True)})
+        write_atomically(self._file(node, step), content)
+        for old in self._steps(node)[:-KEPT]:
+            self._file(node, old).unlink(missing_ok=True)
+
+    def _steps(self, node: int) -> list[int]:
+        names = (re.fullmatch(r"step-(\d{10})\.safetensors", f.name) for f in self._list(node))
+        return sorted(int(match[1]) for match in names if match)
+
+    def _list(self, node: int) -> list[Path]:
+        home = self._home(node)
+        return list(home.iterdir()) if home.is_dir() else []
+
+    def load(self, node: int, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of a shard, and the note that went with them."""
+        path = self._file(node, step)
+        metadata, tensors = read(path)
+        try:
+            about = json.loads(metadata["hdnn"])
+            same = (about["format"], about["node"], about["step"]) == (FORMAT, node, step)
+            note, digest, training = about["note"], about["sha256"], about["training"]
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is no shard of hdnn.") from error
+        if not same or digest != _digest(tensors):
+            raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
+        if training != self.training:
+            raise CheckpointError(
+                f"{path} belongs to a training with other options, data or graph; choose another "
+                "folder, or the same options."
+            )
+        return tensors, note
+
+    def newest(self, below: int | None = None) -> int:
+        """The newest step of which all nodes have a whole shard, -1 if there is none."""
+        common = set.intersection(*(set(self._steps(node)) for node in self.nodes))
+        for step in sorted(common, reverse=True):
+            if below is not None and step >= below:
+                continue
+            if all(self._whole(node, step) for node in self.nodes):
+                return step
+        return -1
+
+    def _whole(self, node: int, step: int) -> bool:
+        try:
+            self.load(node, step)
+        except CheckpointError as error:
+            if "other options" in str(error):
+                raise
+            return False
+        return True
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

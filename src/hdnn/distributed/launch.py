@@ -1,0 +1,162 @@
+"""Start all parts of a graph on this machine, watch them, and start them again after a fault."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from hdnn.distributed.gloo import FAULT
+from hdnn.errors import positive_int
+
+GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
+MARK = "hdnn-progress "
+
+
+@dataclass
+class Ended:
+    """How a launch ended: 0 or an exit code, what the root printed, and what went wrong."""
+
+    code: int
+    output: str
+    fault: str = ""
+    restarts: int = 0
+
+
+def launch(
+    parts: int,
+    command: Sequence[str],
+    *,
+    timeout: float = 60.0,
+    restarts: int = 0,
+    name: Callable[[int], str] = "part {}".format,
+    show: Callable[[dict[str, Any]], None] = lambda _: None,
+    environment: dict[str, str] | None = None,
+    started: Callable[[list[subprocess.Popen[str]]], None] = lambda _: None,
+) -> Ended:
+    """Run `command` once for each part; after a fault again, up to `restarts` times.
+
+    The store is kept by this process. `show` gets what the root tells of its progress; `started`
+    gets the processes.
+    """
+    parts = positive_int("parts", parts)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    common |= {"HDNN_STORE": f"127.0.0.1:{store.port}", "HDNN_PARTS": str(parts)}
+    for restart in range(restarts + 1):
+        watch = _Watch(parts, command, {**common, "HDNN_RESTART": str(restart)}, show)
+        started(watch.processes)
+        bad = watch.wait(timeout + GRACE)
+        if not bad:
+            return Ended(0, watch.output, restarts=restart)
+        fault = _fault(store, restart) or watch.last_words(bad, name)
+        if bad[1] in (2, 130) or restart == restarts:
+            code = bad[1] if bad[1] in (2, 130) else 1
+            return Ended(code, watch.output, fault, restart)
+        show({"restart": restart + 1, "fault": fault})
+    raise AssertionError
+
+
+def _fault(store: Any, restart: int) -> str:
+    prefixed = dist.PrefixStore(f"hdnn-{restart}", store)
+    with contextlib.suppress(RuntimeError):
+        if prefixed.check([FAULT]):
+            return prefixed.get(FAULT).decode()
+    return ""
+
+
+class _Watch:
+    """All processes of one start."""
+
+    def __init__(
+        self,
+        parts: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        show: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.output, self.show = "", show
+        self.errors: list[IO[str]] = []
+        self.processes: list[subprocess.Popen[str]] = []
+        self.readers: list[threading.Thread] = []
+        for part in range(parts):
+            self.errors.append(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            process = subprocess.Popen(
+                list(command),
+                env={**environment, "HDNN_PART": str(part)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self.errors[-1],
+                text=True,
+            )
+            self.processes.append(process)
+            reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+            reader.start()
+            self.readers.append(reader)
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            if line.startswith(MARK):
+                self.show(json.loads(line.removeprefix(MARK)))
+            else:
+                self.output += line
+
+    def wait(self, patience: float) -> tuple[int, int] | None:
+        """The first part that failed and its exit code; None if all came to their end."""
+        bad, since = None, 0.0
+        try:
+            while any(process.poll() is None for process in self.processes):
+                if bad is None:
+                    bad, since = self._failed(), time.monotonic()
+                if bad is not None and time.monotonic() - since > patience:
+                    break
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            self._end(signal.SIGINT)
+            raise
+        self._end(signal.SIGKILL)
+        for reader in self.readers:
+            reader.join()
+        return bad or self._failed()
+
+    def _failed(self) -> tuple[int, int] | None:
+        codes = [(part, process.poll()) for part, process in enumerate(self.processes)]
+        failed = [(part, code) for part, code in codes if code]
+        # Whoever was killed is the cause; the others only noticed.
+        return min(failed, key=lambda pair: (pair[1] > 0, pair[1] != 2), default=None)
+
+    def _end(self, how: signal.Signals) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(how)
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            process.kill()
+            process.wait()
+
+    def last_words(self, bad: tuple[int, int], name: Callable[[int], str]) -> str:
+        """What a failed part said last."""
+        part, code = bad
+        self.errors[part].seek(0)
+        lines = self.errors[part].read().strip().splitlines()
+        if code < 0:
+            return f"{name(part)} was killed by signal {-code}"
+        return lines[-1].removeprefix("hdnn: ") if lines else f"{name(part)} ended with {code}"
+
+
+def tell_launcher(news: dict[str, Any]) -> None:
+    """Say how far the root has come, in a line that `launch` understands."""
+    sys.stdout.write(MARK + json.dumps(news) + "\n")
+    sys.stdout.flush()

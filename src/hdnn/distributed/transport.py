@@ -1,0 +1,80 @@
+"""How messages get from one part of a graph to another: one interface, and that of one process.
+
+A transport moves rows of numbers between parts that are linked, and nothing else: there is no
+collective operation on all of them. Messages of one pair of parts arrive in the order in which
+they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hdnn.errors import HDNNError
+
+Message = tuple[int, Tensor]  # to or from a part; contiguous
+
+
+class DistributedError(HDNNError):
+    """Parts of a graph that lost each other, or do not fit together."""
+
+
+class Pending(Protocol):
+    """Messages on their way."""
+
+    def wait(self) -> None:
+        """Return when all that was to be received is there, and all that was sent is on its way."""
+        ...
+
+
+class Traffic:
+    """How many messages and bytes went to each other part."""
+
+    def __init__(self) -> None:
+        self.messages: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+
+    def count(self, out: Sequence[Message]) -> None:
+        for part, tensor in out:
+            self.messages[part] = self.messages.get(part, 0) + 1
+            self.bytes[part] = self.bytes.get(part, 0) + tensor.nbytes
+
+
+class Transport:
+    """Messages between this part and others; `start` is all that a way of sending has to define."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self.part, self.parts, self.traffic = part, parts, Traffic()
+
+    def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        """Begin to receive `into` and to send `out`: neither may be touched before `wait`."""
+        raise NotImplementedError
+
+    def exchange(self, out: Sequence[Message], into: Sequence[Message]) -> None:
+        """Send and receive, and return when both are done."""
+        self.start(out, into).wait()
+
+    def report(self, message: str) -> str:
+        """Make known what went wrong, unless something went wrong before; that is returned."""
+        return message
+
+    def close(self) -> None:
+        """Let go of all connections."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Local(Transport):
+    """One process that owns all nodes: there is nobody to send to. The definition of the others."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        assert not [*out, *into], "one process has no other"
+        return _Done()

@@ -1,0 +1,95 @@
+"""The process of one part: `python -m hdnn.distributed.worker CONFIG.json [--out FOLDER]`.
+
+CONFIG.json has the fields of `hdnn.distributed.run.Config`. `hdnn launch` starts one for each part;
+under torchrun it finds its part by itself; alone it owns all nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from hdnn.distributed import run
+from hdnn.distributed.connect import connect, parts_here
+from hdnn.distributed.graphfile import graph_of
+from hdnn.distributed.launch import tell_launcher
+from hdnn.distributed.partition import partition
+from hdnn.distributed.plan import Plan
+from hdnn.errors import HDNNError, OptionError
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hdnn.distributed.worker", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--save-every", type=int)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)  # parts share this machine; and sums keep their order
+    try:
+        config = read_config(options.config)
+        metrics = work(
+            config,
+            out=options.out,
+            resume=options.resume,
+            timeout=options.timeout,
+            save_every=options.save_every,
+        )
+    except HDNNError as error:
+        sys.stderr.write(f"hdnn: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if "traffic" in metrics:  # the root's
+        sys.stdout.write(json.dumps(metrics) + "\n")
+    return 0
+
+
+def read_config(path: Path) -> run.Config:
+    """The config in a file."""
+    try:
+        return run.Config(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"{path} is no config of a training on a graph: {reason}.") from error
+
+
+def work(
+    config: run.Config,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    timeout: float = 60.0,
+    save_every: int | None = None,
+) -> dict:
+    """Train as the part that the environment says this process is."""
+    graph = graph_of(config.graph)
+    owner = partition(graph, parts_here())
+    name = run.name_of(Plan(graph, owner))
+    transport = connect(timeout=timeout, name=name)
+    try:
+        return run.train(
+            config,
+            graph,
+            transport,
+            owner=owner,
+            folder=out,
+            resume=resume,
+            save_every=save_every,
+            tell=tell_launcher if "HDNN_STORE" in os.environ else None,
+        )
+    except HDNNError as error:
+        transport.report(f"{name(transport.part)} found that {error}")
+        raise
+    finally:
+        transport.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
