@@ -13,9 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from hdnn.distributed.gloo import Gloo
+from hdnn.distributed.gloo import Gloo, PrefixStore, TCPStore
 from hdnn.distributed.transport import DistributedError, Local, Transport
 from hdnn.errors import OptionError
 
@@ -47,16 +47,16 @@ def _store(part: int, parts: int, timeout: float) -> Any:
     try:
         if where is not None:
             host, _, port = where.rpartition(":")
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=wait)
+            store = TCPStore(host, int(port), is_master=False, timeout=wait)
         else:
             rank = _whole("RANK", part)
-            store, _, _ = next(dist.rendezvous("env://", rank, parts, timeout=wait))
+            store, _, _ = next(rendezvous("env://", rank, parts, timeout=wait))
     except (ValueError, RuntimeError) as error:
         raise DistributedError(
             f"cannot reach the store {where or 'of torchrun'} "
             f"({' '.join(str(error).split())[:120]})."
         ) from error
-    return dist.PrefixStore(f"hdnn-{restart}", store)
+    return PrefixStore(f"hdnn-{restart}", store)
 
 
 def _whole(name: str, otherwise: int) -> int:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from hdnn.distributed.transport import DistributedError, Message, Pending, Transport
 from hdnn.errors import OptionError
 
+TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 FAULT = "fault"  # where the store keeps what went wrong first
 PATIENCE = 2.0  # seconds for the first fault to get known
 
@@ -47,7 +49,9 @@ class Gloo(Transport):
         before = os.environ.get("TORCH_GLOO_LAZY_INIT")
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else everybody is connected to everybody
         try:
-            self.group: Any = dist.ProcessGroupGloo(store, part, parts, timedelta(seconds=timeout))
+            self.group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
+                store, part, parts, timedelta(seconds=timeout)
+            )
         except RuntimeError as error:
             raise DistributedError(
                 f"{name(part)} cannot open a connection: {_short(error)}"

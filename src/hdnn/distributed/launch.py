@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-import torch.distributed as dist
-
-from hdnn.distributed.gloo import FAULT
+from hdnn.distributed.gloo import FAULT, PrefixStore, TCPStore
 from hdnn.errors import positive_int
 
 GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
@@ -51,7 +49,7 @@ def launch(
     gets the processes.
     """
     parts = positive_int("parts", parts)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     common |= {"HDNN_STORE": f"127.0.0.1:{store.port}", "HDNN_PARTS": str(parts)}
     for restart in range(restarts + 1):
@@ -69,7 +67,7 @@ def launch(
 
 
 def _fault(store: Any, restart: int) -> str:
-    prefixed = dist.PrefixStore(f"hdnn-{restart}", store)
+    prefixed = PrefixStore(f"hdnn-{restart}", store)
     with contextlib.suppress(RuntimeError):
         if prefixed.check([FAULT]):
             return prefixed.get(FAULT).decode()
@@ -91,13 +89,14 @@ class _Watch:
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
         for part in range(parts):
-            self.errors.append(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            self.errors.append(words)
             process = subprocess.Popen(
                 list(command),
                 env={**environment, "HDNN_PART": str(part)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=self.errors[-1],
+                stderr=words,
                 text=True,
             )
             self.processes.append(process)
