@@ -3,7 +3,8 @@
 Started by `hdnn launch`, the environment says so in HDNN_STORE, HDNN_PART, HDNN_PARTS and
 HDNN_RESTART. Started by torchrun, its own variables do; the part is then the rank, unless HDNN_PART
 says otherwise, because after a restart a process may have another rank but not another node.
-Started by hand, this process owns all nodes.
+HDNN_REPLICAS = k makes k replicas of the graph of all these processes, one after the other. Started
+by mpiexec with HDNN_TRANSPORT=mpi, MPI says all. Started by hand, this process owns all nodes.
 """
 
 from __future__ import annotations
@@ -11,35 +12,74 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.rendezvous import rendezvous
 
 from hdnn.distributed.gloo import Gloo, PrefixStore, TCPStore
+from hdnn.distributed.mpi import Mpi, world
+from hdnn.distributed.replicas import Replicas
 from hdnn.distributed.transport import DistributedError, Local, Transport
-from hdnn.errors import OptionError
+from hdnn.errors import OptionError, choose
 
 
 def parts_here() -> int:
-    """How many processes the environment speaks of."""
-    return _whole("HDNN_PARTS", _whole("WORLD_SIZE", 1))
+    """How many parts of a graph the environment speaks of."""
+    if _by_mpi():
+        return world().size
+    processes, replicas = _whole("HDNN_PARTS", _whole("WORLD_SIZE", 1)), _whole("HDNN_REPLICAS", 1)
+    if replicas < 1 or processes % replicas:
+        raise OptionError(f"{processes} processes are no {replicas} replicas of a graph.")
+    return processes // replicas
 
 
-def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Transport:
-    """The transport that the environment speaks of."""
-    parts = parts_here()
-    if parts == 1 and "HDNN_STORE" not in os.environ:
-        return Local()
-    part = _whole("HDNN_PART", _whole("RANK", 0))
-    if not 0 <= part < parts:
-        raise OptionError(f"HDNN_PART must lie in 0 .. {parts - 1}, but is {part}.")
-    store = _store(part, parts, timeout)
-    if store.add(f"part-{part}", 1) > 1:
+class Process(NamedTuple):
+    """With whom a process talks: other parts of the graph, and its like in other replicas."""
+
+    transport: Transport
+    replicas: Replicas | None = None
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.replicas is not None:
+            self.replicas.close()
+
+
+def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Process:
+    """The connections that the environment speaks of."""
+    if _by_mpi():
+        return Process(Mpi(timeout=timeout, name=name))
+    parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)
+    if parts * replicas == 1 and "HDNN_STORE" not in os.environ:
+        return Process(Local())
+    number = _whole("HDNN_PART", _whole("RANK", 0))
+    if not 0 <= number < parts * replicas:
+        raise OptionError(f"HDNN_PART must lie in 0 .. {parts * replicas - 1}, but is {number}.")
+    store = _store(number, parts * replicas, timeout)
+    replica, part = divmod(number, parts)
+    if store.add(f"part-{number}", 1) > 1:
         raise DistributedError(f"{name(part)} was started twice; each part is one process.")
-    return Gloo(part, parts, store, timeout=timeout, name=name)
+    near = PrefixStore(f"graph-{replica}", store)
+    transport = Gloo(part, parts, near, timeout=timeout, name=name, faults=store)
+    if replicas == 1:
+        return Process(transport)
+    alike = PrefixStore(f"alike-{part}", store)
+    return Process(transport, Replicas(replica, replicas, alike, timeout))
 
 
-def _store(part: int, parts: int, timeout: float) -> Any:
+def _by_mpi() -> bool:
+    known = ("gloo", "mpi")
+    if choose("HDNN_TRANSPORT", os.environ.get("HDNN_TRANSPORT", "gloo"), known) != "mpi":
+        return False
+    if "HDNN_STORE" in os.environ or _whole("HDNN_REPLICAS", 1) != 1:
+        raise OptionError(
+            "HDNN_TRANSPORT=mpi is for one graph that mpiexec starts; leave it out of `hdnn launch`"
+            " and of replicas."
+        )
+    return True
+
+
+def _store(number: int, processes: int, timeout: float) -> Any:
     """The store of this start: a restart must not find the addresses of the one before."""
     wait = timedelta(seconds=timeout)
     where = os.environ.get("HDNN_STORE")
@@ -49,8 +89,8 @@ def _store(part: int, parts: int, timeout: float) -> Any:
             host, _, port = where.rpartition(":")
             store = TCPStore(host, int(port), is_master=False, timeout=wait)
         else:
-            rank = _whole("RANK", part)
-            store, _, _ = next(rendezvous("env://", rank, parts, timeout=wait))
+            rank = _whole("RANK", number)
+            store, _, _ = next(rendezvous("env://", rank, processes, timeout=wait))
     except (ValueError, RuntimeError) as error:
         raise DistributedError(
             f"cannot reach the store {where or 'of torchrun'} "

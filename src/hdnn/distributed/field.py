@@ -78,7 +78,7 @@ class Neighbours:
             for rows, buffer in late:
                 target[rows] = buffer
 
-        pending: Pending = self.transport.start(out, into)
+        pending: Pending = self.transport.start_round(round, out, into)
         return pending, place
 
 

@@ -28,7 +28,8 @@ class Gloo(Transport):
     """Point-to-point messages of one process for each part.
 
     `store` is a torch.distributed store that all parts reach; `timeout` are the seconds after
-    which a silent neighbour counts as lost, at the start too. `name` says how to call a part.
+    which a silent neighbour counts as lost, at the start too. `name` says how to call a part, and
+    `faults` is where the first fault is kept, by default the same store.
     """
 
     def __init__(
@@ -39,13 +40,14 @@ class Gloo(Transport):
         *,
         timeout: float = 60.0,
         name: Callable[[int], str] = "part {}".format,
+        faults: Any = None,
     ) -> None:
         super().__init__(part, parts)
         if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
         if not timeout > 0:
             raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-        self.store, self.name, self.timeout = store, name, timeout
+        self.faults, self.name, self.timeout = faults or store, name, timeout
         before = os.environ.get("TORCH_GLOO_LAZY_INIT")
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else everybody is connected to everybody
         try:
@@ -82,8 +84,8 @@ class Gloo(Transport):
 
     def report(self, message: str) -> str:
         with contextlib.suppress(RuntimeError):
-            self.store.set_timeout(timedelta(seconds=PATIENCE))
-            return self.store.compare_set(FAULT, "", message).decode()
+            self.faults.set_timeout(timedelta(seconds=PATIENCE))
+            return self.faults.compare_set(FAULT, "", message).decode()
         return message
 
     def close(self) -> None:

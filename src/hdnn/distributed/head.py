@@ -91,15 +91,18 @@ class NodeHead:
         return self.head.predict(self.scores(y))
 
     def descend(
-        self, y: Tensor, t: Tensor | None
+        self, y: Tensor, t: Tensor | None, share: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor], tuple[float, float] | None]:
-        """The gradients of y_N and of the own weights; at the root also loss and accuracy."""
+        """The gradients of y_N and of the own weights; at the root also loss and accuracy.
+
+        Gradients are `share` times those of the mean loss: these samples' share of a minibatch.
+        """
         scores = self.scores(y)
         found, residual = None, torch.empty_like(scores)
         if self.tree.is_root:
             assert t is not None
             problem = Problem(self.head, y.T[:, :1], t, None, y.dtype)
-            residual = problem.residual(scores).contiguous()
+            residual = (problem.residual(scores) * share).contiguous()
             loss, correct = float(problem.loss(scores)), 0.0
             if not isinstance(self.head, RegressionHead):
                 correct = float((self.head.predict(scores) == t).double().mean())

@@ -24,6 +24,7 @@ from hdnn.distributed.graph import Graph
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.partition import partition
 from hdnn.distributed.plan import Plan
+from hdnn.distributed.replicas import Replicas
 from hdnn.distributed.training import Training
 from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
@@ -35,6 +36,7 @@ from hdnn.serialization import save
 from hdnn.sparsity import Sparsity
 
 DENSE = 1024  # features, up to which one network of all nodes is made as well
+NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 INITS = ("auto", "masked", "scaled", "paper")
 # What the ring of the paper's second table learns best with.
@@ -124,6 +126,7 @@ def train(
     transport: Transport | None = None,
     *,
     owner: list[int] | None = None,
+    replicas: Replicas | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     save_every: int | None = None,
@@ -146,8 +149,10 @@ def train(
         if classes == 2
         else SoftmaxHead(net.features, classes, **like)
     )
+    solver = "newton" if net.features <= NEWTON else "joint"
     home = None if folder is None else as_path(folder)
-    is_root = net.plan.tree.root in net.part.nodes
+    is_first = replicas is None or replicas.index == 0
+    is_root = is_first and net.plan.tree.root in net.part.nodes
     if home is not None and is_root:
         _claim(home, config, resume)
     training = Training(
@@ -157,9 +162,10 @@ def train(
         train_set.t,
         folder=None if home is None else home / "nodes",
         save_every=save_every,
-        tell=tell,
+        replicas=replicas,
+        tell=tell if is_first else None,
         name=name_of(net.plan),
-        **{**OPTIONS, "seed": config.seed, **config.options},
+        **{**OPTIONS, "solver": solver, "seed": config.seed, **config.options},
     )
     progress = training.run(resume)
     metrics: dict[str, Any] = {
@@ -168,6 +174,7 @@ def train(
         "layers": config.layers,
         "nodes": graph.nodes,
         "parts": transport.parts,
+        "replicas": 1 if replicas is None else replicas.count,
         "seed": config.seed,
     }
     if progress.loss:

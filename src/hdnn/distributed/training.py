@@ -22,6 +22,7 @@ from hdnn.distributed.handshake import shake_hands
 from hdnn.distributed.head import NodeHead
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.plan import Part
+from hdnn.distributed.replicas import Replicas
 from hdnn.distributed.transport import DistributedError
 from hdnn.distributed.tree import Spanning
 from hdnn.errors import DataError, TrainingError
@@ -88,6 +89,7 @@ class Training:
         t: labels or targets of all samples; the root's only.
         folder: where each node keeps its shards, if anywhere.
         save_every: steps between two shards (default: an epoch).
+        replicas: others that train the same nodes on other samples of each minibatch.
         tell: called by the root with a dict after each epoch.
     """
 
@@ -100,6 +102,7 @@ class Training:
         *,
         folder: Path | None = None,
         save_every: int | None = None,
+        replicas: Replicas | None = None,
         tell: Callable[[dict[str, Any]], None] | None = None,
         name: Callable[[int], str] = "part {}".format,
         **options: Any,
@@ -110,7 +113,7 @@ class Training:
         self.options = check_options(**{**DEFAULTS, **options})
         if self.options["optimizer"] != "adam":
             raise TrainingError("on a graph the optimizer is adam; leave it out.")
-        self.net, self.x, self.tell = net, x, tell
+        self.net, self.x, self.tell, self.replicas = net, x, tell, replicas
         self.part, self.transport = net.part, net.transport
         self.tree = Spanning(self.part, self.transport)
         self.is_root = self.tree.is_root
@@ -118,6 +121,8 @@ class Training:
         self.t = t if t is None or isinstance(head, RegressionHead) else t.long()
         self.samples, self.batch = x.shape[1], self.options["batch"]
         self.batches = math.ceil(self.samples / self.batch)
+        if replicas is not None:
+            replicas.check(self.samples, self.batch)
         self.steps = self.batches * self.options["epochs"]
         self.head = NodeHead(net, self.tree, head)
         self.joint = self.options["solver"] == "joint"
@@ -191,15 +196,16 @@ class Training:
             self._save()
         return self.progress
 
-    def _step(self, index: Tensor) -> None:
+    def _step(self, minibatch: Tensor) -> None:
+        index = minibatch if self.replicas is None else self.replicas.share(minibatch)
         state, tape = self.net.forward(self.net.split(self.x[:, index].contiguous()))
         y = self.net.join(state)
         done = self.step / self.steps
         t = None if self.t is None else self.t[index]
         if self.joint:
-            g, gradients, outcome = self.head.descend(y, t)
+            g, gradients, outcome = self.head.descend(y, t, len(index) / len(minibatch))
         else:
-            g, outcome = self._output(y, t)
+            g, outcome = self._output(y, minibatch)
             gradients = {}
         if not bool(torch.isfinite(g).all()):
             raise DistributedError(
@@ -207,6 +213,10 @@ class Training:
                 "has diverged; lower learning_rate, clip the gradients or take a smaller step h."
             )
         _, hidden = self.net.backward(tape, self.net.split(g))
+        if self.replicas is not None:
+            summed = self.replicas.sum({**hidden, **gradients})
+            hidden = {name: summed[name] for name in hidden}
+            gradients = {name: summed[name] for name in gradients}
         self._regularise(hidden, done)
         gradients = {**hidden, **gradients}
         clip = self.options["clip"]
@@ -226,19 +236,23 @@ class Training:
             self.sums[0] += outcome[0]
             self.sums[1] += outcome[1]
 
-    def _output(self, y: Tensor, t: Tensor | None) -> tuple[Tensor, tuple[float, float] | None]:
+    def _output(self, y: Tensor, minibatch: Tensor) -> tuple[Tensor, tuple[float, float] | None]:
         """The gradient of y_N; at the root also loss and accuracy."""
         whole = self.head.gather(y)
         if whole is None:
             return self.head.scatter(None, y), None
         assert self.output is not None
-        assert t is not None
+        assert self.t is not None
+        if self.replicas is not None:
+            whole = self.replicas.gather(whole, len(minibatch))
         gradient, found = torch.full_like(whole, math.nan), (math.nan, 0.0)
         if bool(torch.isfinite(whole).all()):
-            outcome = self.output.solve(whole, t)
+            outcome = self.output.solve(whole, self.t[minibatch])
             found = (outcome.loss, outcome.correct)
             if math.isfinite(outcome.loss):
                 gradient = outcome.gradient
+        if self.replicas is not None:
+            gradient = gradient[self.replicas.share(torch.arange(len(minibatch)))]
         return self.head.scatter(gradient, y), found
 
     def _regularise(self, gradients: dict[str, Tensor], done: float) -> None:
@@ -348,6 +362,8 @@ class Training:
 
     def _save(self) -> None:
         assert self.shards is not None
+        if self.replicas is not None and self.replicas.index:
+            return  # the first replica's shards are all the same
         for node in self.part.nodes:
             note: dict[str, Any] = {}
             if node == self.net.plan.tree.root:

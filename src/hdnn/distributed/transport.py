@@ -52,6 +52,15 @@ class Transport:
         """Begin to receive `into` and to send `out`: neither may be touched before `wait`."""
         raise NotImplementedError
 
+    def start_round(
+        self, round: object, out: Sequence[Message], into: Sequence[Message]
+    ) -> Pending:
+        """The same in a round that all parts begin, in the same order, even those without peers.
+
+        Given the same object again, a round has the same peers again.
+        """
+        return self.start(out, into)
+
     def exchange(self, out: Sequence[Message], into: Sequence[Message]) -> None:
         """Send and receive, and return when both are done."""
         self.start(out, into).wait()

@@ -41,11 +41,11 @@ class Spanning:
         self.above, self.below = above[part.number], below[part.number]
 
         def subtree(start: int) -> list[int]:
+            """As messages are put together: each part, then what hangs below it, child by child."""
             found, waiting = [], [start]
             while waiting:
-                one = waiting.pop(0)
-                found.append(one)
-                waiting += below[one]
+                found.append(waiting.pop())
+                waiting += reversed(below[found[-1]])
             return found
 
         self.subtrees = {child: subtree(child) for child in self.below}
@@ -96,20 +96,23 @@ class Spanning:
         for node, parent in enumerate(tree.parent):
             if parent in children:
                 children[parent].append(node)
+        by_depth: dict[int, list[int]] = {}
+        for node in sorted(self.part.nodes):
+            by_depth.setdefault(tree.depth[node], []).append(node)
         found = []
-        for depth in range(max(tree.depth), 0, -1):
+        for depth in range(max(by_depth) + 1, 0, -1):
             out: dict[int, list[int]] = {}
-            for node in sorted(self.part.nodes):
-                if tree.depth[node] == depth and owner[tree.parent[node]] != me:
+            for node in by_depth.get(depth, []):
+                if owner[tree.parent[node]] != me:
                     out.setdefault(owner[tree.parent[node]], []).append(node)
-            adults = [i for i in self.part.nodes if tree.depth[i] == depth - 1 and children[i]]
+            adults = [i for i in by_depth.get(depth - 1, []) if children[i]]
             into: dict[int, list[int]] = {}
             for child in sorted(k for i in adults for k in children[i]):
                 if owner[child] != me:
                     into.setdefault(owner[child], []).append(child)
             if not (out or adults):
                 continue
-            there = {**place}
+            there = {**place} if into else place
             for nodes in (into[r] for r in sorted(into)):
                 there |= {node: len(there) + k for k, node in enumerate(nodes)}
             most = max((len(children[i]) for i in adults), default=0)

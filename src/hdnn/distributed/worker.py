@@ -72,13 +72,15 @@ def work(
     graph = graph_of(config.graph)
     owner = partition(graph, parts_here())
     name = run.name_of(Plan(graph, owner))
-    transport = connect(timeout=timeout, name=name)
+    process = connect(timeout=timeout, name=name)
+    transport = process.transport
     try:
         return run.train(
             config,
             graph,
             transport,
             owner=owner,
+            replicas=process.replicas,
             folder=out,
             resume=resume,
             save_every=save_every,
@@ -88,7 +90,7 @@ def work(
         transport.report(f"{name(transport.part)} found that {error}")
         raise
     finally:
-        transport.close()
+        process.close()
 
 
 if __name__ == "__main__":
