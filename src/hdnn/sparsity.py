@@ -6,14 +6,19 @@ product is 1 where the ordinary one is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.errors import SparsityError
+from hdnn import sparsity_design
+from hdnn.errors import ShapeError, SparsityError, choose, flag, positive_int
+from hdnn.operators import block_sparse
 
 
 def binary(name: str, pattern: Any) -> Tensor:
@@ -57,6 +62,77 @@ def is_local(T: Any, R: Any, S: Any) -> bool:
     return bool((needed <= S).all())
 
 
+@dataclass(frozen=True)
+class Breach:
+    """Node `node` needs node `needs` in its forward or backward update, but S does not link them.
+
+    `path` is i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 where the forward update needs it, and
+    i, l, a, k with R(l, i) = R(l, a) = T(a, k) = 1 where only the backward update does.
+    """
+
+    node: int
+    needs: int
+    forward: bool
+    backward: bool
+    path: tuple[int, int, int, int]
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        i, a, row, k = self.path if self.forward else self.path[::-1]
+        why = [f"T links {i} and {a}"] * (a != i)
+        why += [f"row {row} of R has {a} and {k}"] * (a != k or not why)
+        ways = [way for way in ("forward", "backward") if getattr(self, way)]
+        layer = "" if self.layer is None else f"layer {self.layer}: "
+        need = f"{layer}node {self.node} needs node {self.needs} {' and '.join(ways)}"
+        return f"{need}: {', and '.join(why)}"
+
+
+class Explanation(tuple[Breach, ...]):
+    """All breaches of the locality condition: empty, so false, where the patterns are local."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "local: all updates need neighbours only"
+
+
+def explain(T: Any, R: Any, S: Any) -> Explanation:
+    """Where and why T R^T R + R^T R T <= S fails: who needs whom, which way, by which path."""
+    return Explanation(_breaches(T, R, S))
+
+
+def _breaches(T: Any, R: Any, S: Any) -> Iterator[Breach]:
+    T, R, S = binary("T", T), binary("R", R), binary("S", S)
+    _check_alike(T=T, R=R)
+    _check_alike(R=R if R.ndim == 3 else T, S=S)
+    layered = 3 in (T.ndim, R.ndim, S.ndim)
+    stacks = torch.broadcast_tensors(*(A.reshape(-1, *A.shape[-2:]) for A in (T, R, S)))
+    for j, (T, R, S) in enumerate(zip(*stacks, strict=True)):
+        forward, backward = product(T, R.mT, R) & ~S, product(R.mT, R, T) & ~S
+        for i, k in (forward | backward).nonzero().tolist():
+            there, back = bool(forward[i, k]), bool(backward[i, k])
+            # Seen from its other end, a backward path is a forward one.
+            i_, a, row, k_ = _path(T[i], R, i, k) if there else _path(T[:, k], R, k, i)
+            path = (i_, a, row, k_) if there else (k_, row, a, i_)
+            yield Breach(i, k, there, back, path, j if layered else None)
+
+
+def _path(neighbours: Tensor, R: Tensor, i: int, k: int) -> tuple[int, int, int, int]:
+    """The first i, a, l, k with neighbours(a) = R(l, a) = R(l, k) = 1; with a = i if it can be."""
+    shared = R & R[:, [k]]
+    through = neighbours & shared.any(0)
+    a = i if through[i] else int(through.nonzero()[0])
+    return i, a, int(shared[:, a].nonzero()[0]), k
+
+
+def components(T: Any, R: Any) -> list[list[int]]:
+    """The groups of nodes that hear of each other at all, however many layers there are."""
+    reached = dependency(T, R)
+    reached = reached.reshape(-1, *reached.shape[-2:]).any(0)
+    reached |= reached.mT | torch.eye(len(reached), dtype=torch.bool)
+    for _ in range(len(reached).bit_length()):  # paths of twice the length each time
+        reached = product(reached, reached)
+    return [row.nonzero()[:, 0].tolist() for row in reached.unique(dim=0).flip(0)]
+
+
 def _check_alike(**patterns: Tensor) -> None:
     """Raise unless all patterns are for the same nodes, and for as many layers where one each."""
     (first, a), *others = patterns.items()
@@ -69,12 +145,19 @@ def _check_alike(**patterns: Tensor) -> None:
             raise SparsityError(f"{name} is for {len(b)} layers, but {first} is for {len(a)}.")
 
 
-def _whole(sizes: Any, nodes: int) -> tuple[int, ...]:
+def _check_diagonal(name: str, pattern: Tensor) -> None:
+    if not bool(pattern.diagonal(dim1=-2, dim2=-1).all()):
+        raise SparsityError(
+            f"every node is its own neighbour, but {name} has a 0 on its diagonal; use {name} + I."
+        )
+
+
+def _whole(sizes: Any, nodes: int, name: str = "sizes") -> tuple[int, ...]:
     """The features of each node, as many as there are nodes."""
     given: list[Any] = list(sizes) if isinstance(sizes, Iterable) else []
     if len(given) != nodes or not all(isinstance(k, Integral) and int(k) >= 1 for k in given):
         raise SparsityError(
-            f"sizes must be {nodes} whole numbers >= 1, one a node, but got {sizes!r}."
+            f"{name} must be {nodes} whole numbers >= 1, one a node, but got {sizes!r}."
         )
     return tuple(int(size) for size in given)
 
@@ -102,11 +185,7 @@ class Sparsity:
                 continue
             if name != "R":
                 _check_alike(**{"R": self.R, name: pattern})
-            if not bool(pattern.diagonal(dim1=-2, dim2=-1).all()):
-                raise SparsityError(
-                    f"every node is its own neighbour, but {name} has a 0 on its diagonal; "
-                    f"use {name} + I."
-                )
+            _check_diagonal(name, pattern)
         if self.T is not None and not bool((self.T.mT == self.T).all()):
             raise SparsityError("T must be symmetric, because J is skew-symmetric; use T + T^T.")
         if self.T is not None:
@@ -116,14 +195,12 @@ class Sparsity:
         """Raise if S is known and the updates need nodes that are no neighbours in it."""
         if self.S is None or is_local(T, self.R, self.S):
             return
-        beyond = (dependency(T, self.R) & ~self.S).nonzero()[:, -2:].unique(dim=0).tolist()
-        pairs = ", ".join(f"{i} -> {k}" for i, k in beyond[:4]) + (
-            " ..." if len(beyond) > 4 else ""
-        )
+        first = list(islice(_breaches(T, self.R, self.S), 5))
+        pairs = ", ".join(dict.fromkeys(f"{b.node} -> {b.needs}" for b in first[:4]))
         raise SparsityError(
-            "the patterns break the locality condition T R^T R + R^T R T <= S: "
-            f"nodes would need {pairs}, which S does not link; "
-            "remove edges from R or T, or add links to S."
+            "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
+            f"{pairs}{' ...' if len(first) > 4 else ''}, which S does not link ({first[0]}); "
+            "remove edges from R or T, or add links to S. hdnn.sparsity.explain lists them all."
         )
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
@@ -149,3 +226,123 @@ class Sparsity:
         own = self.R.reshape(-1, self.nodes, self.nodes)
         links = int(own.any(0).sum()) - self.nodes
         return f"Sparsity({self.nodes} nodes, {links} links in R)"
+
+
+class BlkSprs:
+    """K is in BlkSprs(R) if and only if R(i, k) = 0 makes its block K(i, k) zero.
+
+    `R` is (M, M), or (N, M, M) for one a layer; `rows` and `columns` are the sizes of the blocks,
+    `columns` by default the same. Matrices are (..., sum(rows), sum(columns)), layers before that.
+    """
+
+    def __init__(self, R: Any, rows: Sequence[int], columns: Sequence[int] | None = None) -> None:
+        self.R = binary("R", R)
+        self.rows = _whole(rows, self.R.shape[-1], "rows")
+        self.columns = self.rows if columns is None else _whole(columns, len(self.rows), "columns")
+        self.mask = block_sparse.mask(self.R, self.rows, self.columns)
+
+    @property
+    def free(self) -> int:
+        """How many entries may differ from zero."""
+        return int(self.mask.sum())
+
+    def contains(self, K: Tensor) -> bool:
+        """Whether all masked blocks of K are exactly zero; `K in self` is the same."""
+        masked = self._masked(K)
+        return not bool(K[..., masked].any())
+
+    def __contains__(self, K: Tensor) -> bool:
+        return self.contains(K)
+
+    def project(self, K: Tensor) -> Tensor:
+        """The nearest matrix of the set: K with its masked blocks set to zero."""
+        masked = self._masked(K)
+        return K.masked_fill(masked, 0)
+
+    def _masked(self, K: Tensor) -> Tensor:
+        shape = self.mask.shape
+        if not isinstance(K, Tensor) or K.shape[-len(shape) :] != shape:
+            given = tuple(K.shape) if isinstance(K, Tensor) else type(K).__name__
+            size = ", ".join(map(str, shape))
+            raise ShapeError(f"K must be a tensor (..., {size}), as R has it, but got {given}.")
+        return ~self.mask.to(K.device)
+
+    def __repr__(self) -> str:
+        return f"BlkSprs({self.R.shape[-1]} nodes, {self.free} of {self.mask.numel()} entries free)"
+
+
+# Patterns for a graph
+
+
+def design_R(S: Any, sizes: Sequence[int] | None = None, *, connected: bool = False) -> Sparsity:
+    """T = I, and the R with R^T R <= S that frees most weights: cliques of S as its rows.
+
+    Of equals, the R whose ones come first. Most weights need not use every link, so nodes that S
+    joins may never hear of each other (see `components`). `connected=True` gives up as many weights
+    as it takes, found greedily, so that they do.
+    """
+    S, sizes = _graph(S, sizes)
+    R = sparsity_design.best_R(S, sizes, flag("connected", connected))
+    return Sparsity(R, torch.eye(len(S)), S, sizes)
+
+
+def design_T(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
+    """R = I, and T all mutual links of S: nodes are joined by X or J alone, so learn it."""
+    S, sizes = _graph(S, sizes)
+    return Sparsity(torch.eye(len(S)), S & S.mT, S, sizes)
+
+
+def design(
+    S: Any, sizes: Sequence[int] | None = None, *, layers: int = 1, connected: bool = False
+) -> Sparsity:
+    """The T and R with T R^T R + R^T R T <= S that free most weights of H2 with a learned X.
+
+    They are counted by `free_weights`. Of equals, those whose ones come first, in R and then in T.
+    Up to 12 mutual links in S, no pair has more; for larger graphs it is a local optimum: no change
+    of a single link in T frees more. (Dense graphs of hundreds of nodes meet a limit on the work.)
+    `connected` is as in `design_R`. If X is not learned, its weights are none: use `design_R`.
+    """
+    S, sizes = _graph(S, sizes)
+    layers, connected = positive_int("layers", layers), flag("connected", connected)
+    R, T = sparsity_design.best_patterns(S, sizes, layers, connected)
+    return Sparsity(R, T, S, sizes)
+
+
+def free_weights(sparsity: Sparsity, *, layers: int = 1) -> int:
+    """2 N s^T R s + s^T T s: entries of K_p and K_q in N layers and of one X, for node sizes s.
+
+    `layers` is N where all share one R. Without sizes every node counts as one feature, and without
+    T, X as block-diagonal.
+    """
+    sizes = sparsity.sizes or (1,) * sparsity.nodes
+    N = positive_int("layers", layers) if sparsity.R.ndim == 2 else 1
+    T = torch.eye(sparsity.nodes) if sparsity.T is None else sparsity.T
+    return 2 * N * BlkSprs(sparsity.R, sizes).free + BlkSprs(T, sizes).free
+
+
+_DESIGNS = {
+    "R": partial(design_R, connected=True),
+    "T": design_T,
+    "both": partial(design, connected=True),
+}
+
+
+def from_networkx(graph: Any, *, size: str | None = None, design: str = "R") -> Sparsity:
+    """Patterns for a networkx graph: node i is the i-th of `graph.nodes`, and its own neighbour.
+
+    An edge of a `DiGraph` from u to v lets v hear u; only links both ways can be used, because
+    gradients go back where states came from. `size` names the attribute with the features of a
+    node. `design` is "R" (T = I, for networks that do not learn X), "T" (R = I) or "both"; all
+    join what the graph joins. For other patterns, take the S of the result.
+    """
+    make = _DESIGNS[choose("design", design, _DESIGNS)]
+    return make(*sparsity_design.links_and_sizes(graph, size))
+
+
+def _graph(S: Any, sizes: Sequence[int] | None) -> tuple[Tensor, tuple[int, ...] | None]:
+    """A communication graph and the sizes of its nodes, checked."""
+    S = binary("S", S)
+    if S.ndim == 3:
+        raise SparsityError(f"S must be (M, M), one graph, but has shape {tuple(S.shape)}.")
+    _check_diagonal("S", S)
+    return S, None if sizes is None else _whole(sizes, len(S))
