@@ -408,6 +408,7 @@ def test_a_training_that_leaves_the_numbers_says_so():
         ({"x": torch.zeros(16, 300, dtype=F64)}, DataError, "float64"),
         ({"x": torch.full((16, 300), float("nan"))}, DataError, "NaN"),
         ({"t": None}, DataError, "300 labels"),
+        ({"t": torch.full((300,), 2)}, DataError, "whole numbers in 0 .. 1"),
         ({"head": hdnn.SigmoidHead(4)}, DataError, "takes 4 features"),
         ({"speed": 3}, TrainingError, "no option speed"),
         ({"optimizer": "sgd"}, TrainingError, "adam"),

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from graph_runs import make_task
 from hdnn.distributed.audit import tcp_peers
-from namespaces import CONTROL, STORE_ADDRESS, Namespaces
+from namespaces import CONTROL, STORE_ADDRESS, STORE_PORT, Namespaces
 
 FOLDER = Path(__file__).parent
 PLAIN = [sys.executable, "-S", "-c"]  # without packages, and so without a start of coverage
@@ -50,7 +51,7 @@ EXCHANGE = """
 import json, os
 import torch
 import torch.distributed as dist
-from namespaces import tcp_peers
+from hdnn.distributed.audit import tcp_peers
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -186,14 +187,27 @@ def test_the_control_link_carries_nothing_between_nodes_even_along_forged_routes
 @pytest.mark.slow
 def test_eight_ranks_on_a_ring_exchange_with_their_neighbours_alone(namespaces):
     with namespaces(ring(8), 8) as net:
-        argv = [*TORCH, EXCHANGE]
-        all_ended = net.run_all(argv, lambda _: {"PYTHONPATH": str(FOLDER)}, limit=LIMIT)
+        all_ended = net.run_all([*TORCH, EXCHANGE], limit=LIMIT)
     for node, ended in enumerate(all_ended):
         assert ended.code == 0, ended.errors
         found = json.loads(ended.output)
         neighbours = (node - 1) % 8, (node + 1) % 8
         assert found["received"] == [[float(other)] * 3 for other in neighbours]
         assert found["peers"] == sorted([*map(net.address, neighbours), STORE_ADDRESS])
+
+
+@pytest.mark.slow
+def test_eight_parts_on_a_ring_train_to_the_bits_of_one_process(namespaces, tmp_path):
+    task, home = make_task(tmp_path, 8), tmp_path / "out"
+    config = tmp_path / "config.json"
+    config.write_text(task.config.text())
+    worker = ["-m", "hdnn.distributed.worker", str(config), "--out", str(home)]
+    group = {"HDNN_STORE": f"{STORE_ADDRESS}:{STORE_PORT}", "HDNN_PARTS": "8"}
+    with namespaces(ring(8), 8) as net:
+        argv = [sys.executable, *worker, "--timeout", str(LIMIT)]
+        all_ended = net.run_all(argv, lambda node: {**group, "HDNN_PART": str(node)}, limit=LIMIT)
+    assert [ended.code for ended in all_ended] == [0] * 8, all_ended
+    assert (home / "model.safetensors").read_bytes() == task.model
 
 
 # A barrier needs the ranks ±1, ±2, ±4, ... of every rank, and an eager start needs all. Not every

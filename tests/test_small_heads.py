@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdnn
-from hdnn.training import coordinate, loop, small_heads
+from hdnn.training import coordinate, output, small_heads
 
 pytest.importorskip("numba")
 
@@ -64,7 +64,7 @@ def test_adam_goes_from_minibatch_to_minibatch_as_the_plain_one_does(kind):
         weight[15:30] = 0.0  # nobody counts there
     ours, theirs = (case(kind, 3, 3, 38, 0, torch.float64, False)[0] for _ in range(2))
     small_heads.SmallHead(ours).adam(passes, 15, 1e-2, 0.05)
-    parts = [part for whole in passes for part in loop._parts(whole, 15)]
+    parts = [part for whole in passes for part in output._parts(whole, 15)]
     assert len(parts) == 27
     coordinate.adam(theirs, parts, 1e-2, 0.05)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

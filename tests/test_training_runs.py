@@ -17,7 +17,7 @@ import torch
 import hdnn
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
-from hdnn.training import checkpoint, coordinate, fit, loop, small_heads, small_steps
+from hdnn.training import checkpoint, coordinate, fit, loop, output, small_heads, small_steps
 
 DATA = planar.double_moons(400, seed=1)
 SOLVERS = ("newton", "adam", "joint")
@@ -219,7 +219,7 @@ def test_a_step_follows_the_gradient_of_the_objective(kind, solver):
     head = other.head
     y = other.features(x)
     if solver == "newton":
-        coordinate.newton(head, y.detach(), t, 1e-4, loop.MINIBATCH_STEPS["newton"])
+        coordinate.newton(head, y.detach(), t, 1e-4, output.MINIBATCH_STEPS["newton"])
     elif solver == "adam":
         coordinate.adam(head, [(y.detach(), t, None)], 1e-4, 2.5e-2, 10)
     objective = head.loss(head(y), t)
@@ -245,7 +245,7 @@ def test_smoothness_of_other_forms_has_its_gradient_too(options):
     quick(model, x, t, epochs=1, batch=30, smoothness=0.5, callbacks=[watch])
     other = model_of(layers=3, dtype=torch.float64, **options)
     y = other.features(x)
-    coordinate.newton(other.head, y.detach(), t, 1e-4, loop.MINIBATCH_STEPS["newton"])
+    coordinate.newton(other.head, y.detach(), t, 1e-4, output.MINIBATCH_STEPS["newton"])
     (other.head.loss(other.head(y), t) + 0.5 * other.net.smoothness()).backward()
     for name, p in other.net.named_parameters():
         torch.testing.assert_close(seen[name], p.grad, rtol=1e-9, atol=1e-12)

@@ -17,8 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hdnn: {error}", file=sys.stderr)
         return 2
     from hdnn import cli
+    from hdnn.training import launch
 
-    return cli.main(arguments)
+    return launch.leave(cli.main(arguments))
 
 
 if __name__ == "__main__":

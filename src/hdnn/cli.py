@@ -26,10 +26,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from hdnn import __version__
 from hdnn.errors import CheckpointError, HDNNError, OptionError, choose
+from hdnn.training import launch
 
 if TYPE_CHECKING:
     import typer
@@ -81,13 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The base of all that typer says about flags, in the click that it uses or brings along.
     wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+        if launch.is_first():
+            warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+        else:
+            warnings.showwarning = lambda *_: None
         try:
             code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
         except wrong_flags as error:
             context = getattr(error, "ctx", None)
             hint = f"see {context.command_path} --help" if context else "see hdnn --help"
             message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
+            if given[0] == "train":
+                launch.speak_as_one()
             return _fail(f"{message.rstrip('.')}; {hint}." if message[-1:] != "?" else message)
         except (KeyboardInterrupt, typer.Abort):
             return _fail("interrupted", 130)
@@ -105,6 +111,9 @@ def _app() -> typer.Typer:
     app.callback(help=HELP)(_program)
     for function, examples, settings in _COMMANDS:
         app.command(epilog=examples, **settings)(_guarded(function))
+    from hdnn import cli_graph  # which is made of what is here
+
+    cli_graph.add_to(app)
     return app
 
 
@@ -161,7 +170,10 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
 
 
 def _fail(message: object, code: int = 2) -> int:
-    _say(message)
+    if launch.is_as_one():
+        launch.last_word(message, _say)
+    else:
+        _say(message)
     return code
 
 
@@ -228,10 +240,16 @@ _run = functools.partial(_option, "Run")
     "hdnn train --data iris.csv --target species --layers 16 --seeds 5",
     "hdnn train --data swiss_roll --layers 256 --multilevel 4,4 --epochs 20",
     "hdnn train --resume --out runs/swiss_roll-h2-64-0",
+    "torchrun --nproc-per-node 2 -m hdnn train --data swiss_roll --layers 64",
+    "torchrun --nproc-per-node 8 -m hdnn train --graph ring8.toml --data swiss_roll",
 )
 def train(
     data: Annotated[
         str | None, _data("swiss_roll, double_moons, double_circles, or FILE.csv or FILE.parquet")
+    ] = None,
+    graph: Annotated[
+        str | None,
+        _data("TOML file: train on its nodes, by one process or many (see hdnn launch --help)"),
     ] = None,
     target: Annotated[str | None, _data("column of the file to predict")] = None,
     drop: Annotated[list[str] | None, _data("column to leave out (may be repeated)")] = None,
@@ -290,37 +308,42 @@ def train(
         bool, _run("write its curves to the folder tensorboard in it", "--tensorboard")
     ] = False,
     config: Annotated[str | None, _run("TOML file, options under \\[train]")] = None,
+    save_every: Annotated[int | None, _run("with --graph: steps between two shards")] = None,
+    timeout: Annotated[
+        float | None, _run("with --graph: seconds until a silent process counts as lost")
+    ] = None,
     as_json: Annotated[bool, _run("print one JSON object", "--json")] = False,
     quiet: Annotated[bool, _run("no progress display", "--quiet")] = False,
-) -> None:
+) -> int:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
     given = {k: v for k, v in locals().items() if not (v is None or v is False or v == [])}
-    from hdnn import runs, tasks
+    from hdnn import cli_graph, tasks
 
-    if "as_json" in given:
-        given["json"] = given.pop("as_json")
-    file = given.pop("config", None)
-    options = {**({} if file is None else runs.read_config(file)), **given}
-    asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
-    chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
-    show, tensorboard = not (asked["quiet"] or asked["json"]), bool(asked["tensorboard"])
+    if cli_graph.wanted(given):
+        return cli_graph.train(given)
     results = []
-    for number, (settings, run) in enumerate(chosen, 1):
-        title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
-        with _TrainingBar(title, show) as bar:
-            try:
-                watching = [bar] if bar.on else []
-                results.append(tasks.train(settings, run, watching, tensorboard=tensorboard))
-            except KeyboardInterrupt as error:
-                raise _how_to_go_on(run, len(chosen)) from error
+    with launch.joined() as processes:
+        asked, chosen = processes.first(lambda: _asked(given))
+        show = not (asked["quiet"] or asked["json"]) and processes.is_first
+        for number, (settings, run) in enumerate(chosen, 1):
+            title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
+            options = {"tensorboard": bool(asked["tensorboard"]), "processes": processes}
+            with _TrainingBar(title, show) as bar:
+                try:
+                    results.append(tasks.train(settings, run, [bar] if bar.on else [], **options))
+                except KeyboardInterrupt as error:
+                    raise _how_to_go_on(run, len(chosen)) from error
+    if not processes.is_first:
+        return 0
     if len(results) == 1:
         print(_json(results[0]) if asked["json"] else _training_text(results[0]))
-        return
+        return 0
     summary = _spread(results)
     if asked["json"]:
         print(_json({"runs": results, "summary": summary}))
     else:
         print(_spread_text(results, summary))
+    return 0
 
 
 @_command(
@@ -479,6 +502,18 @@ def info(
 
 
 # What the commands are made of
+
+
+def _asked(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[TrainConfig, Run]]]:
+    """What the flags of `train` and its config file ask for: options of all runs, and the runs."""
+    from hdnn import runs
+
+    if "as_json" in given:
+        given["json"] = given.pop("as_json")
+    file = given.pop("config", None)
+    options = {**({} if file is None else runs.read_config(file)), **given}
+    asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
+    return asked, _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
 
 
 def _chosen_runs(
@@ -734,7 +769,7 @@ class _TrainingBar:
         self.title, self.on = title, wanted and _at_terminal()
         self.due, self.progress, self.task = time.monotonic() + WAIT, None, None
 
-    def __enter__(self) -> _TrainingBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

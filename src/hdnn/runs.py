@@ -320,11 +320,14 @@ def find_device(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True, init=False)
 class Run:
     """The folder of one run."""
 
+    folder: Path
+
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        object.__setattr__(self, "folder", Path(folder))
 
     config_file = property(lambda self: self.folder / "config.toml")
     columns_file = property(lambda self: self.folder / "columns.json")

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from hdnn.networks import BY_NAME
 from hdnn.runs import DTYPES, Run, TrainConfig, find_device, usable_folder, write_json
 from hdnn.training import Callback, EarlyStopping, History, TensorBoard, fit, fit_multilevel
 from hdnn.training.checkpoint import locked
+from hdnn.training.launch import Launch, Single
 from hdnn.training.multilevel import joined
 
 if TYPE_CHECKING:
@@ -127,69 +128,101 @@ def _check_memory(config: TrainConfig, n: int) -> None:
 
 
 def train(
-    config: TrainConfig, run: Run, callbacks: Iterable[Callback] = (), *, tensorboard: bool = False
+    config: TrainConfig,
+    run: Run,
+    callbacks: Iterable[Callback] = (),
+    *,
+    tensorboard: bool = False,
+    processes: Single | Launch | None = None,
 ) -> dict[str, Any]:
     """Train, measure, draw and save in the folder of `run`; return its metrics.
 
-    A run that was started there with the same config goes on; a complete one stays as it is.
+    A run that was started there with the same config goes on; a complete one stays as it is. Of
+    several processes the first reads and writes, and all of them train.
     """
-    if not run.exists:
-        run.check_free()
-    elif run.complete:
-        return run.metrics()
-    start = time.perf_counter()
+    processes, start = processes or Single(), time.perf_counter()
+    known = processes.first(lambda: _metrics_of(run))
+    if known is not None:
+        return known
     callbacks = [*callbacks, *([EarlyStopping(config.patience)] if config.patience else [])]
     board = TensorBoard(run.folder / "tensorboard") if tensorboard else nullcontext()
-    device = find_device(config.device)
-    problem = prepare(replace(config, device=device))
+    config = replace(config, device=processes.first(lambda: find_device(config.device)))
+    device = processes.device(config.device)
+    problem = processes.first(lambda: prepare(config))
     config = problem.config
     model = build(config, problem.columns)
+    with ExitStack() as lock, threads_for(config), board:
+        processes.first(lambda: _claim(run, problem, model, lock))
+        callbacks += [board] if isinstance(board, TensorBoard) else []
+        options = {"callbacks": callbacks, "parallel": processes.several}
+        model, history = _fit(model.to(device), problem, run, device, options)
+        trained = model.to("cpu")
+
+        def finish() -> dict[str, Any]:
+            serialization.save(trained, run.model_file)
+            metrics = _measure(run, problem, trained, history)
+            metrics |= {
+                "seconds": round(time.perf_counter() - start, 2),
+                "device": config.device,
+                **({"processes": processes.size} if processes.several else {}),
+                "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+            }
+            write_json(run.metrics_file, metrics)
+            return metrics
+
+        return processes.first(finish)
+
+
+def _metrics_of(run: Run) -> dict[str, Any] | None:
+    """What a complete run came to; None for one to start or to go on with."""
+    if not run.exists:
+        run.check_free()
+    return run.metrics() if run.exists and run.complete else None
+
+
+def _claim(run: Run, problem: Problem, model: Model, lock: ExitStack) -> None:
+    """Make the folder of a run, keep others out of it, and write down what is to be done."""
+    config = problem.config
     size = sum(p.numel() for p in model.parameters()) * DTYPES[config.dtype].itemsize
     # The model, and at each level a checkpoint, which is there twice while it is written anew.
     usable_folder(run.folder, PICTURES + 12 * size * math.prod(config.refinements))
-    with locked(run.folder), threads_for(config), board:
-        run.start(config, problem.columns)
-        callbacks += [board] if isinstance(board, TensorBoard) else []
-        model, history = _fit(model.to(device), problem, run, callbacks)
-        model.to("cpu")
-        serialization.save(model, run.model_file)
-        metrics: dict[str, Any] = {
-            "run": str(run.folder),
-            "data": config.data,
-            "task": problem.columns.task,
-            "network": repr(model.net),
-            "layers": config.layers,
-            "features": config.features,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "seed": config.seed,
-            "epochs": len(history.loss),
-            "train_rows": len(problem.t_train),
-            "test_rows": len(problem.t_test),
-            "loss": history.loss[-1],
-            **_scores("train", model, problem.x_train, problem.t_train, problem.columns),
-            **_scores("test", model, problem.x_test, problem.t_test, problem.columns),
-            "training_seconds": round(history.seconds, 2),
-        }
-        x = problem.x_test if len(problem.x_test) else problem.x_train
-        metrics["certificate"] = analysis.certify(model, x, samples=SAMPLES).to_dict()
-        metrics |= _pictures(run.folder, model, problem, history, metrics["certificate"])
-        metrics |= {
-            "seconds": round(time.perf_counter() - start, 2),
-            "device": device,
-            "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-        }
-        write_json(run.metrics_file, metrics)
-    return metrics
+    lock.enter_context(locked(run.folder))
+    run.start(config, problem.columns)
+
+
+def _measure(run: Run, problem: Problem, model: Model, history: History) -> dict[str, Any]:
+    """All that is to be known of a trained model, and pictures of it."""
+    config = problem.config
+    metrics: dict[str, Any] = {
+        "run": str(run.folder),
+        "data": config.data,
+        "task": problem.columns.task,
+        "network": repr(model.net),
+        "layers": config.layers,
+        "features": config.features,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seed": config.seed,
+        "epochs": len(history.loss),
+        "train_rows": len(problem.t_train),
+        "test_rows": len(problem.t_test),
+        "loss": history.loss[-1],
+        **_scores("train", model, problem.x_train, problem.t_train, problem.columns),
+        **_scores("test", model, problem.x_test, problem.t_test, problem.columns),
+        "training_seconds": round(history.seconds, 2),
+    }
+    x = problem.x_test if len(problem.x_test) else problem.x_train
+    metrics["certificate"] = analysis.certify(model, x, samples=SAMPLES).to_dict()
+    return metrics | _pictures(run.folder, model, problem, history, metrics["certificate"])
 
 
 def _fit(
-    model: Model, problem: Problem, run: Run, callbacks: list[Callback]
+    model: Model, problem: Problem, run: Run, device: str, options: dict[str, Any]
 ) -> tuple[Model, History]:
     """Train as the config says, in levels or not; the last model, and one history of all."""
-    config, device = problem.config, problem.config.device
+    config = problem.config
     data = problem.x_train.to(device), problem.t_train.to(device)
-    options: dict[str, Any] = {**config.fit_options(), "folder": run.folder, "resume": True}
-    options |= {"callbacks": callbacks, "progress": False}
+    options = {**config.fit_options(), "folder": run.folder, "resume": True, **options}
+    options["progress"] = False
     if not config.refinements:
         return model, fit(model, *data, **options)
     model, histories = fit_multilevel(model, *data, refinements=config.refinements, **options)

@@ -2,8 +2,8 @@
 
 A `Graph` says who is linked to whom; a `Plan` which process owns which node; a `GraphNetwork` holds
 the layers of one process, and `Training` trains them together with the others. `Local` is the way
-of one process and the definition, `Gloo` that of many. Messages are neither encrypted nor
-authenticated: trusted networks only.
+of one process and the definition, `Gloo` and `Mpi` those of many. Messages are neither encrypted
+nor authenticated: trusted networks only.
 """
 
 from hdnn.distributed.connect import connect
@@ -11,6 +11,7 @@ from hdnn.distributed.gloo import Gloo
 from hdnn.distributed.graph import Graph
 from hdnn.distributed.graphfile import read_graph
 from hdnn.distributed.launch import launch
+from hdnn.distributed.mpi import Mpi
 from hdnn.distributed.network import GraphNetwork, of_dense
 from hdnn.distributed.partition import partition
 from hdnn.distributed.plan import Plan
@@ -25,6 +26,7 @@ __all__ = [
     "Graph",
     "GraphNetwork",
     "Local",
+    "Mpi",
     "Plan",
     "Training",
     "Transport",

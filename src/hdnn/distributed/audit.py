@@ -1,4 +1,4 @@
-"""Who is connected to whom? Read from /proc, on Linux: not what a program says, but what it does."""
+"""Who is connected to whom? From /proc, on Linux: not what a program says, but what it does."""
 
 from __future__ import annotations
 

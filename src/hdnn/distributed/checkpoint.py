@@ -42,19 +42,22 @@ class Shards:
             home = self._home(node)
             try:
                 home.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(home)
             except OSError as error:
-                raise CheckpointError(f"cannot make {home}: {error.strerror}.") from error
-            remove_leftovers(home)
+                raise CheckpointError(f"cannot write to {home}: {error.strerror}.") from error
 
     def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
-        """Write one shard, then forget those that are too old."""
+        """Write one shard, then forget those that are too old, or of a time before a resumption."""
         tensors = {name: t.detach().clone().contiguous() for name, t in tensors.items()}
         about = {"format": FORMAT, "node": node, "step": step, "training": self.training}
-        about |= {"note": note, "sha256": _digest(tensors)}
+        about["note"] = note
+        about["sha256"] = _digest(tensors, about)
         content = to_safetensors(tensors, metadata={"hdnn": json.dumps(about, sort_keys=True)})
         write_atomically(self._file(node, step), content)
-        for old in self._steps(node)[:-KEPT]:
-            self._file(node, old).unlink(missing_ok=True)
+        past = [old for old in self._steps(node) if old <= step]
+        for other in self._steps(node):
+            if other not in past[-KEPT:]:
+                self._file(node, other).unlink(missing_ok=True)
 
     def _steps(self, node: int) -> list[int]:
         names = (re.fullmatch(r"step-(\d{10})\.safetensors", f.name) for f in self._list(node))
@@ -71,10 +74,10 @@ class Shards:
         try:
             about = json.loads(metadata["hdnn"])
             same = (about["format"], about["node"], about["step"]) == (FORMAT, node, step)
-            note, digest, training = about["note"], about["sha256"], about["training"]
+            note, digest, training = about["note"], about.pop("sha256"), about["training"]
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is no shard of hdnn.") from error
-        if not same or digest != _digest(tensors):
+        if not same or digest != _digest(tensors, about):
             raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
         if training != self.training:
             raise CheckpointError(
@@ -103,8 +106,8 @@ class Shards:
         return True
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

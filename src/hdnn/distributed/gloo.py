@@ -8,10 +8,13 @@ messages are neither encrypted nor authenticated: use it on networks that you tr
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,7 +24,26 @@ from hdnn.errors import OptionError
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 FAULT = "fault"  # where the store keeps what went wrong first
-PATIENCE = 2.0  # seconds for the first fault to get known
+PATIENCE = 2.0  # seconds that a part which is gone has had to say why
+PAUSE = 0.2  # seconds between two looks at the store, at most
+
+
+class LostError(DistributedError):
+    """A part is gone or silent: it may help to start all parts again."""
+
+
+class Fault(NamedTuple):
+    """What went wrong first; `lost` if that is only that a part is gone or silent."""
+
+    text: str
+    lost: bool
+
+
+def first_fault(store: Any) -> Fault | None:
+    """What went wrong first, if anything did."""
+    if not store.check([FAULT]):
+        return None
+    return Fault(*json.loads(store.get(FAULT)))
 
 
 class Gloo(Transport):
@@ -47,7 +69,9 @@ class Gloo(Transport):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
         if not timeout > 0:
             raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-        self.faults, self.name, self.timeout = faults or store, name, timeout
+        self.store, self.faults = store, faults or store
+        self.name, self.timeout, self.met = name, timeout, False
+        self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
         before = os.environ.get("TORCH_GLOO_LAZY_INIT")
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else everybody is connected to everybody
         try:
@@ -65,7 +89,10 @@ class Gloo(Transport):
                 os.environ["TORCH_GLOO_LAZY_INIT"] = before
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        if not self.met:
+            self._meet()
         self.traffic.count(out)
+        self.waiting += 1
         pending = _Pending(self)
         for part, tensor in into:  # before anything is sent
             pending.add(part, lambda p=part, t=tensor: self.group.recv([t], p, 0))
@@ -73,24 +100,87 @@ class Gloo(Transport):
             pending.add(part, lambda p=part, t=tensor: self.group.send([t], p, 0))
         return pending
 
+    def first(self, card: list[int]) -> tuple[int, list[int]] | None:
+        try:
+            own = json.dumps([self.part, card])
+            part, theirs = json.loads(self.store.compare_set("card", "", own))
+        except RuntimeError as error:
+            raise LostError(f"the store is gone: {_short(error)}") from error
+        return part, theirs
+
+    def _meet(self) -> None:
+        """Wait for all parts, because gloo would wait much longer for one that never comes."""
+        deadline, pause = time.monotonic() + self.timeout, 0.01
+        try:
+            self.store.set(f"here-{self.part}", "")
+            here = self.store.add("here", 1)
+            while here < self.parts:
+                known = first_fault(self.faults)
+                if known is None and time.monotonic() > deadline:
+                    absent = [p for p in range(self.parts) if not self.store.check([f"here-{p}"])]
+                    names = ", ".join(map(self.name, absent[:4])) + ", .." * (len(absent) > 4)
+                    if absent:  # else the last has come just now
+                        message = f"{names} did not start within {self.timeout:g} s"
+                        known = self._report(message, True)
+                if known is not None:
+                    raise _stopped("did not start", known)
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE)
+                here = self.store.add("here", 0)
+        except RuntimeError as error:
+            raise LostError(f"the store is gone: {_short(error)}") from error
+        self.met = True
+
     def lost(self, part: int, error: Exception) -> DistributedError:
-        """What to tell when a neighbour does not answer: the first fault of all, if it is known."""
+        """What to tell when a neighbour does not answer: what went wrong first of all."""
         late = "imed out" in str(error)
         what = f"sent nothing for {self.timeout:g} s" if late else "is gone"
-        message = f"{self.name(part)} {what}"
-        first = self.report(message)
-        why = "" if first == message else f" ({message})"
-        return DistributedError(f"the training stopped because {first}{why}.")
+        seen = f"{self.name(part)} {what}"
+        return _stopped("stopped", self._first(part, seen, late), seen)
 
-    def report(self, message: str) -> str:
+    def _first(self, part: int, text: str, late: bool) -> Fault:
+        """Follow the neighbour to the one that it has lost itself, and so on to the first."""
+        # Who is slow itself gives up later than those who wait for it.
+        patience = max(PATIENCE, self.timeout / 10) if late else PATIENCE
+        followed, silent = {self.part}, text if late else ""
+        try:
+            self.faults.set_timeout(timedelta(seconds=PATIENCE))
+            self.store.set(f"lost-{self.part}", json.dumps([part, text, late]))
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                known = first_fault(self.faults)
+                if known is not None:
+                    return known
+                if not self.store.check([f"lost-{part}"]):
+                    time.sleep(0.02)
+                    continue
+                if part in followed:  # a circle, which began with a silence
+                    return self._report(silent or text, True)
+                followed.add(part)
+                part, text, late = json.loads(self.store.get(f"lost-{part}"))
+                silent, deadline = text if late else silent, time.monotonic() + patience
+        except RuntimeError:  # nor is the store there
+            return Fault(text, True)
+        return self._report(text, True)
+
+    def _report(self, message: str, lost: bool) -> Fault:
+        self.faulty = True
         with contextlib.suppress(RuntimeError):
             self.faults.set_timeout(timedelta(seconds=PATIENCE))
-            return self.faults.compare_set(FAULT, "", message).decode()
-        return message
+            own = json.dumps([message, lost])
+            return Fault(*json.loads(self.faults.compare_set(FAULT, "", own)))
+        return Fault(message, lost)
+
+    def report(self, message: str) -> str:
+        return self._report(message, False).text
 
     def close(self) -> None:
+        """Let go of all connections; after a fault they last as long as the process."""
         with contextlib.suppress(RuntimeError):
             self.group.shutdown()
+        if self.faulty or self.waiting:
+            # gloo's destructor waits forever if a connection is just being made.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
         del self.group
 
 
@@ -111,6 +201,14 @@ class _Pending:
                 work.wait()
             except RuntimeError as error:
                 raise self.transport.lost(part, error) from error
+        self.transport.waiting -= 1
+
+
+def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:
+    """`seen` is all that this part has seen of it."""
+    kind = LostError if first.lost else DistributedError
+    why = f" ({seen})" if seen not in ("", first.text) else ""
+    return kind(f"the training {how} because {first.text}{why}.")
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Before any work: do all parts mean the same training? Neighbours compare fingerprints.
+"""Before any work: do all parts mean the same training? They compare fingerprints.
 
 A fingerprint has one size whatever goes in, so that it can always be read: a message of another
 size than expected would be cut off in silence, or end the process.
@@ -44,16 +44,23 @@ def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
 def shake_hands(transport: Transport, plan: Plan, facts: dict[str, Any], name: Any) -> None:
     """Open all links, compare fingerprints, and raise where a neighbour has another one."""
     own = fingerprint(plan, facts)
-    peers = plan.peers(transport.part)
-    received = [(peer, torch.empty_like(own)) for peer in peers]
-    transport.exchange([(peer, own) for peer in peers], received)
+    # Before links are opened: who has another graph would wait for one that has nothing to say.
+    first = transport.first(own.tolist())
+    if first is not None:
+        _compare(transport, own.tolist(), *first, name)
+    received = [(peer, torch.empty_like(own)) for peer in plan.peers(transport.part)]
+    transport.exchange([(peer, own) for peer, _ in received], received)
     for peer, theirs in received:
-        different = [w for k, w in enumerate(WORDS) if int(own[k]) != int(theirs[k])]
-        if different:
-            what = " and another ".join(WORDS[w] for w in different)
-            message = (
-                f"{name(peer)} has another {what} than {name(transport.part)}: "
-                "start all parts with the same"
-            )
-            first = transport.report(message)
-            raise DistributedError(f"the training did not start because {first}.")
+        _compare(transport, own.tolist(), peer, theirs.tolist(), name)
+
+
+def _compare(transport: Transport, own: list[int], part: int, theirs: list[int], name: Any) -> None:
+    different = [word for word, a, b in zip(WORDS.values(), own, theirs, strict=False) if a != b]
+    if different:
+        what = " and another ".join(different)
+        message = (
+            f"{name(part)} has another {what} than {name(transport.part)}: "
+            "start all parts with the same"
+        )
+        first = transport.report(message)
+        raise DistributedError(f"the training did not start because {first}.")

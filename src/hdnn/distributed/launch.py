@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hdnn.distributed.gloo import FAULT, PrefixStore, TCPStore
+from hdnn.distributed.gloo import PrefixStore, TCPStore, first_fault
 from hdnn.errors import positive_int
 
 GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
@@ -54,11 +54,12 @@ def launch(
     common |= {"HDNN_STORE": f"127.0.0.1:{store.port}", "HDNN_PARTS": str(parts)}
     for restart in range(restarts + 1):
         watch = _Watch(parts, command, {**common, "HDNN_RESTART": str(restart)}, show)
-        started(watch.processes)
-        bad = watch.wait(timeout + GRACE)
-        if not bad:
-            return Ended(0, watch.output, restarts=restart)
-        fault = _fault(store, restart) or watch.last_words(bad, name)
+        with contextlib.closing(watch):
+            started(watch.processes)
+            bad = watch.wait(timeout + GRACE)
+            if not bad:
+                return Ended(0, watch.output, restarts=restart)
+            fault = _fault(store, restart) or watch.last_words(bad, name)
         if bad[1] in (2, 130) or restart == restarts:
             code = bad[1] if bad[1] in (2, 130) else 1
             return Ended(code, watch.output, fault, restart)
@@ -67,10 +68,9 @@ def launch(
 
 
 def _fault(store: Any, restart: int) -> str:
-    prefixed = PrefixStore(f"hdnn-{restart}", store)
     with contextlib.suppress(RuntimeError):
-        if prefixed.check([FAULT]):
-            return prefixed.get(FAULT).decode()
+        found = first_fault(PrefixStore(f"hdnn-{restart}", store))
+        return "" if found is None else found.text
     return ""
 
 
@@ -88,21 +88,28 @@ class _Watch:
         self.errors: list[IO[str]] = []
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
-        for part in range(parts):
-            words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-            self.errors.append(words)
-            process = subprocess.Popen(
-                list(command),
-                env={**environment, "HDNN_PART": str(part)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=words,
-                text=True,
-            )
-            self.processes.append(process)
-            reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
-            reader.start()
-            self.readers.append(reader)
+        try:
+            for part in range(parts):
+                self._start(list(command), {**environment, "HDNN_PART": str(part)})
+        except BaseException:  # such as a Ctrl-C: nobody would watch those that run already
+            self._end(signal.SIGKILL)
+            raise
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.errors.append(words)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            text=True,
+        )
+        self.processes.append(process)
+        reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        reader.start()
+        self.readers.append(reader)
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -115,9 +122,11 @@ class _Watch:
         """The first part that failed and its exit code; None if all came to their end."""
         bad, since = None, 0.0
         try:
-            while any(process.poll() is None for process in self.processes):
+            while self._running():
                 if bad is None:
                     bad, since = self._failed(), time.monotonic()
+                if patience > GRACE and self._running() == 1:  # it waits for nobody any more
+                    patience, since = GRACE, time.monotonic()
                 if bad is not None and time.monotonic() - since > patience:
                     break
                 time.sleep(0.02)
@@ -129,6 +138,9 @@ class _Watch:
             reader.join()
         return bad or self._failed()
 
+    def _running(self) -> int:
+        return sum(process.poll() is None for process in self.processes)
+
     def _failed(self) -> tuple[int, int] | None:
         codes = [(part, process.poll()) for part, process in enumerate(self.processes)]
         failed = [(part, code) for part, code in codes if code]
@@ -136,14 +148,27 @@ class _Watch:
         return min(failed, key=lambda pair: (pair[1] > 0, pair[1] != 2), default=None)
 
     def _end(self, how: signal.Signals) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(how)
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
-            process.kill()
-            process.wait()
+        """Send a signal to all, and kill who does not listen."""
+        try:
+            for process in self.processes:
+                if process.poll() is None:
+                    process.send_signal(how)
+            deadline = time.monotonic() + GRACE
+            for process in self.processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # also after a second Ctrl-C
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+    def close(self) -> None:
+        """Close what the processes wrote to."""
+        for reader in self.readers:  # after a Ctrl-C they may still read
+            reader.join(GRACE)
+        for words in (*self.errors, *(process.stdout for process in self.processes)):
+            if words is not None:
+                words.close()
 
     def last_words(self, bad: tuple[int, int], name: Callable[[int], str]) -> str:
         """What a failed part said last."""

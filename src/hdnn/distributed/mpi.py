@@ -9,7 +9,7 @@ writes the tensors where they lie.
 
 MPI neither encrypts nor authenticates: use it on networks that you trust. When a process dies,
 mpiexec usually ends all others at once, so that they cannot say why. A part that stops with an
-error does the same when it leaves Python: nothing else would tell the others.
+error ends them too, when it leaves Python: nothing else would tell them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hdnn.distributed.transport import DistributedError, Message, Pending, Transport
+from torch import Tensor
+
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import MissingExtraError, OptionError, require
 
 LARGEST = 2**31 - 1  # bytes of one message: MPI counts them by an int
-SPIN = 1e-3  # seconds of asking again and again before each question is followed by a nap
-NAP = 5e-5
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # where an mpiexec says how many it has started
+SPIN = 2e-5  # seconds of asking without a pause: as long as a short message takes
+NAP = 1e-6  # seconds between two questions afterwards: the least that leaves the core to others
 
 
 def world() -> Any:
@@ -48,7 +50,7 @@ def _library() -> Any:
         return require("mpi4py.MPI", extra="mpi")
     except RuntimeError as error:
         raise MissingExtraError(
-            f"mpi4py finds no MPI ({_short(error)}); install one, as in: pip install mpich"
+            f"mpi4py finds no MPI ({short(error)}); install one, as in: pip install mpich"
         ) from error
 
 
@@ -69,82 +71,80 @@ class Mpi(Transport):
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-        self.mpi = _library()
         comm = world() if comm is None else comm
         super().__init__(comm.rank, comm.size)
+        self.mpi, self.comm = _library(), comm.Dup()  # what others send by `comm` is not for us
         self.name, self.timeout, self.fault = name, timeout, ""
-        self.comm = comm.Dup()  # messages of others on `comm` never meet ours
-        self.graphs: list[tuple[tuple[list[int], list[int]], Any]] = []
+        self.graphs: list[tuple[list[list[int]], Any]] = []
         self.rounds: dict[int, tuple[object, Any]] = {}
-        self.lost_ones: list[Pending] = []
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        self._check(out, into)
         self.traffic.count(out)
         pending = _Pending(self, out, into)
         for part, tensor in into:  # before anything is sent
-            memory = self._memory(part, tensor)
-            pending.add([part], lambda p=part, m=memory: self.comm.Irecv(m, p))
+            pending.add([part], lambda p=part, t=tensor: self.comm.Irecv(self._bytes(t), p))
         for part, tensor in out:
-            memory = self._memory(part, tensor)
-            pending.add([part], lambda p=part, m=memory: self.comm.Isend(m, p))
+            pending.add([part], lambda p=part, t=tensor: self.comm.Isend(self._bytes(t), p))
         return pending
 
     def start_round(
         self, round: object, out: Sequence[Message], into: Sequence[Message]
     ) -> Pending:
-        peers = [part for part, _ in into], [part for part, _ in out]
+        self._check(out, into)
+        peers = [[part for part, _ in messages] for messages in (into, out)]
         _, graph = self.rounds.get(id(round)) or self._meet(round, peers)
         self.traffic.count(out)
         pending = _Pending(self, out, into)
-        parts = sorted({*peers[0], *peers[1]})
-        pending.add(parts, lambda: graph.Ineighbor_alltoallw(self._all(out), self._all(into)))
+        every = sorted({*peers[0], *peers[1]})
+        pending.add(every, lambda: graph.Ineighbor_alltoallw(self._where(out), self._where(into)))
         return pending
 
-    def _meet(self, round: object, peers: tuple[list[int], list[int]]) -> tuple[object, Any]:
-        """A communicator for a new round: one that has the same peers, or a new one.
+    def _meet(self, round: object, peers: list[list[int]]) -> tuple[object, Any]:
+        """All parts agree on a communicator for a new round: one of the same peers, or a new one.
 
-        All parts are here together, and must agree: which peers the others have, none of them
-        knows.
+        They have to ask each other, because a part whose peers are the same as in another round
+        cannot know if that is so for all.
         """
-        fits = bytearray(known == peers for known, _ in self.graphs)
+        same = bytearray(known == peers for known, _ in self.graphs)
         try:
-            self.comm.Allreduce(self.mpi.IN_PLACE, [fits, self.mpi.BYTE], self.mpi.BAND)
-            if 1 not in fits:
-                graph = self.comm.Create_dist_graph_adjacent(*peers)
-                self.graphs.append((peers, graph))
-                fits.append(1)
+            self.comm.Allreduce(self.mpi.IN_PLACE, [same, self.mpi.BYTE], self.mpi.BAND)
+            if 1 not in same:
+                same.append(1)
+                self.graphs.append((peers, self.comm.Create_dist_graph_adjacent(*peers)))
         except RuntimeError as error:
-            raise self.lost([*peers[0], *peers[1]], _short(error)) from error
-        # A round that is kept cannot give its id to another.
-        found = self.rounds[id(round)] = round, self.graphs[fits.index(1)][1]
+            raise self.lost([*peers[0], *peers[1]], short(error)) from error
+        # The round is kept, so that no other can get its id.
+        found = self.rounds[id(round)] = round, self.graphs[same.index(1)][1]
         return found
 
-    def _memory(self, part: int, tensor: Any) -> Any:
-        """The bytes of a tensor, as mpi4py takes them."""
-        return self.mpi.memory.fromaddress(self._address(part, tensor), tensor.nbytes)
+    def _check(self, *messages: Sequence[Message]) -> None:
+        for part, tensor in (message for some in messages for message in some):
+            assert tensor.is_contiguous()
+            assert tensor.device.type == "cpu"
+            if tensor.nbytes > LARGEST:
+                raise DistributedError(
+                    f"a message between {self.name(self.part)} and {self.name(part)} has "
+                    f"{tensor.nbytes} bytes, but MPI takes {LARGEST} at most; use a smaller batch "
+                    "or more parts."
+                )
 
-    def _all(self, messages: Sequence[Message]) -> list[Any]:
-        """The bytes of all messages, wherever they lie."""
+    def _bytes(self, tensor: Tensor) -> Any:
+        """The memory of a tensor."""
+        return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+    def _where(self, messages: Sequence[Message]) -> list[Any]:
+        """The memory of all messages, wherever it is."""
         sizes = [tensor.nbytes for _, tensor in messages]
-        addresses = [self._address(part, tensor) for part, tensor in messages]
+        addresses = [tensor.data_ptr() for _, tensor in messages]
         return [self.mpi.BOTTOM, (sizes, addresses), [self.mpi.BYTE] * len(sizes)]
 
-    def _address(self, part: int, tensor: Any) -> int:
-        assert tensor.is_contiguous()
-        assert tensor.device.type == "cpu"
-        if tensor.nbytes > LARGEST:
-            raise DistributedError(
-                f"{self.name(self.part)} and {self.name(part)} exchange {tensor.nbytes} bytes in "
-                f"one message, but MPI takes {LARGEST} at most; use a smaller batch or more parts."
-            )
-        return tensor.data_ptr()
-
-    def lost(self, parts: Sequence[int], why: str = "") -> DistributedError:
-        """What to tell when one of these parts does not answer, or MPI reports an error."""
-        names = " or ".join(self.name(part) for part in parts) or "another part"
-        what = f"lost {names} ({why})" if why else f"heard nothing from {names}"
-        within = "" if why else f" for {self.timeout:g} s"
-        first = self.report(f"{self.name(self.part)} {what}{within}")
+    def lost(self, parts: Sequence[int], error: str = "") -> DistributedError:
+        """What to tell when one of these parts is silent, or MPI finds an error."""
+        names = " or ".join(map(self.name, parts)) or "the others"
+        what = f"lost {names} ({error})" if error else f"got nothing from {names}"
+        message = f"{self.name(self.part)} {what}"
+        first = self.report(message if error else f"{message} for {self.timeout:g} s")
         return DistributedError(f"the training stopped because {first}.")
 
     def report(self, message: str) -> str:
@@ -161,46 +161,47 @@ class Mpi(Transport):
         self.comm.Free()
 
 
+_broken: list[Pending] = []  # kept for ever: MPI may still write into their messages
+
+
 class _Pending:
     def __init__(self, transport: Mpi, out: Sequence[Message], into: Sequence[Message]) -> None:
         self.transport = transport
-        self.held = [*out, *into]  # MPI has no more than their addresses
+        self.messages = [*out, *into]  # MPI has no more than their addresses
         self.works: list[tuple[list[int], Any]] = []
 
     def add(self, parts: list[int], begin: Callable[[], Any]) -> None:
         try:
             self.works.append((parts, begin()))
         except RuntimeError as error:
-            raise self._lost(parts, _short(error)) from error
+            raise self._lost(parts, short(error)) from error
 
     def wait(self) -> None:
         for parts, request in self.works:
             try:
-                self._finish(parts, request)
+                done = self._ask(request)
             except RuntimeError as error:
-                raise self._lost(parts, _short(error)) from error
+                raise self._lost(parts, short(error)) from error
+            if not done:
+                raise self._lost(parts)
 
-    def _finish(self, parts: list[int], request: Any) -> None:
-        """Ask until it is done. MPI's own wait takes a whole core, even where parts share one."""
-        if request.Test():
-            return
+    def _ask(self, request: Any) -> bool:
+        """Whether it is done in time. MPI's own wait takes all of a core that parts may share."""
         start = time.perf_counter()
         while not request.Test():
             waited = time.perf_counter() - start
             if waited > self.transport.timeout:
-                raise self._lost(parts)
-            time.sleep(NAP if waited > SPIN else 0)
+                return False
+            if waited > SPIN:
+                time.sleep(NAP)
+        return True
 
-    def _lost(self, parts: list[int], why: str = "") -> DistributedError:
-        self.transport.lost_ones.append(self)  # MPI may still write there
-        return self.transport.lost(parts, why)
+    def _lost(self, parts: list[int], error: str = "") -> DistributedError:
+        _broken.append(self)
+        return self.transport.lost(parts, error)
 
 
 def _end_all(comm: Any) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     comm.Abort(2)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

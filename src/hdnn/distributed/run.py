@@ -1,7 +1,7 @@
 """One process of a training on a graph: which nodes it owns, with whom it talks, what it writes.
 
-A folder has config.json, nodes/ with the shards of each node, and at the end traffic.json,
-model.safetensors (where one file can hold all weights) and metrics.json, which is written last.
+A folder has config.json, nodes/ with the shards of each node, and at the end model.safetensors
+(where one file can hold all weights) and metrics.json, which is written last and has the traffic.
 Each part writes the shards of its nodes; all else is the root's.
 """
 
@@ -28,7 +28,7 @@ from hdnn.distributed.replicas import Replicas
 from hdnn.distributed.training import Training
 from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
-from hdnn.files import as_path, write_atomically
+from hdnn.files import as_path, remove_leftovers, write_atomically
 from hdnn.heads import Augment, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import H1, H2, HamiltonianNet
@@ -210,14 +210,15 @@ def _claim(home: Path, config: Config, resume: bool) -> None:
     """Write what is trained here, unless something else was."""
     path = home / "config.json"
     if path.exists():
-        same = path.read_text(encoding="utf-8") == config.text()
-        if not same or not resume:
-            what = "another training" if not same else "a training; resume it"
-            raise CheckpointError(f"{home} has {what}, or choose another folder.")
+        if path.read_text(encoding="utf-8") != config.text():
+            raise CheckpointError(f"{home} has another training; choose another folder.")
+        if not resume:
+            raise CheckpointError(f"{home} has a training; resume it, or choose another folder.")
     try:
         home.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(home)
     except OSError as error:
-        raise CheckpointError(f"cannot make the folder {home}: {error.strerror}.") from error
+        raise CheckpointError(f"cannot write to the folder {home}: {error.strerror}.") from error
     write_atomically(path, config.text().encode())
 
 

@@ -164,6 +164,12 @@ class Training:
             raise DataError("x has a NaN or an infinite number; clean the data first.")
         if self.is_root and (t is None or len(t) != x.shape[1]):
             raise DataError(f"the root needs {x.shape[1]} labels t, one for each sample.")
+        if self.is_root and t is not None and not isinstance(head, RegressionHead):
+            classes = max(2, head.outputs)
+            if t.is_floating_point() or int(t.min()) < 0 or int(t.max()) >= classes:
+                raise DataError(
+                    f"labels must be whole numbers in 0 .. {classes - 1} for this head."
+                )
         if head.features != self.net.features:
             raise DataError(
                 f"the head takes {head.features} features, but the nodes have {self.net.features}."
@@ -175,8 +181,7 @@ class Training:
         """Train to the end, from the newest common step if `resume`."""
         if self.shards is not None:
             self.shards.prepare()
-            if resume:
-                self._resume()
+        self._resume(resume)
         begun = self.step // self.batches
         for epoch in range(self.options["epochs"]):
             order = torch.randperm(self.samples, generator=self.generator)
@@ -371,13 +376,14 @@ class Training:
             tensors = {name: whole[:, columns] for name, whole, columns in self._own(node)}
             self.shards.save(node, self.step, tensors, note)
 
-    def _resume(self) -> None:
-        assert self.shards is not None
-        step = self.shards.newest()
+    def _resume(self, wanted: bool) -> None:
+        """Go on from the newest step of which all nodes have a shard, if all parts want to."""
+        step = self.shards.newest() if wanted and self.shards is not None else -1
         while True:
             agreed = self.tree.minimum(step)
             if agreed < 0:
                 return  # nothing in common: all begin
+            assert self.shards is not None
             step = self.shards.newest(below=agreed + 1)
             if self.tree.minimum(step) == agreed:
                 break

@@ -21,6 +21,11 @@ class DistributedError(HDNNError):
     """Parts of a graph that lost each other, or do not fit together."""
 
 
+def short(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
 class Pending(Protocol):
     """Messages on their way."""
 
@@ -64,6 +69,10 @@ class Transport:
     def exchange(self, out: Sequence[Message], into: Sequence[Message]) -> None:
         """Send and receive, and return when both are done."""
         self.start(out, into).wait()
+
+    def first(self, card: list[int]) -> tuple[int, list[int]] | None:
+        """The part that has shown its card first, and the card; None if that cannot be known."""
+        return None
 
     def report(self, message: str) -> str:
         """Make known what went wrong, unless something went wrong before; that is returned."""

@@ -10,12 +10,15 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hdnn.distributed import run
 from hdnn.distributed.connect import connect, parts_here
+from hdnn.distributed.gloo import LostError
 from hdnn.distributed.graphfile import graph_of
 from hdnn.distributed.launch import tell_launcher
 from hdnn.distributed.partition import partition
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except HDNNError as error:
         sys.stderr.write(f"hdnn: {' '.join(str(error).split())}\n")
-        return 2
+        return 1 if isinstance(error, LostError) else 2
     except KeyboardInterrupt:
         return 130
     if "traffic" in metrics:  # the root's
@@ -67,8 +70,11 @@ def work(
     resume: bool = False,
     timeout: float = 60.0,
     save_every: int | None = None,
+    tell: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict:
     """Train as the part that the environment says this process is."""
+    if tell is None and "HDNN_STORE" in os.environ:
+        tell = tell_launcher
     graph = graph_of(config.graph)
     owner = partition(graph, parts_here())
     name = run.name_of(Plan(graph, owner))
@@ -84,10 +90,10 @@ def work(
             folder=out,
             resume=resume,
             save_every=save_every,
-            tell=tell_launcher if "HDNN_STORE" in os.environ else None,
+            tell=tell,
         )
     except HDNNError as error:
-        transport.report(f"{name(transport.part)} found that {error}")
+        transport.report(f"{name(transport.part)} says: {str(error).removesuffix('.')}")
         raise
     finally:
         process.close()

@@ -213,7 +213,7 @@ class HamiltonianNet(ODENetwork):
         return sparsity
 
     def node_sizes(self) -> tuple[tuple[int, ...], bool]:
-        """The sizes of a sparse network's nodes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
+        """The sizes of all nodes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
         assert self.sparsity is not None
         n, scheme = self.features, self.scheme
         paired = scheme.interconnection == "X"

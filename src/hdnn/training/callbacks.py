@@ -203,6 +203,8 @@ class TensorBoard:
     several trainings, one after the other, are counted on. Needs the extra `tensorboard`.
     """
 
+    first_only = True  # of several processes that share a training, the first writes
+
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = as_path(folder)
         self.tool = require("torch.utils.tensorboard", extra="tensorboard")

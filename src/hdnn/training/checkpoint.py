@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,14 +52,16 @@ def save(
     write_atomically(folder / NAME, to_safetensors(copies, metadata=meta))
 
 
-def load(
-    folder: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    options: dict[str, Any],
-    callbacks: Iterable[object] = (),
-) -> tuple[dict[str, Any], Tensor] | None:
-    """Put a saved training back; its state and random state, or None if there is none yet."""
+class Saved(NamedTuple):
+    """What a checkpoint holds."""
+
+    path: Path
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read(folder: Path, options: dict[str, Any]) -> Saved | None:
+    """A saved training with these options, or None if there is none yet."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -81,6 +83,17 @@ def load(
             f"{path} is of another training: its {different[0]} is {was!r}, not {now!r}; resume "
             "with the same options and data, or choose another folder."
         )
+    return Saved(path, state, tensors)
+
+
+def restore(
+    saved: Saved,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    callbacks: Iterable[object] = (),
+) -> tuple[dict[str, Any], Tensor]:
+    """Put a saved training back; its state and random state."""
+    path, state, tensors = saved
     try:
         weights = {
             n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")

@@ -15,7 +15,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +28,12 @@ from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.networks import ODENetwork
-from hdnn.training import checkpoint, coordinate, small_heads, small_steps
+from hdnn.training import checkpoint, schedule, small_steps
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
-from hdnn.training.coordinate import Outcome
+from hdnn.training.output import Output
+from hdnn.training.parallel import Team, team
 from hdnn.training.progress import Line
 
-# A few steps suffice where the next minibatch has another optimum anyway.
-MINIBATCH_STEPS = {"newton": 5, "adam": 10}
-REFIT_STEPS = 50
 SAVE_EVERY = 2.0  # seconds between checkpoints
 ORDERED = 2**20  # numbers, up to which an epoch's samples are put in order all at once
 
@@ -92,6 +92,7 @@ def fit(
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: bool = True,
+    parallel: bool = False,
 ) -> History:
     """Minimise mean loss + smoothness R_K + ridge/2 |output layer|^2 (eq:minimization), in place.
 
@@ -115,29 +116,37 @@ def fit(
         folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
             interruption to the very same result.
         progress: show one line while a person waits at a terminal.
+        parallel: share each minibatch among all processes of torch.distributed, which must be
+            initialised. All call `fit` with the same data and options; the training is that of one
+            process with the model of the first, up to rounding, and only the first writes files.
     """
-    options = check_options(
-        epochs=epochs,
-        batch=batch,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        schedule=schedule,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        clip=clip,
-        solver=solver,
-        ridge=ridge,
-        smoothness=smoothness,
-        smoothing=smoothing,
-        seed=seed,
-    )
-    head_of(model)
-    check_data(model, x, t)
-    check_weight(weight, x)
-    place = checkpoint.open_folder(folder, resume)
-    with checkpoint.locked(place):
-        training = _Training(model, x.detach(), t, weight, options, list(callbacks), progress)
-        return training.run(place)
+    members = team(parallel)
+    with ExitStack() as stack:
+        with members.together():
+            options = check_options(
+                epochs=epochs,
+                batch=batch,
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+                schedule=schedule,
+                warmup=warmup,
+                weight_decay=weight_decay,
+                clip=clip,
+                solver=solver,
+                ridge=ridge,
+                smoothness=smoothness,
+                smoothing=smoothing,
+                seed=seed,
+            )
+            head_of(model)
+            check_data(model, x, t)
+            check_weight(weight, x)
+            place = checkpoint.open_folder(folder, resume) if members.first else None
+            stack.enter_context(checkpoint.locked(place))
+            chosen = [c for c in callbacks if members.first or not getattr(c, "first_only", False)]
+            data = x.detach(), t, weight
+            training = _Training(model, *data, options, chosen, progress, place, members)
+        return training.run()
 
 
 class _Training:
@@ -152,63 +161,78 @@ class _Training:
         options: dict[str, Any],
         callbacks: list[Callback],
         progress: bool,
+        folder: Path | None,
+        members: Team,
     ) -> None:
         self.model, self.head = model, head_of(model)
+        self.folder, self.team = folder, members
         self.regression = isinstance(self.head, RegressionHead)
         self.x, self.y_0, self.weight = x, model.embed(x), weight
         self.t = t if self.regression else t.long()
-        self.options, self.callbacks, self.line = options, callbacks, Line(progress)
+        self.options, self.callbacks = options, callbacks
+        self.line = Line(progress and members.first)
         self.epochs, self.batch = options["epochs"], options["batch"]
         self.solver, self.rate = options["solver"], options["learning_rate"]
         self.batches = math.ceil(len(x) / self.batch)
         groups = _groups(model, self.solver, options["ridge"], options["weight_decay"])
         self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        output = set(model.head.parameters())
+        hidden = [p for p in self.trained if p not in output]
+        self.stack = _Stack(model.net, self.y_0[: self.batch], hidden, members)
         self.optimizer = _optimizer(options["optimizer"], groups, self.rate)
         self.generator = torch.Generator().manual_seed(options["seed"])
         self.smooth = _Smoothness(model.net, options["smoothness"])
-        self.stack = _Stack(model.net, self.y_0[: self.batch])
-        small = small_heads.usable(self.head, self.y_0)
-        self.small = small_heads.SmallHead(self.head) if small else None
+        self.output = Output(self.head, self.solver, options["ridge"], self.rate, self.y_0)
         self.history = History()
         self.epoch = self.k = 0  # where the training stands
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
         self.order = self.generator.get_state()  # from which the order of this epoch is drawn
-        self.stopped = False
+        self.wish = self.stopped = False  # a callback's wish to end, and that it is granted
 
-    def run(self, folder: Any) -> History:
+    def run(self) -> History:
         start, was_training = time.perf_counter(), self.model.training
         self.model.train()
         try:
-            if folder is not None:
-                self._open(folder)
-            self.log = checkpoint.Log(folder, len(self.history.loss))
+            self._open()
+            with self.team.together():
+                self.log = checkpoint.Log(self.folder, len(self.history.loss))
             saved = time.monotonic()
             self.start = start - self.history.seconds
-            with _Interrupt() as interrupt:
+            with _Interrupt(self.team.patience) as interrupt:
                 while self.epoch < self.epochs and not self.stopped:
                     for minibatch in self._minibatches():
                         self._step(*minibatch)
-                        due = interrupt.came or time.monotonic() - saved > SAVE_EVERY
-                        if folder is not None and due:
-                            self._save(folder)
+                        self.stopped, came = self.team.agreed(self.wish, interrupt.came)
+                        if came:
+                            self._interrupted()
+                        if time.monotonic() - saved > SAVE_EVERY:
+                            with self.team.holding():
+                                self._save()
                             saved = time.monotonic()
-                        if interrupt.came:
-                            raise KeyboardInterrupt
                         if self.stopped:
                             break
+                if self.team.anyone(interrupt.came):
+                    self._interrupted()
             for name, parameter in self.model.named_parameters():
                 if not bool(torch.isfinite(parameter.detach()).all()):
                     raise self._diverged(f"the weight {name}")
             if self.solver != "joint":
                 self._refit()
+                self.team.check_weights(self.model, self.epoch)
         finally:
             self.line.close()
             self.model.train(was_training)
             self.optimizer.zero_grad(set_to_none=True)
         self.history.seconds = time.perf_counter() - self.start
-        if folder is not None:
-            self._save(folder)
+        with self.team.together():
+            self._save()
         return self.history
+
+    def _interrupted(self) -> None:
+        """Save, and let Ctrl-C do what it always does."""
+        with self.team.together():
+            self._save()
+        raise KeyboardInterrupt
 
     def _minibatches(self) -> Iterator[tuple[Tensor, ...]]:
         """The rest of this epoch's minibatches, in the order that its seed says."""
@@ -229,12 +253,14 @@ class _Training:
         for p in self.trained:
             p.grad = None
         y = self.stack.forward(y_0)
-        found = self._output(y, t, weight)
+        if self.team.over:
+            return None  # before this step, as some process wished
+        found = self.output.solve(y, t, weight)
         if not math.isfinite(found.loss):
             raise self._diverged("the loss", y_0)
         self.stack.backward(found.gradient)
         if self.options["smoothing"] == "cosine":
-            self.smooth.alpha = self.options["smoothness"] * _cosine(self._done())
+            self.smooth.alpha = self.options["smoothness"] * schedule.cosine(self._done())
         self.smooth.add_gradient()
         norm, clip = math.nan, self.options["clip"]
         small = self.optimizer if isinstance(self.optimizer, small_steps.Adam) else None
@@ -260,21 +286,6 @@ class _Training:
             return small_steps.norm(grads)
         return float(nn.utils.get_total_norm(grads))
 
-    def _output(self, y: Tensor, t: Tensor, weight: Tensor | None) -> Outcome:
-        """Find the output layer for these features, and what the loss is with it."""
-        head, solver, ridge = self.head, self.solver, self.options["ridge"]
-        if solver == "joint":
-            return coordinate.outcome(head, y, t, weight, joint=True)
-        # Adam starts from zero each time: a rate that falls would leave it there.
-        steps, rate = MINIBATCH_STEPS[solver], self.rate
-        if self.small is not None:
-            return self.small.solve(y, t, weight, solver, steps, ridge, rate)
-        if solver == "newton":
-            coordinate.newton(head, y, t, ridge, steps, weight)
-        else:
-            coordinate.adam(head, [(y, t, weight)], ridge, rate, steps)
-        return coordinate.outcome(head, y, t, weight)
-
     def _advance(self, found: tuple[float, float, float] | None, rate: float, last: bool) -> None:
         """Count a step, and say what it found."""
         epoch, step = self.epoch + 1, self.epoch * self.batches + self.k + 1
@@ -283,12 +294,13 @@ class _Training:
             self.sums[0] += loss
             self.sums[1] += correct
             moment = None
-            for callback in self.callbacks:
-                moment = moment or Moment(
-                    *(self.model, epoch, self.epochs, step, self.epochs * self.batches),
-                    *(loss, None if self.regression else correct, norm, rate, last),
-                )
-                self.stopped |= bool(callback(moment))
+            with self.team.holding():
+                for callback in self.callbacks:
+                    moment = moment or Moment(
+                        *(self.model, epoch, self.epochs, step, self.epochs * self.batches),
+                        *(loss, None if self.regression else correct, norm, rate, last),
+                    )
+                    self.wish |= bool(callback(moment))
             if self.line.on:
                 self.line.show(
                     f"epoch {epoch}/{self.epochs}, minibatch {self.k + 1}/{self.batches}, "
@@ -307,16 +319,15 @@ class _Training:
         history.seconds = time.perf_counter() - self.start
         self.epoch, self.k, self.sums = self.epoch + 1, 0, [0.0, 0.0]
         self.order = self.generator.get_state()
-        self.log.write(self._entry())  # before any checkpoint that knows of this epoch
+        with self.team.holding():
+            self.log.write(self._entry())  # before any checkpoint that knows of this epoch
+        self.team.check_weights(self.model, self.epoch)
 
     def _schedule(self) -> float:
         """The rate of this step."""
-        done, warmup = self._done(), self.options["warmup"]
-        if done < warmup:
-            return self.rate * (done + 1 / (self.epochs * self.batches)) / warmup
-        if self.options["schedule"] == "constant":
-            return self.rate
-        return self.rate * _cosine((done - warmup) / (1 - warmup))
+        options, steps = self.options, self.epochs * self.batches
+        change = schedule.factor(self._done(), steps, options["warmup"], options["schedule"])
+        return self.rate * change
 
     def _done(self) -> float:
         """The fraction of all steps that lies behind."""
@@ -325,50 +336,46 @@ class _Training:
     def _refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
         with torch.no_grad():
-            y = torch.cat([self.model.net(part) for part in self.y_0.split(4096)])
+            parts = [self.team.features(self.model.net, part) for part in self.y_0.split(4096)]
+            y = torch.cat(parts)
         if not bool(torch.isfinite(y).all()):
             raise self._diverged("the last state y_N", self.y_0)
-        ridge = self.options["ridge"]
-        if self.solver == "newton":
-            coordinate.newton(self.head, y, self.t, ridge, REFIT_STEPS, self.weight)
-            return
         self.generator.set_state(self.order)  # also after a resume that had no step to take
-        passes = []
-        for _ in range(REFIT_STEPS):
-            index = torch.randperm(len(y), generator=self.generator).to(y.device)
-            weight = None if self.weight is None else self.weight[index]
-            passes.append((y[index], self.t[index], weight))
-        if self.small is not None:
-            self.small.adam(passes, self.batch, ridge, self.rate)
-            return
-        coordinate.adam(
-            self.head,
-            [part for whole in passes for part in _parts(whole, self.batch)],
-            *(ridge, self.rate),
-        )
+        self.output.refit(y, self.t, self.weight, self.generator, self.batch)
 
     def _entry(self) -> dict[str, Any]:
         """The last epoch, for the log."""
         last = {k: v[-1] for k, v in vars(self.history).items() if k != "seconds" and v}
         return {"epoch": self.epoch, **last, "seconds": round(self.history.seconds, 3)}
 
-    def _save(self, folder: Any) -> None:
+    def _save(self) -> None:
+        if self.folder is None:
+            return
         if not all(bool(torch.isfinite(p.detach()).all()) for p in self.model.parameters()):
             return  # the last good one is kept
-        state = {"epoch": self.epoch, "k": self.k, "sums": self.sums, "stopped": self.stopped}
+        state: dict[str, Any] = {"epoch": self.epoch, "k": self.k, "sums": self.sums}
+        state |= {"stopped": self.wish or self.stopped}
         state |= {"history": asdict(self.history), "options": self._identity()}
-        checkpoint.save(folder, self.model, self.optimizer, self.order, state, self.callbacks)
+        checkpoint.save(self.folder, self.model, self.optimizer, self.order, state, self.callbacks)
 
-    def _open(self, folder: Any) -> None:
-        found = checkpoint.load(
-            folder, self.model, self.optimizer, self._identity(), self.callbacks
+    def _open(self) -> None:
+        """Go on with what the folder holds, or begin there."""
+        trained = [(tuple(p.shape), str(p.dtype)) for p in self.trained]
+        self.team.check_alike(lambda: {**self._identity(), "set of trained weights": trained})
+        self.team.share(self.model)
+        folder = self.folder
+        saved = self.team.from_first(
+            lambda: None if folder is None else checkpoint.read(folder, self._identity())
         )
-        if found is None:
-            self._save(folder)
-            return
-        state, self.order = found
-        self.epoch, self.k, self.sums = state["epoch"], state["k"], state["sums"]
-        self.history, self.stopped = History(**state["history"]), state["stopped"]
+        with self.team.together():
+            if saved is None:
+                self._save()
+                return
+            found = checkpoint.restore(saved, self.model, self.optimizer, self.callbacks)
+            state, self.order = found
+            self.epoch, self.k, self.sums = state["epoch"], state["k"], state["sums"]
+            self.history = History(**state["history"])
+            self.wish = self.stopped = state["stopped"]
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a training to go on: options, data and kind of model."""
@@ -393,26 +400,16 @@ class _Training:
         )
 
 
-def _parts(whole: coordinate.Part, size: int) -> Iterator[coordinate.Part]:
-    """The minibatches of a pass over the data, but for those where nobody counts."""
-    y, t, weight = whole
-    for low in range(0, len(y), size):
-        part = slice(low, low + size)
-        w = None if weight is None else weight[part]
-        if w is None or bool(w.any()):
-            yield y[part], t[part], w
-
-
-def _cosine(done: float) -> float:
-    """From 1 to 0."""
-    return 0.5 * (1 + math.cos(math.pi * done))
-
-
 class _Interrupt:
-    """Ctrl-C is heard between steps, when all that is saved fits together; a second one at once."""
+    """Ctrl-C is heard between steps, when all that is saved fits together; a second one at once.
+
+    That is, if it comes later than `patience` seconds.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.came, self.before, self.patience, self.since = False, None, patience, 0.0
 
     def __enter__(self) -> _Interrupt:
-        self.came, self.before = False, None
         if threading.current_thread() is threading.main_thread():
             self.before = signal.getsignal(signal.SIGINT)
             if self.before is signal.default_int_handler:
@@ -426,29 +423,38 @@ class _Interrupt:
             signal.signal(signal.SIGINT, self.before)
 
     def _hear(self, number: int, frame: Any) -> None:
-        if self.came:
+        if not self.came:
+            self.came, self.since = True, time.monotonic()
+        elif time.monotonic() - self.since >= self.patience:
             signal.default_int_handler(number, frame)
-        self.came = True
 
 
 class _Stack:
     """The hidden layers and their gradients, apart from autograd where that can be."""
 
-    def __init__(self, net: nn.Module, y_0: Tensor) -> None:
-        self.net = net
+    def __init__(
+        self, net: nn.Module, y_0: Tensor, parameters: list[nn.Parameter], members: Team
+    ) -> None:
+        self.net, self.parameters, self.team = net, parameters, members
         apart = Apart(net)
         self.apart = apart if apart.usable(y_0) else None
         self.y = y_0
 
     def forward(self, y_0: Tensor) -> Tensor:
         """y_N."""
+        return self.team.features(self._ahead, y_0)
+
+    def backward(self, g: Tensor) -> None:
+        """Set the gradient of each parameter, given that of y_N."""
+        self.team.gradients(self._behind, g, self.parameters)
+
+    def _ahead(self, y_0: Tensor) -> Tensor:
         if self.apart is not None:
             return self.apart.forward(y_0)
         self.y = self.net(y_0)
         return self.y.detach()
 
-    def backward(self, g: Tensor) -> None:
-        """Set the gradient of each parameter, given that of y_N."""
+    def _behind(self, g: Tensor) -> None:
         if self.apart is not None:
             self.apart.backward(g)
         elif self.y.requires_grad:

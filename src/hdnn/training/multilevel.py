@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hdnn.model import Model
 from hdnn.training import checkpoint
 from hdnn.training.checks import head_of, whole_number
 from hdnn.training.loop import Callback, History, fit
+from hdnn.training.parallel import team
 
 
 def fit_multilevel(
@@ -28,6 +30,7 @@ def fit_multilevel(
     callbacks: Iterable[Callback] = (),
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    parallel: bool = False,
     **options: Any,
 ) -> tuple[Model, list[History]]:
     """Train `model`, refine it, go on with the deeper one; the deepest and the history of each.
@@ -43,20 +46,22 @@ def fit_multilevel(
         callbacks: see all levels one after the other; if one ends a training, it ends that level.
         folder: gets a folder for each level, level-0 and so on; `resume=True` goes on in the level
             that was interrupted, to the very same result.
-        options: all others of `fit`.
+        parallel, options: as those of `fit`, and all others of it.
     """
-    head_of(model)
-    factors = [whole_number("a refinement", k, 1) for k in refinements]
-    model.net.refine(1)  # or says that it cannot
-    counts = _epochs(epochs, 1 + len(factors))
-    seed = whole_number("seed", seed, 0)
-    callbacks = list(callbacks)
-    place = checkpoint.open_folder(folder, resume)
-    folders = [None if place is None else place / f"level-{level}" for level in range(len(counts))]
-    histories = []
-    with checkpoint.locked(place):
-        for one in folders:  # all are looked at before the first one is trained
-            checkpoint.open_folder(one, resume)
+    members, histories = team(parallel), []
+    with ExitStack() as stack:
+        with members.together():
+            head_of(model)
+            factors = [whole_number("a refinement", k, 1) for k in refinements]
+            model.net.refine(1)  # or says that it cannot
+            counts = _epochs(epochs, 1 + len(factors))
+            seed = whole_number("seed", seed, 0)
+            callbacks, folders = list(callbacks), [None] * len(counts)
+            place = checkpoint.open_folder(folder, resume) if members.first else None
+            stack.enter_context(checkpoint.locked(place))
+            if place is not None:  # all are looked at before the first one is trained
+                named = [place / f"level-{level}" for level in range(len(counts))]
+                folders = [checkpoint.open_folder(one, resume) for one in named]
         for level, count in enumerate(counts):
             model = refined(model, factors[level - 1]) if level else model
             history = fit(
@@ -66,6 +71,7 @@ def fit_multilevel(
                 callbacks=callbacks,
                 folder=folders[level],
                 resume=resume,
+                parallel=parallel,
                 **options,
             )
             histories.append(history)
