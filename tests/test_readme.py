@@ -24,6 +24,14 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
     assert len(example.splitlines()) <= 12
 
 
+GUIDE = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
+
+
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
+def test_examples_of_the_guide_run(example):
+    exec(compile(example, "distributed.md", "exec"), {})
+
+
 def test_pictures_and_pages_exist():
     for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", README):
         assert (Path(__file__).parents[1] / "".join(target)).exists(), target

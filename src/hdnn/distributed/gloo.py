@@ -1,8 +1,9 @@
 """Messages over TCP by gloo, to linked parts only.
 
 Connections are opened when they are first used, so that there are none between parts that are not
-linked. A store, one for all parts, tells them each other's addresses and keeps the first fault. The
-messages are neither encrypted nor authenticated: use it on networks that you trust.
+linked. A store, one for all parts, tells them each other's addresses and who is there, and keeps
+the first fault. The messages are neither encrypted nor authenticated: use it on networks that you
+trust.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hdnn.distributed.transport import DistributedError, Message, Pending, Transport
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import OptionError
 
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 FAULT = "fault"  # where the store keeps what went wrong first
-PATIENCE = 2.0  # seconds that a part which is gone has had to say why
+PATIENCE = 2.0  # seconds to wait for what a part that is gone has said of others
 PAUSE = 0.2  # seconds between two looks at the store, at most
 
 
@@ -80,7 +81,7 @@ class Gloo(Transport):
             )
         except RuntimeError as error:
             raise DistributedError(
-                f"{name(part)} cannot open a connection: {_short(error)}"
+                f"{name(part)} cannot open a connection: {short(error)}"
             ) from error
         finally:
             if before is None:
@@ -105,7 +106,7 @@ class Gloo(Transport):
             own = json.dumps([self.part, card])
             part, theirs = json.loads(self.store.compare_set("card", "", own))
         except RuntimeError as error:
-            raise LostError(f"the store is gone: {_short(error)}") from error
+            raise LostError(f"the store is gone: {short(error)}") from error
         return part, theirs
 
     def _meet(self) -> None:
@@ -128,7 +129,7 @@ class Gloo(Transport):
                 pause = min(2 * pause, PAUSE)
                 here = self.store.add("here", 0)
         except RuntimeError as error:
-            raise LostError(f"the store is gone: {_short(error)}") from error
+            raise LostError(f"the store is gone: {short(error)}") from error
         self.met = True
 
     def lost(self, part: int, error: Exception) -> DistributedError:
@@ -209,7 +210,3 @@ def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:
     kind = LostError if first.lost else DistributedError
     why = f" ({seen})" if seen not in ("", first.text) else ""
     return kind(f"the training {how} because {first.text}{why}.")
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

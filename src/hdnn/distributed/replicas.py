@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdnn.distributed.transport import DistributedError
+from hdnn.distributed.gloo import LostError
 from hdnn.errors import DataError
 
 
@@ -60,7 +60,7 @@ class Replicas:
         try:
             work.wait()
         except RuntimeError as error:
-            raise DistributedError(
+            raise LostError(
                 "the training stopped because another replica of these nodes is gone "
                 f"({' '.join(str(error).split())[:120]})."
             ) from error
