@@ -10,6 +10,7 @@ from hdnn import (
     functional,
     heads,
     interconnection,
+    models,
     operators,
     regularization,
     sparsity,
@@ -18,7 +19,7 @@ from hdnn import (
 from hdnn.errors import HDNNError
 from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, ImplicitH2
+from hdnn.networks import H1, H2, MLP, MS1, MS2, MS3, HamiltonianNet, HamiltonianUnit, ImplicitH2
 from hdnn.serialization import load, save
 from hdnn.sparsity import Sparsity
 
@@ -32,6 +33,7 @@ __all__ = [
     "Augment",
     "HDNNError",
     "HamiltonianNet",
+    "HamiltonianUnit",
     "ImplicitH2",
     "LinearHead",
     "Model",
@@ -47,6 +49,7 @@ __all__ = [
     "heads",
     "interconnection",
     "load",
+    "models",
     "operators",
     "regularization",
     "save",

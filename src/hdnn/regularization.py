@@ -22,8 +22,10 @@ def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:
     if K.shape[0] != b.shape[0]:
         raise ShapeError(f"K has {K.shape[0]} layers, but b has {b.shape[0]}; both must have N.")
     steps = layer_steps("R_K", h, len(K))
-    h = h.expand(len(K)) if isinstance(h, Tensor) else K.new_tensor(steps)
     jumps = K.diff(dim=0).square().flatten(1).sum(1) + b.diff(dim=0).square().flatten(1).sum(1)
+    if isinstance(h, (int, float)):  # no tensor is made: a CUDA graph can record it
+        return 0.5 * h * jumps.sum()
+    h = h.expand(len(K)) if isinstance(h, Tensor) else K.new_tensor(steps)
     return 0.5 * (h[1:] * jumps).sum()
 
 

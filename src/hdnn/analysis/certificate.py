@@ -23,7 +23,7 @@ from hdnn.analysis.sensitivity import back, norms
 from hdnn.errors import DataError, HDNNError, OptionError, ShapeError, positive_int
 from hdnn.files import finite
 from hdnn.model import Model
-from hdnn.networks import MLP, MS1, MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.networks import MLP, MS1, MS2, HamiltonianNet, HamiltonianUnit, Network, ODENetwork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,8 +43,10 @@ class Guarantee:
     why: str
 
 
-def guarantee(net: Network) -> Guarantee:
+def guarantee(net: Network | HamiltonianUnit) -> Guarantee:
     """What is known of a network before anything is computed."""
+    if isinstance(net, HamiltonianUnit):
+        return net.guarantee()
     if isinstance(net, MLP):
         return Guarantee(False, "none", "the gradients of a multilayer perceptron can vanish")
     euler = isinstance(net, HamiltonianNet) and not net.scheme.symplectic

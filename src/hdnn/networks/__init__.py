@@ -7,6 +7,7 @@ from hdnn.networks.base import Network, ODENetwork
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
 from hdnn.networks.mlp import MLP
+from hdnn.networks.unit import HamiltonianUnit
 
 KINDS: dict[str, type[Network]] = {
     kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)
@@ -37,6 +38,7 @@ __all__ = [
     "MS2",
     "MS3",
     "HamiltonianNet",
+    "HamiltonianUnit",
     "ImplicitH2",
     "Network",
     "ODENetwork",

@@ -1,0 +1,266 @@
+"""`python -m hdnn.data.download mnist|cifar10`: from the public mirrors, resumed and verified.
+
+A file has its name only after its SHA-256 was checked; until then it ends in `.part`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import http.client
+import os
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from hdnn.data import mnist
+from hdnn.data.cifar10 import ARCHIVE
+from hdnn.data.images import data_folder
+from hdnn.errors import DataError, HDNNError, choose
+from hdnn.training.progress import Line
+
+
+class Remote(NamedTuple):
+    """A public file: where to put it, its size about, its SHA-256, and the mirrors' addresses."""
+
+    path: str
+    size: int
+    sha256: str  # of the decompressed bytes, if `unpacked`
+    unpacked: bool
+    mirrors: tuple[str, ...]
+
+
+MNIST = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+CIFAR10 = (
+    "https://www.cs.toronto.edu/~kriz/",
+    "https://cave.cs.toronto.edu/kriz/",
+    "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10/",
+)
+
+SETS = {
+    # Mirrors may compress anew: what counts are the bytes within.
+    "mnist": tuple(
+        Remote(f"mnist/{file.name}.gz", size, file.sha256, True, MNIST)
+        for file, size in zip(mnist.FILES, (9912422, 28881, 1648877, 4542), strict=True)
+    ),
+    # The one public archive, by its own hash (its MD5 is c32a1d4ab5d03f1284b67883e8d87530); the
+    # files in it are checked one by one whenever they are loaded.
+    "cifar10": (
+        Remote(
+            ARCHIVE,
+            170052171,
+            "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+            False,
+            CIFAR10,
+        ),
+    ),
+}
+
+CHUNK = 2**16
+SCHEMES = ("https",)
+TIMEOUT = 30.0  # seconds without a byte
+TRIES = 3  # of one mirror, as long as each brings the file further
+PAUSE = 1.0  # seconds between two of them
+
+
+class _FailedError(Exception):
+    """A transfer that did not end well; the next try or mirror may."""
+
+
+class _HTTPSOnly(urllib.request.HTTPRedirectHandler):
+    """Follows a mirror to another address only where that is encrypted as well."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str):
+        _check_scheme(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def download(
+    name: str, to: str | os.PathLike[str] | None = None, *, progress: bool = True
+) -> list[Path]:
+    """Bring a set into the folder `to`, by default that of HDNN_DATA; what is there stays."""
+    files = SETS[choose("data set", name, SETS)]
+    folder = data_folder(to)
+    return [fetch(file, folder, progress=progress) for file in files]
+
+
+def fetch(file: Remote, folder: Path, *, progress: bool = True) -> Path:
+    """One file, verified: the one that is there, or from the first mirror that has it."""
+    target = folder / file.path
+    part = target.with_name(f"{target.name}.part")
+    try:
+        if target.is_file() and _is_right(target, file):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_room(target, error) from error
+    problems = []
+    for mirror in file.mirrors:
+        url = mirror + target.name
+        try:
+            _from_mirror(url, part, file, progress)
+            os.replace(part, target)
+        except _FailedError as error:
+            problems.append(f"{url}: {error}")
+        except OSError as error:  # of the disk: those of the network are caught further inside
+            raise _no_room(part, error) from error
+        else:
+            return target
+    raise DataError(
+        f"could not download {target.name} to {target.parent} ({'; '.join(problems)}); check the "
+        "connection and try again, or copy the file there by hand."
+    )
+
+
+def _from_mirror(url: str, part: Path, file: Remote, progress: bool) -> None:
+    """Bring `part` to its end and check it; a part that is wrong is removed."""
+    for attempt in range(1, TRIES + 1):
+        before = _size(part)
+        try:
+            _transfer(url, part, 2 * file.size, progress)
+        except _FailedError:
+            if attempt == TRIES or _size(part) <= before:
+                raise
+            time.sleep(PAUSE)
+            continue
+        if _is_right(part, file):
+            return
+        part.unlink()
+        if not before:
+            break
+        # Perhaps only its beginning was wrong, left by an older download: once more, in full.
+    raise _FailedError("the file has another SHA-256 than the public one")
+
+
+def _transfer(url: str, part: Path, limit: int, progress: bool) -> None:
+    """Append to `part` what is still missing, or all of it where the server cannot go on."""
+    _check_scheme(url)
+    start = _size(part)
+    request = urllib.request.Request(url, headers={"User-Agent": "hdnn"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    try:
+        response = urllib.request.build_opener(_HTTPSOnly).open(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and start:  # there is no more: it is complete, or wrong
+            return
+        raise _FailedError(f"the server says {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _FailedError(_reason(error)) from error
+    with response:
+        if response.status == 206:
+            came = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+            if came is None or int(came[1]) != start:
+                raise _FailedError("the server sent another range than it was asked for")
+        else:
+            start = 0
+        with part.open("ab" if start else "wb") as file:
+            _copy(response, file, part.name.removesuffix(".part"), start, limit, progress)
+
+
+def _copy(
+    response: Any, file: IO[bytes], name: str, start: int, limit: int, progress: bool
+) -> None:
+    length = response.headers.get("Content-Length", "")
+    total = start + int(length) if length.isdecimal() else None
+    done, line, since = start, Line(progress), time.monotonic()
+    try:
+        while True:
+            try:
+                chunk = response.read(CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _FailedError(_reason(error)) from error
+            if not chunk:
+                break
+            done += len(chunk)
+            if done > limit:
+                return  # an answer without end: what came of it is refused by its hash
+            file.write(chunk)
+            line.show(_bar(name, done, total, (done - start) / (time.monotonic() - since)))
+        # A connection that breaks off looks like an end.
+        if total is not None and done != total:
+            raise _FailedError(f"the connection broke off after {done} of {total} bytes")
+        file.flush()
+        os.fsync(file.fileno())
+    finally:
+        line.close()
+
+
+def _bar(name: str, done: int, total: int | None, speed: float) -> str:
+    rate = f"{done / 1e6:.1f} MB, {speed / 1e6:.1f} MB/s"
+    if not total:
+        return f"{name}: {rate}"
+    share = min(done / total, 1.0)
+    return f"{name} [{'#' * int(20 * share):<20}] {share:4.0%} of {total / 1e6:.1f} MB, {rate}"
+
+
+def _is_right(path: Path, file: Remote) -> bool:
+    """Whether the file, or what is compressed in it, has the SHA-256 of the public one."""
+    digest, most = hashlib.sha256(), 200 * file.size  # MNIST shrinks to no less than a tenth
+    try:
+        with gzip.open(path) if file.unpacked else path.open("rb") as content:
+            while chunk := content.read(CHUNK):
+                digest.update(chunk)
+                most -= len(chunk)
+                if most < 0:
+                    return False
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        return False
+    return digest.hexdigest() == file.sha256
+
+
+def _check_scheme(url: str) -> None:
+    if not url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+        raise _FailedError(f"{url} is not an https address")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or error
+    return " ".join(str(reason).split())[:120] or type(error).__name__
+
+
+def _no_room(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write {path}: {error.strerror or error}; make room or choose another folder with "
+        "--to. The next download goes on from what came so far."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 0 if it worked, 2 if it could not, 130 if it was interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hdnn.data.download",
+        description="Download a data set from its public mirrors and verify it.",
+    )
+    parser.add_argument("name", choices=sorted(SETS), help="the data set")
+    parser.add_argument("--to", metavar="FOLDER", help="default: HDNN_DATA, else data")
+    options = parser.parse_args(arguments)
+    try:
+        for path in download(options.name, options.to):
+            sys.stdout.write(f"{path}\n")
+    except HDNNError as error:
+        sys.stderr.write(f"hdnn: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("hdnn: interrupted; the same command goes on from what came so far.\n")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

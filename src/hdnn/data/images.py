@@ -1,0 +1,252 @@
+"""Labelled images that stay on one device: a set, its normalisation, a hold-out, augmentation.
+
+Pixels are bytes (B, C, H, W) until they are normalised: a whole set is small enough for a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdnn.errors import DataError, choose, flag
+from hdnn.files import as_path
+
+PADDING = ("zeros", "reflect")
+
+
+class Labelled(NamedTuple):
+    """Images (B, C, H, W) in bytes with their labels (B,)."""
+
+    images: Tensor
+    t: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """Images (B, C, H, W) in bytes with labels 0 .. classes-1 (B,), to train on and to test with.
+
+    `name` is what results are to be reported under; `lossy` pixels are not those of the original.
+    """
+
+    name: str
+    images_train: Tensor
+    t_train: Tensor
+    images_test: Tensor
+    t_test: Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    lossy: bool = False
+    remark: str = ""
+
+    def __post_init__(self) -> None:
+        for part, images, t in (
+            ("training", self.images_train, self.t_train),
+            ("test", self.images_test, self.t_test),
+        ):
+            _check_images(f"{self.name}: the {part} images", images, len(self.mean))
+            if images.dtype != torch.uint8:
+                raise DataError(
+                    f"{self.name}: the {part} images must be torch.uint8, but are {images.dtype}; "
+                    "keep them as bytes and call .normalised on a batch."
+                )
+            if t.dtype != torch.int64 or t.shape != images.shape[:1]:
+                raise DataError(
+                    f"{self.name}: the {part} labels must be torch.int64 of shape "
+                    f"({len(images)},), one an image, but are {t.dtype} of {tuple(t.shape)}."
+                )
+            if len(t) and not (int(t.min()) >= 0 and int(t.max()) < len(self.classes)):
+                raise DataError(
+                    f"{self.name}: the {part} labels must be 0 to {len(self.classes) - 1}, but "
+                    f"reach from {int(t.min())} to {int(t.max())}."
+                )
+        if len(self.mean) != len(self.std):
+            raise DataError(
+                f"{self.name}: mean and std must have one number a channel, but have "
+                f"{len(self.mean)} and {len(self.std)}."
+            )
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.images_train.shape[1:]))
+        counts = f"{len(self.t_train)} train, {len(self.t_test)} test"
+        return f"ImageData({self.name}, {counts}, {shape}, {self.images_train.device})"
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same set with all images and labels on `device`."""
+        return replace(
+            self,
+            images_train=self.images_train.to(device),
+            t_train=self.t_train.to(device),
+            images_test=self.images_test.to(device),
+            t_test=self.t_test.to(device),
+        )
+
+    def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """(images/255 - mean)/std a channel, for images (*batch, C, H, W) of 0 to 255."""
+        dtype = dtype or torch.get_default_dtype()
+        if not dtype.is_floating_point:
+            raise DataError(f"dtype must be floating point, but got {dtype}; use torch.float32.")
+        if images.ndim < 3 or images.shape[-3] != len(self.mean):
+            raise DataError(
+                f"images of {self.name} have the shape (*batch, {len(self.mean)}, H, W), "
+                f"but got {tuple(images.shape)}."
+            )
+        # Half precision would lose digits of the mean: it is rounded to once, at the end.
+        wide = torch.promote_types(dtype, torch.float32)
+        # By numbers, not tensors: nothing is copied to the device, and a CUDA graph can record it.
+        channels = [
+            (pixels.to(wide) - 255 * mean) / (255 * std)
+            for pixels, mean, std in zip(images.unbind(-3), self.mean, self.std, strict=True)
+        ]
+        return torch.stack(channels, -3).to(dtype)
+
+    def holdout(self, count: int, seed: int = 0) -> tuple[Labelled, Labelled]:
+        """The training part in two, to train on and to validate with; `count` go to the second.
+
+        Each class is in both by its share, chosen by the seed alone, on any device.
+        """
+        total = len(self.t_train)
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
+            raise DataError(
+                f"count must be a whole number from 1 to {total - 1}, less than the {total} "
+                f"training images of {self.name}, but got {count!r}."
+            )
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise DataError(f"seed must be a whole number >= 0, but got {seed!r}; take seed=0.")
+        t = self.t_train.cpu().numpy()
+        labels, sizes = np.unique(t, return_counts=True)
+        share, rest = np.divmod(count * sizes, total)
+        # What rounding down has left goes to the largest remainders, first classes first.
+        share[np.argsort(-rest, kind="stable")[: count - share.sum()]] += 1
+        random, chosen = np.random.default_rng(seed), np.zeros(total, dtype=bool)
+        for label, number in zip(labels, share, strict=True):
+            chosen[random.permutation(np.flatnonzero(t == label))[:number]] = True
+        train, validation = (
+            torch.from_numpy(np.flatnonzero(rows)).to(self.t_train.device)
+            for rows in (~chosen, chosen)
+        )
+        return (
+            Labelled(self.images_train[train], self.t_train[train]),
+            Labelled(self.images_train[validation], self.t_train[validation]),
+        )
+
+
+def draw(
+    count: int, generator: torch.Generator, *, pad: int = 4, flip: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Random numbers for `augment`: shifts (count, 2) from 0 to 2 pad, and flips (count,)."""
+    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
+        raise DataError(f"pad must be a whole number >= 0, but got {pad!r}; CIFAR-10 takes 4.")
+    device = generator.device
+    shifts = torch.randint(0, 2 * pad + 1, (count, 2), generator=generator, device=device)
+    flips = torch.randint(0, 2, (count,), generator=generator, device=device).bool()
+    return shifts, flips if flag("flip", flip) else torch.zeros_like(flips)
+
+
+def augment(
+    images: Tensor,
+    generator: torch.Generator | None = None,
+    pad: int = 4,
+    flip: bool = True,
+    *,
+    padding: str = "zeros",
+    shifts: Tensor | None = None,
+    flips: Tensor | None = None,
+) -> Tensor:
+    """Each image (B, C, H, W) padded, cropped to its size at random, and half of them mirrored.
+
+    The same images for the same generator, which lives on their device. Inside a CUDA graph give
+    `shifts` (B, 2) of rows and columns, 0 to 2 pad, and `flips` (B,) instead: see `draw`.
+    """
+    _check_images("images to augment", images, None)
+    count, channels, height, width = images.shape
+    choose("padding", padding, PADDING)
+    if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < min(height, width):
+        raise DataError(
+            f"pad must be a whole number from 0 to {min(height, width) - 1} for images of "
+            f"{height} x {width}, but got {pad!r}."
+        )
+    if shifts is None and flips is None:
+        if generator is None or generator.device != images.device:
+            given = "none" if generator is None else f"one on {generator.device}"
+            raise DataError(
+                f"augment needs a generator on {images.device}, where the images are, but got "
+                f"{given}; use torch.Generator({str(images.device)!r})."
+            )
+        shifts, flips = draw(count, generator, pad=pad, flip=flip)
+    shifts, flips = _check_numbers(images, shifts, flips)
+    i = torch.arange(height, device=images.device) + shifts[:, :1] - pad
+    j = torch.arange(width, device=images.device)
+    j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
+    if padding == "reflect":
+        i, j = ((n - 1) - ((n - 1) - k.abs()).abs() for k, n in ((i, height), (j, width)))
+    # Clamped, since no shift that is too large may read outside of the images.
+    source = i.clamp(0, height - 1)[:, :, None] * width + j.clamp(0, width - 1)[:, None, :]
+    source = source.view(count, 1, -1).expand(-1, channels, -1)
+    cropped = images.flatten(2).gather(2, source).view(images.shape)
+    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None, :]
+    return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
+
+
+def _check_images(what: str, images: Tensor, channels: int | None) -> None:
+    if images.ndim != 4 or (channels is not None and images.shape[1] != channels):
+        raise DataError(
+            f"{what} must have the shape (B, {channels or 'C'}, H, W), "
+            f"but got {tuple(images.shape)}."
+        )
+
+
+def _check_numbers(
+    images: Tensor, shifts: Tensor | None, flips: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By shape and type alone: a look at the values would wait for the device."""
+    count = len(images)
+    if shifts is None or shifts.shape != (count, 2) or shifts.dtype != torch.int64:
+        given = "nothing" if shifts is None else f"{tuple(shifts.shape)} of {shifts.dtype}"
+        raise DataError(f"shifts must be ({count}, 2) of torch.int64, but got {given}; see draw.")
+    if flips is None or flips.shape != (count,) or flips.dtype != torch.bool:
+        given = "nothing" if flips is None else f"{tuple(flips.shape)} of {flips.dtype}"
+        raise DataError(f"flips must be ({count},) of torch.bool, but got {given}; see draw.")
+    return shifts, flips
+
+
+def data_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """The folder that was given, else the one in HDNN_DATA, else `data`."""
+    return as_path(os.environ.get("HDNN_DATA") or "data" if folder is None else folder)
+
+
+def missing(name: str, file: str, folder: Path, command: str) -> DataError:
+    """A set that is not there: which file, which folder, which command."""
+    order = f"python -m hdnn.data.download {command} --to {shlex.quote(str(folder))}"
+    return DataError(
+        f"{name} is not there: found no {file} in {folder}; download it with `{order}`, or set "
+        "HDNN_DATA to the folder that holds it."
+    )
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """A file that the system or a decoder gives up on, in one sentence."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    short = " ".join(str(reason).split())[:120].rstrip(".") or type(error).__name__
+    return DataError(
+        f"{path} cannot be read ({short}); it is truncated, damaged or of another kind: "
+        "download it again."
+    )
+
+
+def check_sha256(path: Path | str, content: bytes, expected: str) -> None:
+    """Refuse bytes that are not those of the public file."""
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected:
+        raise DataError(
+            f"{path} has the SHA-256 {found[:16]}..., but the public file has {expected[:16]}...; "
+            "it is damaged or another set: download it again."
+        )

@@ -1,0 +1,459 @@
+"""Hamiltonian units: H1 and H2 on images, with K a convolution.
+
+A layer is made of shears f(s) = B^T sigma(A s + a), one convolution and one transposed. H1 adds
+f(y) to y; H2 adds f(q) to p, then f(p) to q. A = K, and B is K times the step, with the signs (for
+H1 also the halves) of J. Normalisation stands between A s + a and sigma.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import activations
+from hdnn.activations import Activation
+from hdnn.errors import NotInvertibleError, OptionError, ShapeError, choose, flag, positive_int
+from hdnn.initial import Initial
+from hdnn.networks.base import _step
+from hdnn.operators import block_sparse, conv
+from hdnn.shapes import autocasting
+from hdnn.sparsity import Sparsity
+
+if TYPE_CHECKING:
+    from hdnn.analysis.certificate import Guarantee
+
+NETWORKS = ("h1", "h2")
+NORMS = ("none", "inside", "after")
+EPS, MOMENTUM = 1e-5, 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
+
+
+class Part(NamedTuple):
+    """What the shears of one kind are made of, for one layer or stacked for all (N, ...)."""
+
+    A: Tensor  # (r, n/groups, k, k)
+    a: Tensor  # (r,)
+    B: Tensor  # (r, n/groups, k, k)
+    gamma: Tensor | None = None  # (r,), for normalisation by batch statistics
+    beta: Tensor | None = None
+
+    def layers(self) -> Iterator[Part]:
+        """The parts of each layer."""
+        some = [t.unbind(0) for t in self if t is not None]
+        return (Part(*one) for one in zip(*some, strict=True))
+
+
+class Kind(NamedTuple):
+    """How the shears of a unit are computed."""
+
+    sigma: Activation
+    groups: int
+    swap: bool  # whether J is still to be applied to f
+
+
+class Statistics(NamedTuple):
+    """The batch statistics of all shears that normalise, in the order in which they run."""
+
+    mean: Tensor  # (M, r)
+    scale: Tensor  # (M, r), 1 / sqrt(var + eps)
+
+
+def shear(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
+    """f(s) = B^T sigma(A s + a), and the batch statistics that it used."""
+    x, used = _inner(s, part, kind)
+    f = conv.adjoint(part.B, kind.sigma(x), kind.groups)
+    return (_turned(f) if kind.swap else f), used
+
+
+def shear_backward(s: Tensor, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Tensor, Part]:
+    """From s and the gradient g of f: f itself, the gradient of s, and those of the weights."""
+    A, a, B, gamma, _ = part
+    sigma, groups = kind.sigma, kind.groups
+    s, g = s.to(A.dtype), g.to(A.dtype)
+    x = conv.apply(A, s, groups, a)
+    v, mean, scale = x, None, None
+    if gamma is not None:
+        v, (mean, scale) = _normalised(x, part)
+    z = sigma(v)
+    d_v = conv.apply(B, g, groups) * sigma.slope(v)
+    d_x, d_gamma, d_beta = d_v, None, None
+    if gamma is not None:
+        d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+            d_v, x, gamma, None, None, mean, scale, True, EPS, [True, True, True]
+        )
+    d_A, d_B = conv.gradient(s, d_x, A, groups), conv.gradient(g, z, B, groups)
+    found = Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
+    return conv.adjoint(B, z, groups), conv.adjoint(A, d_x, groups), found
+
+
+def _inner(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
+    x = conv.apply(part.A, s.to(part.A.dtype), kind.groups, part.a)
+    return (x, []) if part.gamma is None else _normalised(x, part)
+
+
+def _normalised(x: Tensor, part: Part) -> tuple[Tensor, list[Tensor]]:
+    v, mean, scale = torch.native_batch_norm(x, part.gamma, part.beta, None, None, True, 0.0, EPS)
+    return v, [mean, scale]
+
+
+def _turned(f: Tensor) -> Tensor:
+    f_p, f_q = f.chunk(2, 1)
+    return torch.cat([-f_q, f_p], 1)
+
+
+def h1(
+    y: Tensor, part: Part, kind: Kind, *, keep: bool = False
+) -> tuple[list[Tensor], Statistics | None]:
+    """y + J K^T sigma(K y + b), layer by layer: y_N, or all states, and the batch statistics."""
+    states, used = [y], []
+    for one in part.layers():
+        f, seen = shear(states[-1], one, kind)
+        states = (states if keep else []) + [states[-1] + f]
+        used += seen
+    return states, _statistics(used)
+
+
+def h2(
+    y: Tensor, parts: Sequence[Part], kind: Kind, *, inverse: bool = False, keep: bool = False
+) -> tuple[list[Tensor], Statistics | None]:
+    """p + f(q), then q + f(p), layer by layer, or back from y_N; `parts`: of q, then of p."""
+    halves, states, used = list(y.chunk(2, 1)), [y] * keep, []
+    layers = list(zip(*(part.layers() for part in parts), strict=True))
+    for layer in reversed(layers) if inverse else layers:
+        for half in (1, 0) if inverse else (0, 1):
+            f, seen = shear(halves[1 - half], layer[half], kind)
+            halves[half] = halves[half] - f if inverse else halves[half] + f
+            used += seen
+        if keep:
+            states.append(torch.cat(halves, 1))
+    return (states if keep else [torch.cat(halves, 1)]), _statistics(used)
+
+
+def _statistics(used: list[Tensor]) -> Statistics | None:
+    return Statistics(torch.stack(used[::2]), torch.stack(used[1::2])) if used else None
+
+
+class _Reversible(torch.autograd.Function):
+    """A stack of H2 layers that keeps y_N only; the backward pass rebuilds the rest from it.
+
+    Made of differentiable operations, so that gradients of gradients are right as well.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, kind: Kind, *weights: Tensor) -> tuple[Tensor, ...]:
+        states, used = h2(y, _paired(weights), kind)
+        return (states[-1],) if used is None else (states[-1], *used)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, kind, *weights = inputs
+        ctx.kind = kind
+        ctx.save_for_backward(output[0], *weights)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        y, *weights = ctx.saved_tensors
+        with torch.autocast(y.device.type, enabled=False):
+            halves, g = list(y.chunk(2, 1)), list(grads[0].chunk(2, 1))
+            found: tuple[list[Part], list[Part]] = ([], [])
+            layers = list(zip(*(part.layers() for part in _paired(weights)), strict=True))
+            for layer in reversed(layers):
+                for half in (1, 0):
+                    s = halves[1 - half]
+                    f, d_s, d_part = shear_backward(s, g[half], layer[half], ctx.kind)
+                    halves[half] = halves[half] - f
+                    g[1 - half] = g[1 - half] + d_s
+                    found[half].append(d_part)
+            stacks = [
+                torch.stack(one[::-1])
+                for of_half in found
+                for one in zip(*of_half, strict=True)
+                if one[0] is not None
+            ]
+            return torch.cat(g, 1), None, *stacks
+
+
+def _paired(weights: Sequence[Tensor]) -> tuple[Part, Part]:
+    each = len(weights) // 2
+    return Part(*weights[:each]), Part(*weights[each:])
+
+
+class HamiltonianUnit(nn.Module):
+    """N layers y' = J K^T sigma(K y + b) on images (B, C, height, width), K a convolution.
+
+    The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
+    (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with K_p, K_q
+    (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `step` is h, or one a layer; or give T.
+
+    `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit;
+    `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible` (h2, the default there)
+    rebuilds states in the backward pass, so memory does not grow with N. `sparsity` is a pattern R
+    (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a group of channels of p and
+    the same of q: K is zero between nodes that R does not link.
+
+    Under autocast, or with weights in half precision, the state stays in float32 inside the unit
+    and the convolutions run in the lower precision; y_N has the dtype of y_0.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        layers: int,
+        *,
+        network: str = "h1",
+        kernel: int = 3,
+        step: float | Sequence[float] | Tensor | None = None,
+        T: float | None = None,
+        activation: str = "relu",
+        groups: int = 1,
+        norm: str = "none",
+        reversible: bool | None = None,
+        sparsity: Sparsity | Tensor | None = None,
+        init: str = "scaled",
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.channels, self.layers = (
+            positive_int("channels", channels),
+            positive_int("layers", layers),
+        )
+        self.network, self.norm = choose("network", network, NETWORKS), choose("norm", norm, NORMS)
+        self.kernel, self.groups = positive_int("kernel", kernel), positive_int("groups", groups)
+        self.activation = activations.registered(activation).name
+        self.step = _step(step, T, self.layers)
+        split = network == "h2"
+        self.reversible = split if reversible is None else flag("reversible", reversible)
+        self._check(split)
+        self.halves = ("q", "p") if split else ("",)  # whose weights the shears use, in order
+        width = channels // 2 if split else channels
+        initial = Initial(init, width // groups * kernel**2, generator, dtype, device)
+        self._shape = (self.layers, width, width // groups, kernel, kernel)
+        free = None if sparsity is None else self._free(sparsity, width)
+        for half in self.halves[::-1]:
+            self._add(half, width, initial, free)
+        like: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
+        self.after = nn.BatchNorm2d(channels, EPS, MOMENTUM, **like) if norm == "after" else None
+
+    def _check(self, split: bool) -> None:
+        C, G = self.channels, self.groups
+        if C % 2:
+            raise ShapeError(f"the channels are split into (p, q), so {C} must be even.")
+        if self.kernel % 2 == 0:
+            raise ShapeError(f"kernel must be odd, to have a middle, but got {self.kernel}.")
+        if (C // 2 if split else C) % G:
+            what = f"C/2 = {C // 2}" if split else f"C = {C}"
+            raise ShapeError(f"{what} channels do not split into {G} groups.")
+        if self.reversible and not split:
+            raise OptionError("an H1 layer has no explicit inverse; reversible=True is for h2.")
+
+    def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
+        """The free entries of K (r, n, k, k)."""
+        given = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
+        if self.groups > 1 or given.R.ndim != 2:
+            raise OptionError("sparsity takes one pattern R (M, M) for all layers, and groups=1.")
+        sizes, R = given.node_sizes(self.channels // 2), given.R
+        if sum(sizes) != self.channels // 2:
+            raise ShapeError(f"node sizes {sizes} must add up to C/2 = {self.channels // 2}.")
+        if self.network == "h1":  # node i owns (p[i], q[i])
+            sizes, R = sizes * 2, R.tile(2, 2)
+        return block_sparse.mask(R, sizes, sizes)[:, :, None, None].expand(self._shape)
+
+    def _add(self, half: str, width: int, initial: Initial, free: Tensor | None) -> None:
+        K, N = initial.K(*self._shape), self.layers
+        if free is None:
+            self.register_parameter(_name("K", half), nn.Parameter(K))
+        else:
+            index = block_sparse.indices(free).to(K.device)
+            self.register_buffer(_name("_index", half), index, persistent=False)
+            values = nn.Parameter(block_sparse.values(K, index))
+            self.register_parameter(_name("K", half) + "_free", values)
+        self.register_parameter(_name("b", half), nn.Parameter(initial.b(N, width)))
+        if self.norm == "inside":
+            ones, zeros = torch.ones(N, width), torch.zeros(N, width)
+            for name, value in (("gamma", ones), ("beta", zeros)):
+                self.register_parameter(_name(name, half), nn.Parameter(initial.like(value)))
+            for name, value in (("mean", zeros), ("var", ones)):
+                self.register_buffer(_name(name, half), initial.like(value))
+
+    # The weights
+
+    @property
+    def sparse(self) -> bool:
+        """Whether only the free entries of a block-sparse K are stored."""
+        return _name("K", self.halves[0]) + "_free" in self._parameters
+
+    def weight(self, name: str) -> Tensor:
+        """The stack of that name; of a block-sparse K the whole of it, zeros included."""
+        if not (name.startswith("K") and self.sparse):
+            return getattr(self, name)
+        index = getattr(self, name.replace("K", "_index"))
+        return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
+
+    def _parts(self, work: torch.dtype) -> list[Part]:
+        """The shears in the order in which they run, for convolutions in the dtype `work`."""
+        return [self._part(half, work) for half in self.halves]
+
+    def _part(self, half: str, work: torch.dtype) -> Part:
+        K, b = self.weight(_name("K", half)), self.weight(_name("b", half))
+        sign = -1 if half == "q" else 1
+        if isinstance(self.step, tuple):
+            B = torch.stack([sign * h * one for h, one in zip(self.step, K, strict=True)])
+        else:
+            B = (sign * self.step) * K
+        if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
+            B_p, B_q = B.chunk(2, 2)
+            B = torch.cat([-B_q, B_p], 2)
+        A, gamma, beta = K, None, None
+        if self.norm == "inside":
+            gamma, beta = getattr(self, _name("gamma", half)), getattr(self, _name("beta", half))
+            if not self.training:  # an affine map of each channel, which goes into A and a
+                mean, var = (self.get_buffer(_name(name, half)) for name in ("mean", "var"))
+                scale = gamma * (var + EPS).rsqrt()
+                A, b = _column(scale) * K, scale * (b - mean) + beta
+                gamma = beta = None
+        return Part(A.to(work), b.to(work), B.to(work), gamma, beta)
+
+    def smoothness(self) -> Tensor:
+        """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
+        from hdnn.regularization import smoothness
+
+        stacks = [
+            torch.cat([self.weight(_name(name, half)).flatten(1) for half in self.halves], 1)
+            for name in ("K", "b")
+        ]
+        return smoothness(stacks[0], stacks[1], self.step)
+
+    def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
+        """The spectral norm of each layer's K, (N,), on images of that size."""
+        names = [_name("K", half) for half in self.halves[::-1]]
+        return {name: conv.norm(self.weight(name), size, self.groups) for name in names}
+
+    # What a unit does
+
+    def forward(self, y: Tensor) -> Tensor:
+        """y_N from y_0 (B, C, height, width)."""
+        states, used = self._run(y)
+        if used is not None:
+            self._remember(used, y.numel() // y.shape[1])
+        out = states[-1].to(y.dtype)
+        return out if self.after is None else self.after(out)
+
+    def trajectory(self, y: Tensor) -> Tensor:
+        """All states y_0 .. y_N of the layers: (N+1, B, C, height, width)."""
+        states, _ = self._run(y, keep=True)
+        return torch.stack(states).to(y.dtype)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """y_0 from y_N, for h2; normalisation by batch statistics needs the same batch again."""
+        if self.network == "h1" or self.after is not None:
+            why = "H1 has no explicit inverse" if self.network == "h1" else "norm='after' has none"
+            raise NotInvertibleError(f"{why}; take network='h2' with norm 'none' or 'inside'.")
+        states, _ = self._run(y, inverse=True)
+        return states[-1].to(y.dtype)
+
+    def _run(self, y: Tensor, **options: bool) -> tuple[list[Tensor], Statistics | None]:
+        work, state = self._begin(y)
+        with torch.autocast(y.device.type, enabled=False):
+            parts, kind = self._parts(work), self._kind()
+            if self.network == "h1":
+                return h1(state, parts[0], kind, **options)
+            if options or not (self.reversible and torch.is_grad_enabled()):
+                return h2(state, parts, kind, **options)
+            weights = [t for part in parts for t in part if t is not None]
+            out, *seen = _Reversible.apply(state, kind, *weights)
+            return [out], Statistics(*seen) if seen else None
+
+    def _kind(self) -> Kind:
+        swap = self.network == "h1" and self.groups > 1
+        return Kind(activations.get(self.activation), self.groups, swap)
+
+    def _begin(self, y: Tensor) -> tuple[torch.dtype, Tensor]:
+        """The dtype of the convolutions, and the state that they start from."""
+        if not isinstance(y, Tensor) or y.ndim != 4 or y.shape[1] != self.channels:
+            given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ShapeError(
+                f"HamiltonianUnit takes images (B, {self.channels}, height, width), "
+                f"but got {given}."
+            )
+        own = getattr(self, _name("b", self.halves[0])).dtype
+        casts = autocasting(y.device)
+        if y.dtype != own and not (casts and y.is_floating_point()):
+            raise ShapeError(
+                f"HamiltonianUnit has weights in {own}, but y is {y.dtype}; "
+                "both must have one dtype: use .to(dtype) on one of them."
+            )
+        work = own
+        if casts and own is not torch.float64:  # as autocast itself has it
+            work = torch.get_autocast_dtype(y.device.type)
+        return work, y.to(torch.promote_types(own, torch.float32))
+
+    @torch.no_grad()
+    def _remember(self, used: Statistics, count: int) -> None:
+        """Move the running means and variances towards those of this batch."""
+        unbiased = count / max(count - 1, 1)
+        for k, half in enumerate(self.halves):
+            one = slice(k, None, len(self.halves))
+            var = unbiased * (used.scale[one].pow(-2) - EPS)
+            for name, seen in (("mean", used.mean[one]), ("var", var)):
+                running = self.get_buffer(_name(name, half))
+                running.lerp_(seen.to(running.dtype), MOMENTUM)
+
+    def guarantee(self) -> Guarantee:
+        """Whether norm(dy_N/dy_j) >= 1 is a theorem for this unit as it is now, and why.
+
+        Without `after`, which is no part of the Hamiltonian stack. With `norm="inside"` in
+        evaluation each channel's activation is sigma(s x + c): still a Hamiltonian one, and for H1
+        monotone where s >= 0. In training each sample's gradient depends on the whole batch: the
+        H2 map of the batch keeps volumes, but nothing is promised for one sample.
+        """
+        from hdnn.analysis.certificate import Guarantee
+
+        tail = ", for the unit before its normalisation" if self.after is not None else ""
+        if self.norm == "inside" and self.training:
+            why = "batch statistics tie the samples together while training; see it in eval()"
+            return Guarantee(False, "none", why)
+        if self.network == "h2":
+            theorem = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
+            why = "at any depth, for any weights and any activation"
+            return Guarantee(True, theorem, why + tail)
+        if not activations.get(self.activation).monotone:
+            why = f"forward Euler promises nothing for {self.activation}, which can decrease"
+            return Guarantee(False, "none", why)
+        if self.norm == "inside" and bool((self.get_parameter("gamma") < 0).any()):
+            why = "a gamma < 0 turns an activation around, so that it decreases"
+            return Guarantee(False, "none", why)
+        why = f"at any depth, because {self.activation} never decreases"
+        return Guarantee(True, "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer", why + tail)
+
+    # The module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.to(memory_format=torch.channels_last) knows images and kernels, of 4 axes, only.
+        def each(t: Tensor) -> Tensor:
+            return fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
+
+        return super()._apply(each, recurse)
+
+    def extra_repr(self) -> str:
+        h = f"{self.step:.4g}" if isinstance(self.step, float) else "one a layer"
+        parts = [self.network, f"{self.channels} channels", f"{self.layers} layers"]
+        parts += [f"kernel {self.kernel}", self.activation, f"h = {h}"]
+        parts += [f"{self.groups} groups"] * (self.groups > 1) + ["sparse"] * self.sparse
+        parts += [f"norm {self.norm}"] * (self.norm != "none")
+        return ", ".join(parts + ["reversible"] * self.reversible)
+
+
+def _name(name: str, half: str) -> str:
+    return f"{name}_{half}" if half else name
+
+
+def _column(t: Tensor) -> Tensor:
+    """One number a layer, or a layer and row, against K (N, r, n, k, k)."""
+    return t.reshape(*t.shape, *[1] * (5 - t.ndim))

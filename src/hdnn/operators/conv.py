@@ -1,0 +1,85 @@
+"""K as a convolution: weights (..., r, n/groups, k, k) with k odd, zero padding, stride 1.
+
+K maps images (B, n, height, width) to (B, r, height, width). Its adjoint is the transposed
+convolution with the same weights, exactly, borders included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdnn.errors import OptionError, ShapeError, positive_int
+
+
+def apply(K: Tensor, y: Tensor, groups: int = 1, bias: Tensor | None = None) -> Tensor:
+    """K y + bias for images y (B, n, height, width)."""
+    return F.conv2d(y, K, bias, padding=padding(K), groups=groups)
+
+
+def adjoint(K: Tensor, z: Tensor, groups: int = 1) -> Tensor:
+    """K^T z for images z (B, r, height, width)."""
+    return F.conv_transpose2d(z, K, padding=padding(K), groups=groups)
+
+
+def gradient(y: Tensor, z: Tensor, K: Tensor, groups: int = 1) -> Tensor:
+    """The gradient of <K y, z> by K, which is linear in y and in z."""
+    p, flags = list(padding(K)), [False, True, False]
+    found = torch.ops.aten.convolution_backward(
+        z, y, K, None, [1, 1], p, [1, 1], False, [0, 0], groups, flags
+    )
+    return found[1]
+
+
+def padding(K: Tensor) -> tuple[int, int]:
+    """(k - 1) / 2 on each side, so that an image keeps its size."""
+    height, width = K.shape[-2:]
+    if height % 2 == 0 or width % 2 == 0:
+        raise ShapeError(
+            f"K has a kernel of {height} x {width}; only one of odd size has a middle."
+        )
+    return height // 2, width // 2
+
+
+def norm(
+    K: Tensor,
+    size: int | tuple[int, int],
+    groups: int = 1,
+    *,
+    iterations: int = 1000,
+    tol: float = 1e-7,
+) -> Tensor:
+    """The largest singular value of each K on images of that size, by power iteration: (...).
+
+    Never above the true value. It ends when a step changes it by less than `tol`, relatively.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    image = positive_int("size", height), positive_int("size", width)
+    positive_int("iterations", iterations)
+    if K.ndim < 4:
+        raise ShapeError(f"K has shape {tuple(K.shape)}, but (..., r, n/groups, k, k) is needed.")
+    if K.shape[-4] % groups:
+        raise OptionError(f"{K.shape[-4]} output channels do not split into {groups} groups.")
+    work = torch.promote_types(K.dtype, torch.float32)
+    stack = K.to(work).reshape(-1, *K.shape[-4:])
+    found = [_norm(one, image, groups, iterations, tol) for one in stack]
+    return torch.stack(found).reshape(K.shape[:-4]).to(K.dtype)
+
+
+def _norm(K: Tensor, image: tuple[int, int], groups: int, iterations: int, tol: float) -> Tensor:
+    n = K.shape[1] * groups
+    generator = torch.Generator().manual_seed(0)  # the same number at every call
+    y = torch.randn(1, n, *image, generator=generator, dtype=torch.float64).to(K)
+    value = 0.0
+    with torch.no_grad():
+        for _ in range(iterations):
+            y = y / torch.linalg.vector_norm(y)
+            z = apply(K, y, groups)
+            before, value = value, torch.linalg.vector_norm(z).item()
+            if value == 0 or abs(value - before) <= tol * value:
+                break
+            y = adjoint(K, z, groups)
+        y = y / torch.linalg.vector_norm(y)
+    # Outside no_grad: with y fixed this has the gradient of the singular value.
+    return torch.linalg.vector_norm(apply(K, y, groups))

@@ -1,0 +1,141 @@
+"""Training on images: what is random comes from the epoch's number, all else from the recipe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from hdnn import models
+from hdnn.data.images import ImageData
+from hdnn.errors import CheckpointError, TrainingError
+from hdnn.experiments import table_cifar, table_mnist
+from hdnn.training.images import ImageRecipe, ImageTraining
+
+
+def images(count=120, channels=1, size=28, seed=0) -> ImageData:
+    """Two classes: bright above, or bright below."""
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.arange(count) % 2
+    x = torch.randint(0, 100, (count, channels, size, size), generator=generator)
+    half = size // 2
+    for i, label in enumerate(t.tolist()):
+        x[i, :, label * half : (label + 1) * half] += 100
+    x, k = x.to(torch.uint8), count // 3
+    parts = (x[k:], t[k:], x[:k], t[:k])
+    return ImageData("Halves", *parts, tuple("0123456789"), (0.4,) * channels, (0.2,) * channels)
+
+
+def small(seed=0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.mnist_net("h2", 2)
+
+
+RECIPE = ImageRecipe(epochs=3, batch=20, optimizer="adam", learning_rate=3e-3, decay=0.8)
+
+
+def train(model, recipe=RECIPE, data=None, **options):
+    training = ImageTraining(model, data or images(), recipe, **options)
+    return training, training.run(progress=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"optimizer": "sgd", "learning_rate": 0.01, "decay": None, "clip": 1.0, "pad": 2},
+        {"smoothness": 1e-3, "weight_decay": 1e-3, "label_smoothing": 0.1, "learning_rate": 1e-3},
+    ],
+)
+def test_a_small_net_learns_and_says_how_it_went(change):
+    model = small()
+    recipe = ImageRecipe(**{**vars(RECIPE), **change})
+    training, history = train(model, recipe, smooth=(model.net,))
+    assert history.test[-1] > 0.9
+    assert history.loss[-1] < history.loss[0]
+    assert len(history.accuracy) == 3
+    assert training.accuracy(*images().holdout(20)[0]) > 0.9
+
+
+def test_one_seed_is_one_training():
+    first, second = small(), small()
+    train(first)
+    train(second)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    other = small()
+    train(other, ImageRecipe(**{**vars(RECIPE), "seed": 1}))
+    assert not torch.equal(next(first.parameters()), next(other.parameters()))
+
+
+def test_a_training_goes_on_to_the_same_bits(tmp_path):
+    whole, parts = small(), small()
+    train(whole)
+    training = ImageTraining(parts, images(), RECIPE)
+    training.run(folder=tmp_path, until=0.0, progress=False)  # one epoch
+    assert training.epoch == 1
+    again = ImageTraining(small(3), images(), RECIPE)
+    history = again.run(folder=tmp_path, resume=True, progress=False)
+    assert len(history.test) == 3
+    for a, b in zip(whole.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    other = ImageTraining(small(), images(), ImageRecipe(**{**vars(RECIPE), "batch": 40}))
+    with pytest.raises(CheckpointError, match="batch"):
+        other.run(folder=tmp_path, resume=True)
+
+
+def test_rates_rise_fall_and_step():
+    cosine = ImageRecipe(epochs=10, warmup=0.1)
+    factors = [cosine.factor(step, 10) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == pytest.approx(1.0)
+    assert factors[-1] < 0.01
+    steps = ImageRecipe(epochs=160, rates=((0, 1.0), (120, 0.1), (140, 0.01)))
+    assert [steps.factor(epoch * 5, 5) for epoch in (0, 119, 120, 159)] == [1.0, 1.0, 0.1, 0.01]
+    assert RECIPE.factor(25, 10) == pytest.approx(0.64)
+
+
+def test_what_cannot_be_trained_is_one_sentence():
+    with pytest.raises(TrainingError, match="larger than the set of 80"):
+        ImageTraining(small(), images(), ImageRecipe(batch=200))
+    with pytest.raises(TrainingError, match="epochs"):
+        ImageTraining(small(), images(), ImageRecipe(epochs=0))
+    with pytest.raises(TrainingError, match="not finite in epoch 1"):
+        train(small(), ImageRecipe(epochs=1, batch=20, learning_rate=1e30))
+
+
+def test_the_mnist_table_has_a_row_for_each_network(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table_mnist.mnist, "load", images)
+    monkeypatch.setattr(table_mnist, "ROWS", [("none", 0), ("h1", 2), ("h2", 2)])
+    options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--json", "--quiet"]
+    options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    monkeypatch.setattr(table_mnist, "BATCHES", (20, 20))
+    assert table_mnist.main(options) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["network"] for row in rows] == ["none", "h1", "h2", "ours"]
+    assert all(0 <= row["test"]["mean"] <= 100 for row in rows)
+    assert "| h1 | 2 |" in (tmp_path / "table-mnist.md").read_text()
+
+
+def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
+    def few():
+        return images(60, channels=3, size=32)
+
+    monkeypatch.setattr(table_cifar.cifar10, "load", few)
+    monkeypatch.setitem(table_cifar.RECIPE, "batch", 10)
+    monkeypatch.setitem(table_cifar.RECIPE, "learning_rate", 1e-3)
+    star = {"network": "h1", "layers": 1, "channels": [4, 6, 8], "step": 0.5}
+    monkeypatch.setitem(table_cifar.NETWORKS, "h1", {"star": star, "recipe": {"clip": 1.0}})
+    options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--quiet", "--networks", "h1"]
+    options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert table_cifar.main([*options, "--share", "0/2"]) == 0
+    assert not (tmp_path / "table-cifar-1.md").exists()
+    assert table_cifar.main(options) == 0
+    assert "| h1 |" in (tmp_path / "table-cifar-1.md").read_text()
+    monkeypatch.setattr(table_cifar, "KEPT", 10)
+    assert table_cifar.main([*options, "--validate"]) == 0
+    assert table_cifar.main([*options, "--minutes", "0"]) == 0  # all is there already
+    capsys.readouterr()
