@@ -8,6 +8,7 @@ hangs below the part that owns the parent of its highest node.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Spanning:
 
         self.subtrees = {child: subtree(child) for child in self.below}
         self.order = [part.number, *(i for child in self.below for i in self.subtrees[child])]
-        self.levels = self._levels()
+        self.waves = self._waves()
 
     # Moving
 
@@ -88,61 +89,71 @@ class Spanning:
 
     # Adding
 
-    def _levels(self) -> list[_Level]:
-        """What this part does at each depth, from the deepest nodes up."""
+    def _waves(self) -> list[_Wave]:
+        """What this part adds up by itself, then sends and receives, wave after wave.
+
+        A node is in the wave that counts how often, at the most, a way up to it changes parts: so
+        messages of one wave wait for those of the one before, and not for every depth of the tree.
+        """
         tree, owner, me = self.plan.tree, self.plan.owner, self.part.number
+        wave = [0] * len(owner)
+        for node in sorted(range(len(owner)), key=lambda i: -tree.depth[i]):
+            above = tree.parent[node]
+            if above >= 0:
+                wave[above] = max(wave[above], wave[node] + (owner[above] != owner[node]))
         place = {node: k for k, node in enumerate(self.part.nodes)}
         children: dict[int, list[int]] = {node: [] for node in self.part.nodes}
         for node, parent in enumerate(tree.parent):
             if parent in children:
                 children[parent].append(node)
-        by_depth: dict[int, list[int]] = {}
+        strangers = sorted(
+            (k for node in self.part.nodes for k in children[node] if owner[k] != me),
+            key=lambda k: (wave[k], owner[k], k),
+        )
+        place |= {node: len(place) + k for k, node in enumerate(strangers)}
+        self.strangers = len(strangers)
+        adults: dict[tuple[int, int], list[int]] = {}
+        out: dict[int, dict[int, list[int]]] = {}
+        into: dict[int, dict[int, list[int]]] = {}
         for node in sorted(self.part.nodes):
-            by_depth.setdefault(tree.depth[node], []).append(node)
+            if children[node]:
+                adults.setdefault((wave[node], -tree.depth[node]), []).append(node)
+            above = tree.parent[node]
+            if above >= 0 and owner[above] != me:
+                out.setdefault(wave[node], {}).setdefault(owner[above], []).append(node)
+        for node in strangers:
+            into.setdefault(wave[node], {}).setdefault(owner[node], []).append(node)
         found = []
-        for depth in range(max(by_depth) + 1, 0, -1):
-            out: dict[int, list[int]] = {}
-            for node in by_depth.get(depth, []):
-                if owner[tree.parent[node]] != me:
-                    out.setdefault(owner[tree.parent[node]], []).append(node)
-            adults = [i for i in by_depth.get(depth - 1, []) if children[i]]
-            into: dict[int, list[int]] = {}
-            for child in sorted(k for i in adults for k in children[i]):
-                if owner[child] != me:
-                    into.setdefault(owner[child], []).append(child)
-            if not (out or adults):
-                continue
-            there = {**place} if into else place
-            for nodes in (into[r] for r in sorted(into)):
-                there |= {node: len(there) + k for k, node in enumerate(nodes)}
-            most = max((len(children[i]) for i in adults), default=0)
-            slots = []
-            for d in range(most):
-                some = [i for i in adults if len(children[i]) > d]
-                slots.append(
-                    (
-                        torch.tensor([place[i] for i in some]),
-                        torch.tensor([there[children[i][d]] for i in some]),
+        for number in range(max(wave) + 1):
+            sums = []
+            for _, some in sorted((key, v) for key, v in adults.items() if key[0] == number):
+                for d in range(max(len(children[i]) for i in some)):
+                    more = [i for i in some if len(children[i]) > d]
+                    sums.append(
+                        (
+                            torch.tensor([place[i] for i in more]),
+                            torch.tensor([place[children[i][d]] for i in more]),
+                        )
+                    )
+            sent, got = out.get(number, {}), into.get(number, {})
+            if sums or sent or got:
+                found.append(
+                    _Wave(
+                        sums,
+                        [(r, torch.tensor([place[i] for i in sent[r]])) for r in sorted(sent)],
+                        [(r, place[got[r][0]], len(got[r])) for r in sorted(got)],
                     )
                 )
-            found.append(
-                _Level(
-                    [(r, torch.tensor([place[i] for i in out[r]])) for r in sorted(out)],
-                    [(r, len(into[r])) for r in sorted(into)],
-                    slots,
-                )
-            )
         return found
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all nodes of values (own nodes, ...), for every part."""
-        total = values.clone()
-        for level in self.levels:
-            received = [(r, total.new_empty(k, *total.shape[1:])) for r, k in level.into]
-            self.transport.exchange([(r, total[rows]) for r, rows in level.out], received)
-            every = torch.cat([total, *(tensor for _, tensor in received)])
-            for adults, children in level.slots:
-                total[adults] = total[adults] + every[children]
+        total = torch.cat([values, values.new_zeros(self.strangers, *values.shape[1:])])
+        for wave in self.waves:
+            for adults, children in wave.sums:
+                total[adults] = total[adults] + total[children]
+            received = [(r, total[first : first + count]) for r, first, count in wave.into]
+            self.transport.exchange([(r, total[rows]) for r, rows in wave.out], received)
         if self.is_root:
             at = self.part.nodes.index(self.plan.tree.root)
             return self.broadcast(total[at].clone())
@@ -160,13 +171,9 @@ class Spanning:
         return int(self.broadcast(least.clone()))
 
 
-class _Level:
-    """One depth of the tree: what goes up to other parts, what comes, and who adds whom."""
+class _Wave(NamedTuple):
+    """Who adds whom, in this order; then what goes up to other parts, and what comes from them."""
 
-    def __init__(
-        self,
-        out: list[tuple[int, Tensor]],
-        into: list[tuple[int, int]],
-        slots: list[tuple[Tensor, Tensor]],
-    ) -> None:
-        self.out, self.into, self.slots = out, into, slots
+    sums: list[tuple[Tensor, Tensor]]
+    out: list[tuple[int, Tensor]]
+    into: list[tuple[int, int, int]]  # part, first row, rows
