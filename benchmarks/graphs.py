@@ -293,9 +293,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
             )
     left.set(xlabel="nodes", ylabel="CPU time a node and step, µs", xscale="log", ylim=(0, None))
     right.set(xlabel="ranks", ylabel="MB a step", yscale="log")
+    right.set_ylim(top=1e5)  # room for the names
     for ax in (left, right):
         ax.grid(alpha=0.3)
-        ax.legend()
+    left.legend()
+    right.legend(loc="upper left", fontsize="small", ncols=2)
     figure.savefig(path, dpi=150)
 
 

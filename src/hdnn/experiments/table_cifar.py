@@ -80,7 +80,7 @@ def train(job: Job, data: ImageData, device: str) -> Job:
         data = replace(data, **parts, images_test=kept.images, t_test=kept.t)
     model = network(job).to(device)
     if device.startswith("cuda"):
-        model = model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     training = ImageTraining(model, data, ImageRecipe(**job["recipe"]))
     history = training.run(progress=False)
     return {
