@@ -39,16 +39,21 @@ def run_parts(plan: Plan, work: Callable[[Transport], Any]) -> list[Any]:
     boxes: dict[tuple[int, int], queue.Queue] = {
         (a, b): queue.Queue() for a in range(plan.parts) for b in plan.peers(a)
     }
-    results: list[Any] = [None] * plan.parts
+    return in_threads(plan.parts, lambda part: work(Letters(part, plan.parts, boxes)))
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work(k)` returns in each thread k, or the first error of all."""
+    results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
-    def one(part: int) -> None:
+    def one(k: int) -> None:
         try:
-            results[part] = work(Letters(part, plan.parts, boxes))
+            results[k] = work(k)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(part,)) for part in range(plan.parts)]
+    threads = [threading.Thread(target=one, args=(k,)) for k in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

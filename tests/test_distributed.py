@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from datetime import timedelta
 
 import pytest
@@ -25,7 +24,7 @@ from hdnn.errors import DataError, OptionError, ShapeError, SparsityError, Train
 from hdnn.experiments import table_distributed
 from hdnn.sparsity import Sparsity
 from hdnn.training import fit
-from parts import run_parts
+from parts import in_threads, run_parts
 from strategies import ACTIVATIONS, Random, randomise, seeds
 
 F64 = torch.float64
@@ -335,30 +334,16 @@ def test_training_over_gloo_has_the_bits_of_one_process():
         transport.close()
         return found
 
-    for some in in_threads(3, work):
+    for some in with_store(3, work):
         for node, blocks in some.items():
             assert all(torch.equal(weights[node][name], b) for name, b in blocks.items())
 
 
-def in_threads(count, work):
-    """What `work(k, store)` returns for each thread k; they share a store."""
-    store, found, errors = dist.HashStore(), [None] * count, []
+def with_store(count, work):
+    """What `work(k, store)` returns in each thread k; they share a store."""
+    store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
-
-    def one(k):
-        try:
-            found[k] = work(k, store)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(k,)) for k in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    return in_threads(count, lambda k: work(k, store))
 
 
 @pytest.mark.parametrize("solver", ["newton", "joint"])
@@ -376,7 +361,7 @@ def test_replicas_of_the_graph_train_as_one(solver):
         steps = Training(net, model.head, own, t, replicas=replicas, **options).run()
         return {i: {k: v.clone() for k, v in net.blocks(i).items()} for i in range(8)}, steps
 
-    (first, steps), (second, _) = in_threads(2, work)
+    (first, steps), (second, _) = with_store(2, work)
     for node, name in itertools.product(range(8), ("K_p", "K_q", "b_p", "b_q")):
         assert torch.equal(first[node][name], second[node][name])
         assert torch.allclose(first[node][name], weights[node][name], rtol=1e-9, atol=1e-11)
@@ -389,7 +374,7 @@ def test_replicas_need_a_sample_each():
         return Replicas(k, 2, store).check(101, 100)
 
     with pytest.raises(DataError, match="1 samples cannot be shared out to 2 replicas"):
-        in_threads(2, work)
+        with_store(2, work)
 
 
 def test_a_training_that_leaves_the_numbers_says_so():

@@ -10,7 +10,7 @@ from torch import nn
 
 from hdnn import models
 from hdnn.data.images import ImageData
-from hdnn.errors import CheckpointError, TrainingError
+from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.experiments import table_cifar, table_mnist
 from hdnn.training.images import ImageRecipe, ImageTraining
 
@@ -131,6 +131,9 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(table_cifar.NETWORKS, "h1", {"star": star, "recipe": {"clip": 1.0}})
     options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--quiet", "--networks", "h1"]
     options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    for wrong in ("much", "2/2", "1", "-1/2"):
+        with pytest.raises(OptionError, match="a share is such as 0/4"):
+            table_cifar.main([*options, f"--share={wrong}"])
     assert table_cifar.main([*options, "--share", "0/2"]) == 0
     assert not (tmp_path / "table-cifar-1.md").exists()
     assert table_cifar.main(options) == 0

@@ -225,7 +225,7 @@ def wanted(given: dict[str, Any]) -> bool:
 
 def train(given: dict[str, Any]) -> int:
     """Train as the part of the graph that the environment says this process is."""
-    from hdnn import graph_tasks
+    from hdnn import graph_tasks, tasks
     from hdnn.distributed import worker
     from hdnn.distributed.connect import parts_here
     from hdnn.distributed.gloo import LostError
@@ -243,7 +243,7 @@ def train(given: dict[str, Any]) -> int:
     if is_first():
         _warn(asked.graph)
     show = os.environ.get("RANK", "0") == str(plan.owner[0]) and not _silent(given)
-    with _one_thread(), _EpochBar(asked.folder.name, asked.options["epochs"], show) as bar:
+    with tasks.one_thread(), _EpochBar(asked.folder.name, asked.options["epochs"], show) as bar:
         if several():
             _hear_before_the_end()
         try:
@@ -481,19 +481,6 @@ def _bytes(count: float) -> str:
 
 
 # What goes on meanwhile
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums in the order of one thread: the same bits by any number of processes."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _hear_before_the_end() -> None:

@@ -20,7 +20,16 @@ from safetensors import SafetensorError, safe_open
 from hdnn import activations, sparsity
 from hdnn.data import planar
 from hdnn.distributed import run
-from hdnn.distributed.graph import Graph, Links, alone, from_edges, links_of, transposed, union
+from hdnn.distributed.graph import (
+    Graph,
+    Links,
+    alone,
+    from_edges,
+    links_of,
+    reach,
+    transposed,
+    union,
+)
 from hdnn.distributed.graphfile import (
     MOST_NODES,
     Patterns,
@@ -44,7 +53,7 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
-from hdnn.runs import Run, read_json
+from hdnn.runs import Run, check_memory, read_json
 from hdnn.serialization import read
 from hdnn.sparsity import Breach
 from hdnn.training.checks import check_options
@@ -117,14 +126,8 @@ def breaches(patterns: Patterns) -> Iterator[Breach]:
     R, T = patterns.R, patterns.T
     columns = transposed(R)
 
-    def through(i: int, *steps: Links) -> set[int]:
-        reached = {i}
-        for step in steps:
-            reached = {k for node in reached for k in step[node]}
-        return reached
-
     for i, may in enumerate(patterns.S or ()):
-        forward, backward = through(i, T, columns, R), through(i, columns, R, T)
+        forward, backward = reach(i, T, columns, R), reach(i, columns, R, T)
         for k in sorted((forward | backward) - set(may)):
             # Seen from its other end, a backward path is a forward one.
             path = _path(T, R, columns, i, k) if k in forward else _path(T, R, columns, k, i)[::-1]
@@ -328,15 +331,7 @@ def _check(config: run.Config, graph: Graph) -> None:
     weights = 2 * _weight(union(*graph.R), graph.sizes) * (2 if config.network == "h1" else 1)
     states = 6 * n * min(options["batch"], 10**6)
     needed = config.layers * (4 * weights + states) * run.DTYPES[config.dtype].itemsize
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # pragma: no cover - not on this system
-        return
-    if needed > there:
-        raise OptionError(
-            f"{config.layers} layers on this graph need about {needed // 2**30} GiB, but this "
-            f"machine has {there // 2**30} GiB; take fewer layers, nodes or features."
-        )
+    check_memory(needed, f"{config.layers} layers on this graph", "layers, nodes or features")
 
 
 def check_folder(asked: Asked) -> bool:

@@ -29,7 +29,15 @@ from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME
-from hdnn.runs import DTYPES, Run, TrainConfig, find_device, usable_folder, write_json
+from hdnn.runs import (
+    DTYPES,
+    Run,
+    TrainConfig,
+    check_memory,
+    find_device,
+    usable_folder,
+    write_json,
+)
 from hdnn.training import Callback, EarlyStopping, History, TensorBoard, fit, fit_multilevel
 from hdnn.training.checkpoint import locked
 from hdnn.training.launch import Launch, Single
@@ -108,20 +116,11 @@ def build(config: TrainConfig, columns: table.Columns) -> Model:
 
 
 def _check_memory(config: TrainConfig, n: int) -> None:
-    """Refuse what this machine cannot hold: it would be killed, not stopped by an error."""
     # Weights, gradients and two moments of Adam; then the states of a minibatch.
     weights = config.layers * n * (n / 2 if config.network in ("h2", "verlet") else n) * 4
     states = config.layers * n * min(config.batch, 10**6)
     needed = (weights + states) * DTYPES[config.dtype].itemsize
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # pragma: no cover - not on this system
-        return
-    if needed > there:
-        raise OptionError(
-            f"{config.layers} layers of {n} features need about {needed / 2**30:.0f} GiB, but "
-            f"this machine has {there / 2**30:.0f} GiB; take fewer layers or features."
-        )
+    check_memory(needed, f"{config.layers} layers of {n} features", "layers or features")
 
 
 # Training

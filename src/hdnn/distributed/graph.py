@@ -81,6 +81,14 @@ def union(*patterns: Links) -> Links:
     return tuple(tuple(sorted(set().union(*rows))) for rows in zip(*patterns, strict=True))
 
 
+def reach(node: int, *steps: Links) -> set[int]:
+    """The nodes at the end of all ways that take one link of each pattern, in this order."""
+    reached = {node}
+    for step in steps:
+        reached = {k for i in reached for k in step[i]}
+    return reached
+
+
 class Graph:
     """M nodes, the pattern R of K, the pattern T of X or J, and the links S that there are.
 
@@ -137,14 +145,8 @@ class Graph:
         T, R = self.T_of(layer), self.R_of(layer)
         columns = transposed(R)
 
-        def through(rows: Iterable[int], *steps: Links) -> set[int]:
-            reached = set(rows)
-            for step in steps:
-                reached = {k for i in reached for k in step[i]}
-            return reached
-
         return tuple(
-            tuple(sorted(through([i], T, columns, R) | through([i], columns, R, T)))
+            tuple(sorted(reach(i, T, columns, R) | reach(i, columns, R, T)))
             for i in range(self.nodes)
         )
 

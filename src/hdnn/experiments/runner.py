@@ -134,6 +134,50 @@ def arguments(description: str | None, name: str) -> Arguments:
     return parser
 
 
+def image_arguments(description: str | None, name: str, seeds: int) -> Arguments:
+    """The options that all tables of images have."""
+    parser = arguments(description, name)
+    parser.set_defaults(seeds=seeds)
+    parser.add_argument("--epochs", type=count, default=40)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, help="stop after so many, to go on another time")
+    parser.add_argument("--share", help="such as 0/4: every fourth training, and no table yet")
+    return parser
+
+
+def run_images(
+    jobs: list[Job], work: Callable[[Job], Job], options: argparse.Namespace
+) -> list[tuple[Job, Job]] | None:
+    """Jobs with their results, one after the other; None for a share, of which there is no table.
+
+    Once the minutes are over it is as if Ctrl-C had come: the same command goes on another time.
+    """
+    path, end = options.runs / "results.jsonl", time.monotonic() + 60 * (options.minutes or 1e9)
+    if options.share is not None:
+        first, every = _share(options.share)
+        jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
+
+    def in_time(job: Job) -> Job:
+        if time.monotonic() > end:
+            raise KeyboardInterrupt
+        return work(job)
+
+    found = run_all(jobs, in_time, path, progress=not options.quiet)
+    return None if options.share is not None else list(zip(jobs, found, strict=True))
+
+
+def _share(text: str) -> tuple[int, int]:
+    first, _, every = text.partition("/")
+    if not (first.isdecimal() and every.isdecimal() and int(first) < int(every)):
+        raise OptionError(f"a share is such as 0/4 or 3/4, but got {text!r}.")
+    return int(first), int(every)
+
+
+def device_name(device: str) -> str:
+    """What a table says that it was made on."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
 def figure_arguments(description: str | None, name: str) -> Arguments:
     """The options that all figures have."""
     parser = Arguments(description, name)

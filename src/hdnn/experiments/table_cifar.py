@@ -127,35 +127,19 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = runner.arguments(__doc__, NAME)
-    parser.set_defaults(seeds=3)
-    parser.add_argument("--epochs", type=runner.count, default=40)
+    parser = runner.image_arguments(__doc__, NAME, seeds=3)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(LISTED))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--validate", action="store_true", help="test on training images kept aside"
     )
-    parser.add_argument("--minutes", type=float, help="stop after so many, to go on another time")
-    parser.add_argument("--share", help="such as 0/4: every fourth training, and no table yet")
     options = parser.parse_args(argv)
     data = cifar10.load().to(options.device)
     jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
-    end = time.monotonic() + 60 * (options.minutes or 1e9)
-
-    def work(job: Job) -> Job:
-        if time.monotonic() > end:
-            raise KeyboardInterrupt
-        return train(job, data, options.device)
-
-    path = options.runs / "results.jsonl"
-    if options.share is not None:
-        first, every = map(int, options.share.split("/"))
-        jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
-    found = runner.run_all(jobs, work, path, progress=not options.quiet)
-    if options.share is not None:
+    found = runner.run_images(jobs, lambda job: train(job, data, options.device), options)
+    if found is None:
         return 0
     by_network: dict[str, list[Job]] = {}
-    for job, one in zip(jobs, found, strict=True):
+    for job, one in found:
         by_network.setdefault(job["network"], []).append(one)
     rows = [
         {
@@ -168,14 +152,13 @@ def main(argv: list[str] | None = None) -> int:
         }
         for name, some in by_network.items()
     ]
-    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     result = {
         "command": f"hdnn reproduce {NAME}",
         "data": data.name,
         "remark": data.remark,
         "seeds": options.seeds,
         "epochs": options.epochs,
-        "device": device,
+        "device": runner.device_name(options.device),
         "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
         "rows": rows,
     }

@@ -128,31 +128,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = runner.arguments(__doc__, NAME)
-    parser.set_defaults(seeds=5)
-    parser.add_argument("--epochs", type=runner.count, default=40)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, help="stop after so many, to go on another time")
-    parser.add_argument("--share", help="such as 0/4: every fourth training, and no table yet")
+    parser = runner.image_arguments(__doc__, NAME, seeds=5)
     options = parser.parse_args(argv)
     data = mnist.load().to(options.device)
     jobs = jobs_for(options.seeds, options.epochs)
-    end = time.monotonic() + 60 * (options.minutes or 1e9)
-    path = options.runs / "results.jsonl"
-    if options.share is not None:
-        first, every = map(int, options.share.split("/"))
-        jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
-
-    def work(job: Job) -> Job:
-        if time.monotonic() > end:
-            raise KeyboardInterrupt  # the same command goes on another time
-        return train(job, data, options.device)
-
-    found = runner.run_all(jobs, work, path, progress=not options.quiet)
-    if options.share is not None:
+    found = runner.run_images(jobs, lambda job: train(job, data, options.device), options)
+    if found is None:
         return 0
     by_row: dict[tuple[str, int], list[Job]] = {}
-    for job, one in zip(jobs, found, strict=True):
+    for job, one in found:
         by_row.setdefault((job["network"], job["layers"]), []).append(one)
     rows = []
     for (kind, layers), some in by_row.items():
@@ -171,12 +155,11 @@ def main(argv: list[str] | None = None) -> int:
                 "curves": [one["curve"] for one in some],
             }
         )
-    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     result = {
         "command": f"hdnn reproduce {NAME}",
         "seeds": options.seeds,
         "epochs": options.epochs,
-        "device": device,
+        "device": runner.device_name(options.device),
         "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
         "rows": rows,
     }
