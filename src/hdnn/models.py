@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hdnn.engine import pixels
 from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
 from hdnn.initial import Initial
 from hdnn.networks import BY_NAME, ODENetwork
+from hdnn.networks.norm import BatchNorm
 from hdnn.networks.unit import HamiltonianUnit
 
 MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
@@ -68,8 +70,8 @@ class _Make:
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
         return self._drawn(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.like), inputs)
 
-    def norm(self, channels: int) -> nn.BatchNorm2d:
-        return nn.BatchNorm2d(channels, **self.like)
+    def norm(self, channels: int, activation: str = "identity") -> BatchNorm:
+        return BatchNorm(channels, activation, **self.like)
 
     def he(self, layer: Any) -> Any:
         """The same layer with weights of variance 2 / fan-in, as ResNets begin with."""
@@ -180,7 +182,7 @@ class HDNNStar(ImageModel):
             y = self.stem_norm(y)
         for unit in self.stages:
             assert isinstance(unit, HamiltonianUnit)
-            y = F.avg_pool2d(unit(_padded(y, unit.channels, self.padding)), 2)
+            y = _halved(unit(_padded(y, unit.channels, self.padding)))
         return y.mean((2, 3)) if self.pool == "mean" else y.flatten(1)
 
 
@@ -260,12 +262,12 @@ class _Block(nn.Module):
         self.added, self.stride = outputs - inputs, 1 if inputs == outputs else 2
         first = {"stride": self.stride, "padding": 1, "bias": False}
         self.conv1 = make.he(make.conv(inputs, outputs, 3, **first))
-        self.norm1 = make.norm(outputs)
+        self.norm1 = make.norm(outputs, "relu")
         self.conv2 = make.he(make.conv(outputs, outputs, 3, padding=1, bias=False))
         self.norm2 = make.norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        y = self.norm2(self.conv2(self.norm1(self.conv1(x))))
         if self.added:  # every other pixel, and zeros for the new channels
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
         return torch.relu(x + y)
@@ -280,14 +282,14 @@ class ResNet(ImageModel):
         if rest or n < 1:
             raise ShapeError(f"depth must be 6 n + 2 with n >= 1, but got {depth}.")
         self.stem = make.he(make.conv(3, 16, 3, padding=1, bias=False))
-        self.norm = make.norm(16)
+        self.norm = make.norm(16, "relu")
         widths = [16] * (n + 1) + [32] * n + [64] * n
         self.blocks = nn.Sequential(*(_Block(a, b, make) for a, b in pairwise(widths)))
         self.linear = make.linear(64, classes)
 
     def features(self, x: Tensor) -> Tensor:
         _check_images(x, 3, None)
-        return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
+        return self.blocks(self.norm(self.stem(x))).mean((2, 3))
 
 
 def resnet56(
@@ -359,6 +361,11 @@ def alexnet(
         raise OptionError(f"dropout must be at least 0 and below 1, but got {dropout!r}.")
     make = _Make(generator, dtype, device)
     return AlexNet(positive_int("classes", classes), flag("resize", resize), dropout, make)
+
+
+def _halved(y: Tensor) -> Tensor:
+    """The mean of each 2 x 2 pixels."""
+    return pixels.Halve.apply(y) if pixels.fuse(y) else F.avg_pool2d(y, 2)
 
 
 def _padded(y: Tensor, channels: int, padding: str) -> Tensor:

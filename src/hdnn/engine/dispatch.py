@@ -116,6 +116,11 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int, activation:
     return f"there is no kernel for {device.type}"
 
 
+def has_triton() -> bool:
+    """Whether kernels for a GPU can be compiled here."""
+    return _installed("triton")
+
+
 @lru_cache
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None

@@ -221,7 +221,7 @@ def back(
 ) -> list[Any]:
     """Segment by segment from the last that ran: undo it, and collect its layers' gradients."""
     if len(run.segments) == 1:
-        look = run.check and y.numel() > 0 and _due()
+        look = run.check and y.numel() > 0 and not _recorded(y) and _due()
         y_0, *grads = _undo(run, y_N, g, run.shears(tensors, run.segments[0]), look)
         if look:
             _check_drift(y, y_0)
@@ -258,6 +258,11 @@ def _due() -> bool:
     """Whether to look at this reversal: the 1st, 2nd, 4th, 8th ... since looking takes time."""
     count = next(_reversals)
     return count & (count - 1) == 0
+
+
+def _recorded(y: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing can be looked at."""
+    return y.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _check_drift(y: Tensor, y_0: Tensor) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.engine import dispatch, pixels, units
 from hdnn.errors import NotInvertibleError, OptionError, ShapeError, choose, flag, positive_int
 from hdnn.initial import Initial
 from hdnn.networks.base import _step
+from hdnn.networks.norm import BatchNorm
 from hdnn.operators import block_sparse, conv
 from hdnn.shapes import autocasting
 from hdnn.sparsity import Sparsity
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from hdnn.analysis.certificate import Guarantee
 
 NETWORKS = ("h1", "h2")
-NORMS = ("none", "inside", "after")
+NORMS = ("none", "inside", "after", "both")
 EPS, MOMENTUM = 1e-5, 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
@@ -178,6 +180,10 @@ class _Reversible(torch.autograd.Function):
             return torch.cat(g, 1), None, *stacks
 
 
+def _seen(y: Tensor, *statistics: Tensor) -> tuple[list[Tensor], Statistics | None]:
+    return [y], Statistics(*statistics) if statistics else None
+
+
 def _paired(weights: Sequence[Tensor]) -> tuple[Part, Part]:
     each = len(weights) // 2
     return Part(*weights[:each]), Part(*weights[each:])
@@ -190,11 +196,11 @@ class HamiltonianUnit(nn.Module):
     (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with K_p, K_q
     (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `step` is h, or one a layer; or give T.
 
-    `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit;
-    `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible` (h2, the default there)
-    rebuilds states in the backward pass, so memory does not grow with N. `sparsity` is a pattern R
-    (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a group of channels of p and
-    the same of q: K is zero between nodes that R does not link.
+    `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
+    "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible`
+    (h2, the default there) rebuilds states in the backward pass, so memory does not grow with N.
+    `sparsity` is a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
+    group of channels of p and the same of q: K is zero between nodes that R does not link.
 
     Under autocast, or with weights in half precision, the state stays in float32 inside the unit
     and the convolutions run in the lower precision; y_N has the dtype of y_0.
@@ -239,7 +245,11 @@ class HamiltonianUnit(nn.Module):
         for half in self.halves[::-1]:
             self._add(half, width, initial, free)
         like: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
-        self.after = nn.BatchNorm2d(channels, EPS, MOMENTUM, **like) if norm == "after" else None
+        self.after = (
+            BatchNorm(channels, eps=EPS, momentum=MOMENTUM, **like)
+            if norm in ("after", "both")
+            else None
+        )
 
     def _check(self, split: bool) -> None:
         C, G = self.channels, self.groups
@@ -275,7 +285,7 @@ class HamiltonianUnit(nn.Module):
             values = nn.Parameter(block_sparse.values(K, index))
             self.register_parameter(_name("K", half) + "_free", values)
         self.register_parameter(_name("b", half), nn.Parameter(initial.b(N, width)))
-        if self.norm == "inside":
+        if self.normed:
             ones, zeros = torch.ones(N, width), torch.zeros(N, width)
             for name, value in (("gamma", ones), ("beta", zeros)):
                 self.register_parameter(_name(name, half), nn.Parameter(initial.like(value)))
@@ -283,6 +293,11 @@ class HamiltonianUnit(nn.Module):
                 self.register_buffer(_name(name, half), initial.like(value))
 
     # The weights
+
+    @property
+    def normed(self) -> bool:
+        """Whether normalisation stands between K y + b and sigma."""
+        return self.norm in ("inside", "both")
 
     @property
     def sparse(self) -> bool:
@@ -296,12 +311,23 @@ class HamiltonianUnit(nn.Module):
         index = getattr(self, name.replace("K", "_index"))
         return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
 
-    def _parts(self, work: torch.dtype) -> list[Part]:
+    def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[Part]:
         """The shears in the order in which they run, for convolutions in the dtype `work`."""
-        return [self._part(half, work) for half in self.halves]
+        each = len(raw) // len(self.halves)
+        return [
+            self._part(half, work, *raw[k * each : (k + 1) * each])
+            for k, half in enumerate(self.halves)
+        ]
 
-    def _part(self, half: str, work: torch.dtype) -> Part:
-        K, b = self.weight(_name("K", half)), self.weight(_name("b", half))
+    def _part(
+        self,
+        half: str,
+        work: torch.dtype,
+        K: Tensor,
+        b: Tensor,
+        gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+    ) -> Part:
         sign = -1 if half == "q" else 1
         if isinstance(self.step, tuple):
             B = torch.stack([sign * h * one for h, one in zip(self.step, K, strict=True)])
@@ -310,14 +336,14 @@ class HamiltonianUnit(nn.Module):
         if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
-        A, gamma, beta = K, None, None
-        if self.norm == "inside":
-            gamma, beta = getattr(self, _name("gamma", half)), getattr(self, _name("beta", half))
-            if not self.training:  # an affine map of each channel, which goes into A and a
-                mean, var = (self.get_buffer(_name(name, half)) for name in ("mean", "var"))
-                scale = gamma * (var + EPS).rsqrt()
-                A, b = _column(scale) * K, scale * (b - mean) + beta
-                gamma = beta = None
+        A = K
+        if (
+            gamma is not None and beta is not None and not self.training
+        ):  # an affine map, which goes into A and a
+            mean, var = (self.get_buffer(_name(name, half)) for name in ("mean", "var"))
+            scale = gamma * (var + EPS).rsqrt()
+            A, b = _column(scale) * K, scale * (b - mean) + beta
+            gamma = beta = None
         return Part(A.to(work), b.to(work), B.to(work), gamma, beta)
 
     def smoothness(self) -> Tensor:
@@ -361,14 +387,52 @@ class HamiltonianUnit(nn.Module):
     def _run(self, y: Tensor, **options: bool) -> tuple[list[Tensor], Statistics | None]:
         work, state = self._begin(y)
         with torch.autocast(y.device.type, enabled=False):
-            parts, kind = self._parts(work), self._kind()
+            if not options and state.dtype is torch.float32 and self._fuses(y):
+                return _seen(*units.run(y, self._schedule(work), self._raw()))
+            parts, kind = self._parts(work, self._raw()), self._kind()
             if self.network == "h1":
                 return h1(state, parts[0], kind, **options)
             if options or not (self.reversible and torch.is_grad_enabled()):
                 return h2(state, parts, kind, **options)
             weights = [t for part in parts for t in part if t is not None]
-            out, *seen = _Reversible.apply(state, kind, *weights)
-            return [out], Statistics(*seen) if seen else None
+            return _seen(*_Reversible.apply(state, kind, *weights))
+
+    # On a GPU
+
+    def _fuses(self, y: Tensor) -> bool:
+        """Whether `hdnn.engine.units` runs the unit: what is not kept there is not for it."""
+        return (
+            self.groups == 1
+            and not (self.reversible and torch.is_grad_enabled())
+            and not (self.normed and not self.training)
+            and self.activation in dispatch.FUSED
+            and pixels.fuse(y)
+        )
+
+    def _raw(self) -> list[Tensor]:
+        """The weights of each half, as the module holds them."""
+        names = ("K", "b", "gamma", "beta") if self.normed else ("K", "b")
+        return [self.weight(_name(name, half)) for half in self.halves for name in names]
+
+    def _schedule(self, work: torch.dtype) -> units.Schedule:
+        h = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+        if self.network == "h1":
+            shears = [units.Shear(0, 0, 0, j, h[j]) for j in range(self.layers)]
+        else:  # q moves p, then p moves q
+            shears = [
+                units.Shear(1 - half, half, half, j, (-h[j], h[j])[half])
+                for j in range(self.layers)
+                for half in (0, 1)
+            ]
+        how = (self.activation, self.network == "h1", self.normed, EPS, work)
+        return units.Schedule(tuple(shears), *how, lambda y, *raw: self._plain(y, raw, work))
+
+    def _plain(self, y: Tensor, raw: Sequence[Tensor], work: torch.dtype) -> Tensor:
+        """y_N layer by layer, from weights in the order of `_raw`."""
+        parts, state = self._parts(work, raw), y.to(torch.float32)
+        if self.network == "h1":
+            return h1(state, parts[0], self._kind())[0][-1].to(y.dtype)
+        return h2(state, parts, self._kind())[0][-1].to(y.dtype)
 
     def _kind(self) -> Kind:
         swap = self.network == "h1" and self.groups > 1
@@ -416,7 +480,7 @@ class HamiltonianUnit(nn.Module):
         from hdnn.analysis.certificate import Guarantee
 
         tail = ", for the unit before its normalisation" if self.after is not None else ""
-        if self.norm == "inside" and self.training:
+        if self.normed and self.training:
             why = "batch statistics tie the samples together while training; see it in eval()"
             return Guarantee(False, "none", why)
         if self.network == "h2":
@@ -426,7 +490,7 @@ class HamiltonianUnit(nn.Module):
         if not activations.get(self.activation).monotone:
             why = f"forward Euler promises nothing for {self.activation}, which can decrease"
             return Guarantee(False, "none", why)
-        if self.norm == "inside" and bool((self.get_parameter("gamma") < 0).any()):
+        if self.normed and bool((self.get_parameter("gamma") < 0).any()):
             why = "a gamma < 0 turns an activation around, so that it decreases"
             return Guarantee(False, "none", why)
         why = f"at any depth, because {self.activation} never decreases"

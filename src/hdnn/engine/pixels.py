@@ -1,0 +1,453 @@
+"""What stands between the convolutions of a unit, as Triton kernels over images in channels-last.
+
+Such an image is a matrix: a row for each pixel, a column for each channel. A shear moves one image
+by another, `target += c K^T sigma(K source + a)`; all of it but the two convolutions, and the same
+of its backward pass, is done here in a few passes over memory. Sums over all pixels are taken in
+two steps, first by PROGRAMS programs and then over these, so they do not depend on who is first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hdnn import activations, engine
+from hdnn.engine import dispatch
+from hdnn.engine import triton as stacks
+from hdnn.errors import require
+
+PROGRAMS = 1024
+TILE = 2048  # entries at once
+
+tl: Any = None
+constexpr: TypeAlias = Any
+_sigma: Any = None
+_slope: Any = None
+
+
+# Inside of a kernel
+
+
+def _tile(tile, rows, C: constexpr, CB: constexpr, RB: constexpr):  # pragma: kernel
+    """Of some pixels: where the first begins, where the entries are from there, which exist."""
+    row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
+    inside = tile * RB + row < rows
+    if CB > C:
+        inside &= c < C
+    return tile.to(tl.int64) * (RB * C), row * C + c, inside
+
+
+def _channel(vector, C: constexpr, CB: constexpr):  # pragma: kernel
+    """One number a channel, as a row."""
+    c = tl.arange(0, CB)
+    return tl.load(vector + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+
+
+def _activate_kernel(
+    x,
+    z,
+    scale,
+    shift,
+    rows,
+    C: constexpr,
+    CB: constexpr,
+    RB: constexpr,
+    ACT: constexpr,
+    SCALED: constexpr,
+):  # pragma: kernel
+    first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        v *= _channel(scale, C, CB)
+    v += _channel(shift, C, CB)
+    tl.store(z + first + at, _sigma(v, ACT, False), mask=inside)
+
+
+def _move_kernel(
+    y,
+    w,
+    y_out,
+    s_out,
+    rows,
+    c_w,
+    c_s,
+    C: constexpr,
+    CB: constexpr,
+    RB: constexpr,
+    ADD: constexpr,
+    KEEP: constexpr,
+    TURN_W: constexpr,
+    TURN_S: constexpr,
+):  # pragma: kernel
+    first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    # J exchanges the halves of the channels, and changes the sign of one.
+    row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
+    other = row * C + (c + C // 2) % C
+    sign = tl.where(c < C // 2, -1.0, 1.0)
+    new = tl.load(y + first + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        if TURN_W:
+            new += c_w * sign * tl.load(w + first + other, mask=inside, other=0.0).to(tl.float32)
+        else:
+            new += c_w * tl.load(w + first + at, mask=inside, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(y_out + first + at, new, mask=inside)
+    s = new
+    if TURN_S:  # J^T, so with the other sign
+        s = tl.load(y + first + other, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            s += c_w * tl.load(w + first + other, mask=inside, other=0.0).to(tl.float32)
+        s = -sign * s
+    tl.store(s_out + first + at, c_s * s, mask=inside)
+
+
+def _put_sum(total, into, C: constexpr, CB: constexpr):  # pragma: kernel
+    c = tl.arange(0, CB)
+    tl.store(into + c, tl.sum(total, 0), mask=c < C)
+
+
+def _slope_kernel(
+    x, g, d, shift, partial, rows, C: constexpr, CB: constexpr, RB: constexpr, ACT: constexpr
+):  # pragma: kernel
+    """d = g sigma'(x + a), and its sums over the pixels of each program."""
+    plus, total = _channel(shift, C, CB), tl.zeros((RB, CB), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
+        first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
+        v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32) + plus
+        u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
+        u *= _slope(v, _sigma(v, ACT, False), ACT)
+        tl.store(d + first + at, u, mask=inside)
+        total += u
+    _put_sum(total, partial + tl.program_id(0) * C, C, CB)
+
+
+def _scalar(number):  # pragma: kernel
+    """A number as one of Triton's, also where its interpreter counts with Python's."""
+    return tl.program_id(0) * 0 + number
+
+
+def _moments_kernel(x, partial, rows, C: constexpr, CB: constexpr, RB: constexpr):  # pragma: kernel
+    """Sums of x and of its squares, less the value of the first pixel: that saves digits."""
+    start = _channel(x, C, CB)
+    total, square = tl.zeros((RB, CB), tl.float32), tl.zeros((RB, CB), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
+        first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
+        v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.where(inside, v - start, 0.0)
+        total += v
+        square += v * v
+    at = partial + tl.program_id(0) * 2 * C
+    _put_sum(total, at, C, CB)
+    _put_sum(square, at + C, C, CB)
+
+
+def _halve_kernel(
+    y, out, rows, width, C: constexpr, CB: constexpr, RB: constexpr
+):  # pragma: kernel
+    """Means over 2 x 2 pixels; `rows` and `width` are those of the smaller image."""
+    first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
+    # The pixels of all images in a row: two lines below each other belong to one line of `out`.
+    start = y + (row // width * 4 * width + row % width * 2) * C + tl.arange(0, CB)[None, :]
+    total = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(start + C, mask=inside, other=0.0).to(tl.float32)
+    start += 2 * width * C
+    total += tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(start + C, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + first + at, 0.25 * total, mask=inside)
+
+
+def _double_kernel(
+    g, out, rows, width, C: constexpr, CB: constexpr, RB: constexpr
+):  # pragma: kernel
+    """The adjoint: a quarter of each pixel to 2 x 2; `rows` and `width` of the larger image."""
+    first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
+    source = row // (2 * width) * (width // 2) + row % width // 2
+    quarter = tl.load(g + source * C + tl.arange(0, CB)[None, :], mask=inside, other=0.0)
+    tl.store(out + first + at, 0.25 * quarter.to(tl.float32), mask=inside)
+
+
+def _pair(partial, column, C: constexpr, P: constexpr):  # pragma: kernel
+    """Both sums of these columns over all programs."""
+    at = partial + tl.arange(0, P)[:, None] * (2 * C) + column[None, :]
+    exists = column[None, :] < C
+    a = tl.sum(tl.load(at, mask=exists, other=0.0), 0)
+    return a, tl.sum(tl.load(at + C, mask=exists, other=0.0), 0)
+
+
+def _normalise_kernel(
+    x,
+    partial,
+    gamma,
+    beta,
+    mean,
+    rstd,
+    scale,
+    shift,
+    rows,
+    eps,
+    C: constexpr,
+    P: constexpr,
+    CB: constexpr,
+):  # pragma: kernel
+    """Mean and 1 / deviation of each channel; scale and shift to normalise with."""
+    column = tl.program_id(0) * CB + tl.arange(0, CB)
+    exists = column < C
+    total, square = _pair(partial, column, C, P)
+    total, square = total / rows, square / rows
+    r = tl.rsqrt(tl.maximum(square - total * total, 0.0) + eps)
+    m = total + tl.load(x + column, mask=exists, other=0.0).to(tl.float32)
+    by = r * tl.load(gamma + column, mask=exists, other=0.0)
+    tl.store(mean + column, m, mask=exists)
+    tl.store(rstd + column, r, mask=exists)
+    tl.store(scale + column, by, mask=exists)
+    tl.store(shift + column, tl.load(beta + column, mask=exists, other=0.0) - m * by, mask=exists)
+
+
+def _norm_sums_kernel(
+    x,
+    g,
+    scale,
+    shift,
+    mean,
+    rstd,
+    partial,
+    rows,
+    C: constexpr,
+    CB: constexpr,
+    RB: constexpr,
+    ACT: constexpr,
+):  # pragma: kernel
+    """Sums of u = g sigma'(v), and of u times the normalised x: the gradients of beta and gamma."""
+    by, plus = _channel(scale, C, CB), _channel(shift, C, CB)
+    m, r = _channel(mean, C, CB), _channel(rstd, C, CB)
+    total, product = tl.zeros((RB, CB), tl.float32), tl.zeros((RB, CB), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
+        first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
+        one = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+        v = one * by + plus
+        u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
+        u *= _slope(v, _sigma(v, ACT, False), ACT)
+        total += u
+        product += u * (one - m) * r
+    at = partial + tl.program_id(0) * 2 * C
+    _put_sum(total, at, C, CB)
+    _put_sum(product, at + C, C, CB)
+
+
+def _add_up_kernel(partial, sums, C: constexpr, P: constexpr, CB: constexpr):  # pragma: kernel
+    column = tl.program_id(0) * CB + tl.arange(0, CB)
+    a, b = _pair(partial, column, C, P)
+    tl.store(sums + column, a, mask=column < C)
+    tl.store(sums + C + column, b, mask=column < C)
+
+
+def _norm_slope_kernel(
+    x,
+    g,
+    d,
+    scale,
+    shift,
+    mean,
+    rstd,
+    sums,
+    rows,
+    C: constexpr,
+    CB: constexpr,
+    RB: constexpr,
+    ACT: constexpr,
+):  # pragma: kernel
+    """From g to the gradient d of x, through sigma and through the normalisation."""
+    first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    one = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+    by = _channel(scale, C, CB)
+    v = one * by + _channel(shift, C, CB)
+    u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
+    u *= _slope(v, _sigma(v, ACT, False), ACT)
+    normal = (one - _channel(mean, C, CB)) * _channel(rstd, C, CB)
+    u -= (_channel(sums, C, CB) + normal * _channel(sums + C, C, CB)) / rows
+    tl.store(d + first + at, by * u, mask=inside)
+
+
+# Around the kernels
+
+_HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair")
+
+
+@functools.cache
+def _load() -> dict[str, Any]:
+    """Import Triton and compile what is above, at the first call."""
+    stacks._load()  # sigma and its slope are the same
+    triton, here = require("triton", extra="gpu"), globals()
+    for name in ("tl", "constexpr", "_sigma", "_slope"):
+        here[name] = getattr(stacks, name)
+    for name in _HELPERS:
+        here[name] = triton.jit(here[name])
+    kernels = [name for name in here if name.endswith("_kernel")]
+    return {
+        name: triton.jit(
+            here[name],
+            do_not_specialize=["rows"] if "rows" in here[name].__code__.co_varnames else None,
+        )
+        for name in kernels
+    }
+
+
+def _over_pixels(name: str, rows: int, C: int, *arguments: Any, **constants: Any) -> None:
+    sums = "partial" in _load()[name].arg_names
+    CB = max(16, 1 << (C - 1).bit_length())
+    RB = max(1, TILE // CB)
+    grid = (PROGRAMS if sums else -(-rows // RB), 1, 1)
+    sizes = {"C": C, "CB": CB, "RB": RB}
+    _load()[name][grid](*arguments, **sizes, **constants, num_warps=4)
+
+
+def _over_programs(name: str, C: int, *arguments: Any) -> None:
+    _load()[name][(-(-C // 8), 1, 1)](*arguments, C=C, P=PROGRAMS, CB=8, num_warps=4)
+
+
+class Pixels:
+    """The kernels for images of one size (B, C, height, width) and one activation."""
+
+    def __init__(self, like: Tensor, activation: str) -> None:
+        self.C, self.activation = like.shape[1], activation
+        self.rows = like.numel() // max(self.C, 1)
+
+    def _run(self, name: str, *tensors: Tensor, c: tuple[float, ...] = (), **how: Any) -> None:
+        _over_pixels(name, self.rows, self.C, *tensors, self.rows, *c, **how)
+
+    def activate(self, x: Tensor, z: Tensor, shift: Tensor, scale: Tensor | None = None) -> None:
+        """z = sigma(x + shift), or sigma(scale x + shift)."""
+        tensors = (x, z, shift if scale is None else scale, shift)
+        self._run("_activate_kernel", *tensors, SCALED=scale is not None, ACT=self.activation)
+
+    def move(
+        self,
+        y: Tensor,
+        w: Tensor | None,
+        s: Tensor,
+        *,
+        by: float = 1.0,
+        times: float = 1.0,
+        turn: str = "",
+        keep: bool = True,
+    ) -> Tensor:
+        """y + by w, and s = times that; `turn="w"` puts J before w, "s" J^T before s.
+
+        What is not to be kept in float32 is only written to s.
+        """
+        keep = keep and w is not None
+        new = torch.empty_like(y, dtype=torch.float32) if keep else s
+        tensors = (y, y if w is None else w, new, s)
+        how = {"ADD": w is not None, "KEEP": keep, "TURN_W": turn == "w", "TURN_S": turn == "s"}
+        self._run("_move_kernel", *tensors, c=(float(by), float(times)), **how)
+        return new
+
+    def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor, partial: Tensor) -> None:
+        """d = g sigma'(x + shift); `partial` (PROGRAMS, C) adds up to its sum over the pixels."""
+        self._run("_slope_kernel", x, g, d, shift, partial, ACT=self.activation)
+
+    def normalise(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        """Mean, 1 / deviation, scale and shift of each channel: (4, C)."""
+        partial, found = self._partial(x), self._few(x, 4)
+        self._run("_moments_kernel", x, partial)
+        sizes = (self.rows, float(eps))
+        _over_programs("_normalise_kernel", self.C, x, partial, gamma, beta, *found, *sizes)
+        return found
+
+    def norm_slope(self, x: Tensor, g: Tensor, d: Tensor, normal: Tensor) -> Tensor:
+        """d, the gradient of x from that of z; the gradients of beta and of gamma: (2, C)."""
+        partial, sums = self._partial(x), self._few(x, 2)
+        mean, rstd, scale, shift = normal
+        both = (scale, shift, mean, rstd)
+        self._run("_norm_sums_kernel", x, g, *both, partial, ACT=self.activation)
+        _over_programs("_add_up_kernel", self.C, partial, sums)
+        self._run("_norm_slope_kernel", x, g, d, *both, sums, ACT=self.activation)
+        return sums
+
+    def _partial(self, x: Tensor) -> Tensor:
+        return torch.empty(PROGRAMS, 2, self.C, dtype=torch.float32, device=x.device)
+
+    def _few(self, x: Tensor, count: int) -> Tensor:
+        return torch.empty(count, self.C, dtype=torch.float32, device=x.device)
+
+
+def fuse(x: Tensor) -> bool:
+    """Whether the kernels are for these images, as things stand: on a GPU, and nobody traces."""
+    return (
+        x.is_cuda
+        and x.ndim == 4
+        and x.numel() > 0
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and engine.current().engine != "reference"
+        and dispatch.has_triton()
+        and not dispatch.traced(x)
+    )
+
+
+def images(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The images as the kernels take them."""
+    return x.to(dtype or x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+class Normalise(torch.autograd.Function):
+    """sigma of the images (B, C, ..) normalised by their own statistics; mean, 1 / deviation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, x = x, images(x)
+        pixels, z = Pixels(x, activation), torch.empty_like(x)
+        normal = pixels.normalise(x, gamma, beta, eps)
+        pixels.activate(x, z, normal[3], normal[2])
+        mean, rstd = normal[0].clone(), normal[1].clone()
+        ctx.pixels, ctx.eps = pixels, eps
+        ctx.save_for_backward(inputs, gamma, beta, normal)
+        ctx.mark_non_differentiable(mean, rstd)
+        return z, mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gamma, beta, normal = ctx.saved_tensors
+        if torch.is_grad_enabled():  # gradients of these gradients will be asked for
+            asked = [t for t in (x, gamma, beta) if t.requires_grad]
+            v = F.batch_norm(x, None, None, gamma, beta, True, 0.0, ctx.eps)
+            z = activations.get(ctx.pixels.activation)(v)
+            found = iter(torch.autograd.grad(z, asked, g, create_graph=True))
+            rest = [next(found) if t.requires_grad else None for t in (x, gamma, beta)]
+            return *rest, None, None
+        x = images(x)
+        d = torch.empty_like(x)
+        d_beta, d_gamma = ctx.pixels.norm_slope(x, images(g, x.dtype), d, normal)
+        return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), None, None
+
+
+class Halve(torch.autograd.Function):
+    """Means over 2 x 2 pixels, of images with even sides."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        y = images(y)
+        B, C, height, width = ctx.shape = y.shape
+        like: Any = {"dtype": y.dtype, "device": y.device, "memory_format": torch.channels_last}
+        out = torch.empty(B, C, height // 2, width // 2, **like)
+        rows = out.numel() // C
+        _over_pixels("_halve_kernel", rows, C, y, out, rows, width // 2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():
+            return F.interpolate(0.25 * g, scale_factor=2, mode="nearest")
+        g = images(g)
+        like: Any = {"dtype": g.dtype, "device": g.device, "memory_format": torch.channels_last}
+        out = torch.empty(ctx.shape, **like)
+        rows = out.numel() // out.shape[1]
+        _over_pixels("_double_kernel", rows, out.shape[1], g, out, rows, out.shape[3])
+        return out
