@@ -10,7 +10,12 @@ from hdnn.analysis.bounds import (
 )
 from hdnn.analysis.certificate import Certificate, Guarantee, certify, guarantee
 from hdnn.analysis.continuous import ContinuousNetwork
-from hdnn.analysis.extremes import extreme_singular_values
+from hdnn.analysis.extremes import (
+    Extremes,
+    chain_extremes,
+    extreme_singular_values,
+    unit_extremes,
+)
 from hdnn.analysis.monitor import GradientMonitor, GradientWarning
 from hdnn.analysis.refinement import Convergence, convergence
 from hdnn.analysis.sensitivity import (
@@ -38,6 +43,7 @@ __all__ = [
     "Certificate",
     "ContinuousNetwork",
     "Convergence",
+    "Extremes",
     "GradientMonitor",
     "GradientWarning",
     "Guarantee",
@@ -47,6 +53,7 @@ __all__ = [
     "bsm_bound_forward_euler",
     "bsm_bound_paper",
     "certify",
+    "chain_extremes",
     "chain_rule",
     "convergence",
     "energy_along",
@@ -62,5 +69,6 @@ __all__ = [
     "singular_values",
     "smallest_norms",
     "symplectic_defect",
+    "unit_extremes",
     "upper_bounds",
 ]

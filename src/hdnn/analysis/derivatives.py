@@ -1,0 +1,176 @@
+"""Derivatives of layers at a state, as products with vectors: forwards, backwards, and undone.
+
+M = dy_{j+1}/dy_j of one layer, here as a Jacobian: `forwards` is M v, `backwards` M^T u, `undo`
+M^-1 v and `undo_backwards` M^-T u. Of a unit all are in closed form, but for the inverse of an H1
+layer, which solves linear equations. Vectors have the shape of the state (1, ...), or (k, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from hdnn.errors import ConvergenceError, OptionError
+from hdnn.networks.unit import HamiltonianUnit, Kind, Part, _turned, shear
+from hdnn.operators import conv
+
+Map = Callable[[Tensor], Tensor]
+ITERATIONS = 2000  # of a solve, at most
+TOLERANCE = 1e-4  # of its residual; values come out to about 1e-5
+
+
+class Derivative(Protocol):
+    """The derivative of one layer."""
+
+    def forwards(self, v: Tensor, /) -> Tensor: ...
+
+    def backwards(self, u: Tensor, /) -> Tensor: ...
+
+
+class Invertible(Derivative, Protocol):
+    """One that is undone."""
+
+    def undo(self, v: Tensor, /) -> Tensor: ...
+
+    def undo_backwards(self, u: Tensor, /) -> Tensor: ...
+
+
+class Traced:
+    """The derivative of any function at y, by automatic differentiation, done once."""
+
+    def __init__(self, function: Map, y: Tensor) -> None:
+        self.out, pull = vjp(function, y)[:2]
+        self.backwards: Map = lambda u: pull(u)[0]
+        # u -> M^T u is linear: its own derivative, backwards, is v -> M v, wherever it is taken.
+        push = vjp(self.backwards, torch.zeros_like(self.out))[1]
+        self.forwards: Map = lambda v: push(v)[0]
+
+
+class Shear:
+    """v -> B^T D A v and its transpose, with D the slopes of sigma at A s + a."""
+
+    def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
+        x = conv.apply(part.A, s, kind.groups, part.a)
+        self.A, self.B, self.kind = part.A, part.B, kind
+        self.slope = kind.sigma.slope(x)
+
+    def forwards(self, v: Tensor) -> Tensor:
+        return self.b_T(self.slope * self.a(v))
+
+    def backwards(self, u: Tensor) -> Tensor:
+        return self.a_T(self.slope * self.b(u))
+
+    def a(self, v: Tensor) -> Tensor:
+        return conv.apply(self.A, v, self.kind.groups)
+
+    def a_T(self, z: Tensor) -> Tensor:
+        return conv.adjoint(self.A, z, self.kind.groups)
+
+    def b(self, u: Tensor) -> Tensor:
+        return conv.apply(self.B, -_turned(u) if self.kind.swap else u, self.kind.groups)
+
+    def b_T(self, z: Tensor) -> Tensor:
+        f = conv.adjoint(self.B, z, self.kind.groups)
+        return _turned(f) if self.kind.swap else f
+
+
+class H1Layer:
+    """M = I + B^T D A. Its inverse by Woodbury, with D = R S R, R = |D|^1/2 and S its signs:
+
+    M^-1 = I - B^T R (S + R A B^T R)^-1 R A. A and B are K and K J^T, but for numbers, so that with
+    D >= 0 the matrix in the middle is I plus a skew-symmetric one: equations that are soon solved.
+    """
+
+    def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
+        self.shear = Shear(s, part, kind)
+        self.root, self.sign = self.shear.slope.abs().sqrt(), self.shear.slope.sign()
+        self.sign[self.sign == 0] = 1
+
+    def forwards(self, v: Tensor) -> Tensor:
+        return v + self.shear.forwards(v)
+
+    def backwards(self, u: Tensor) -> Tensor:
+        return u + self.shear.backwards(u)
+
+    def undo(self, v: Tensor) -> Tensor:
+        z = _solved(self._middle, self._middle_T, self.root * self.shear.a(v))
+        return v - self.shear.b_T(self.root * z)
+
+    def undo_backwards(self, u: Tensor) -> Tensor:
+        z = _solved(self._middle_T, self._middle, self.root * self.shear.b(u))
+        return u - self.shear.a_T(self.root * z)
+
+    def _middle(self, z: Tensor) -> Tensor:
+        return self.sign * z + self.root * self.shear.a(self.shear.b_T(self.root * z))
+
+    def _middle_T(self, z: Tensor) -> Tensor:
+        return self.sign * z + self.root * self.shear.b(self.shear.a_T(self.root * z))
+
+
+class H2Layer:
+    """p + f(q), then q + f(p): undone by subtracting in the other order."""
+
+    def __init__(self, s: Tensor, parts: tuple[Part, Part], kind: Kind) -> None:
+        p, q = s.chunk(2, 1)
+        self.of_q = Shear(q, parts[0], kind)
+        self.of_p = Shear(p + shear(q, parts[0], kind)[0], parts[1], kind)
+
+    def forwards(self, v: Tensor) -> Tensor:
+        p, q = v.chunk(2, 1)
+        p = p + self.of_q.forwards(q)
+        return torch.cat([p, q + self.of_p.forwards(p)], 1)
+
+    def backwards(self, u: Tensor) -> Tensor:
+        p, q = u.chunk(2, 1)
+        p = p + self.of_p.backwards(q)
+        return torch.cat([p, q + self.of_q.backwards(p)], 1)
+
+    def undo(self, v: Tensor) -> Tensor:
+        p, q = v.chunk(2, 1)
+        q = q - self.of_p.forwards(p)
+        return torch.cat([p - self.of_q.forwards(q), q], 1)
+
+    def undo_backwards(self, u: Tensor) -> Tensor:
+        p, q = u.chunk(2, 1)
+        q = q - self.of_q.backwards(p)
+        return torch.cat([p - self.of_p.backwards(q), q], 1)
+
+
+@torch.no_grad()
+def of_unit(unit: HamiltonianUnit, y: Tensor) -> list[Invertible]:
+    """The derivatives of a unit's layers along the trajectory of one image y (1, C, H, W)."""
+    if unit.normed and unit.training:
+        raise OptionError("batch statistics tie the samples together; call unit.eval() first.")
+    states = unit.trajectory(y)[:-1]
+    parts, kind = unit._parts(y.dtype, unit._raw()), unit._kind()
+    layers = zip(states, *(part.layers() for part in parts), strict=True)
+    if unit.network == "h1":
+        return [H1Layer(s, part, kind) for s, part in layers]
+    return [H2Layer(s, (of_q, of_p), kind) for s, of_q, of_p in layers]
+
+
+def _solved(N: Map, N_T: Map, c: Tensor) -> Tensor:
+    """N z = c by conjugate gradients on the normal equations (CGNR)."""
+    z, r = torch.zeros_like(c), c
+    s = p = N_T(r)
+    gamma, enough = _square(s), TOLERANCE * float(c.norm())
+    for _ in range(ITERATIONS):
+        if float(r.norm()) <= enough:
+            return z
+        q = N(p)
+        alpha = gamma / _square(q)
+        z, r = z + alpha * p, r - alpha * q
+        s, before = N_T(r), gamma
+        gamma = _square(s)
+        p = s + (gamma / before) * p
+    raise ConvergenceError(
+        f"an H1 layer could not be inverted in {ITERATIONS} iterations; it is close to singular."
+    )
+
+
+def _square(x: Tensor) -> float:
+    return float(x.square().sum())
