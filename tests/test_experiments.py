@@ -8,6 +8,7 @@ import pytest
 
 from hdnn.errors import DataError, OptionError
 from hdnn.experiments import (
+    fig_cifar,
     fig_distributed,
     fig_exploding,
     fig_gradients,
@@ -81,6 +82,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(capsys):
 
 
 EXPERIMENTS = [
+    fig_cifar,
     fig_distributed,
     fig_exploding,
     fig_gradients,

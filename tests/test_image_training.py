@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hdnn import models
+from hdnn import image_recipes, models
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.experiments import table_cifar, table_mnist
@@ -112,12 +112,15 @@ def test_the_mnist_table_has_a_row_for_each_network(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(table_mnist, "ROWS", [("none", 0), ("h1", 2), ("h2", 2)])
     options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--json", "--quiet"]
     options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    monkeypatch.setattr(table_mnist, "BATCHES", (20, 20))
+    monkeypatch.setattr(image_recipes, "MNIST_BATCH", 20)
+    monkeypatch.setitem(image_recipes.MNIST_CONV, "batch", 20)
     assert table_mnist.main(options) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["network"] for row in rows] == ["none", "h1", "h2", "ours"]
+    kinds = ["none", "h1", "h2"]
+    assert [row["network"] for row in rows] == [*kinds, *kinds, "conv"]
+    assert [row["by"] for row in rows] == ["paper"] * 3 + ["ours"] * 4
     assert all(0 <= row["test"]["mean"] <= 100 for row in rows)
-    assert "| h1 | 2 |" in (tmp_path / "table-mnist.md").read_text()
+    assert "| ours | h1 | 2 |" in (tmp_path / "table-mnist.md").read_text()
 
 
 def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
@@ -125,10 +128,10 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
         return images(60, channels=3, size=32)
 
     monkeypatch.setattr(table_cifar.cifar10, "load", few)
-    monkeypatch.setitem(table_cifar.RECIPE, "batch", 10)
-    monkeypatch.setitem(table_cifar.RECIPE, "learning_rate", 1e-3)
+    monkeypatch.setitem(image_recipes.CIFAR, "batch", 10)
+    monkeypatch.setitem(image_recipes.CIFAR, "learning_rate", 1e-3)
     star = {"network": "h1", "layers": 1, "channels": [4, 6, 8], "step": 0.5}
-    monkeypatch.setitem(table_cifar.NETWORKS, "h1", {"star": star, "recipe": {"clip": 1.0}})
+    monkeypatch.setitem(image_recipes.CIFAR_NETWORKS, "h1", {"star": star, "recipe": {"clip": 1.0}})
     options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--quiet", "--networks", "h1"]
     options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
     for wrong in ("much", "2/2", "1", "-1/2"):

@@ -78,14 +78,20 @@ def load(
     It is looked for in `folder`, by default that of HDNN_DATA: the binary distribution, else
     images; or `folder` is an archive itself. With `limit`, the first so many of each class.
     """
-    choose("source", source, SOURCES)
     if limit is not None:
         limit = positive_int("limit", limit)
+    place, binary = find(folder, source)
+    return _load_binary(place, limit) if binary else _load_images(place, limit, progress)
+
+
+def find(folder: str | os.PathLike[str] | None = None, source: str = "auto") -> tuple[Path, bool]:
+    """Where the set is, and whether that is its binary distribution."""
+    choose("source", source, SOURCES)
     home = data_folder(folder)
     if source != "images" and (place := _find_binary(home, source)):
-        return _load_binary(place, limit)
+        return place, True
     if source != "binary" and (place := _find_images(home)):
-        return _load_images(place, limit, progress)
+        return place, False
     wanted = {
         "binary": f"{ARCHIVE} or {BINARY}",
         "images": f"folder or archive of images, e.g. {IMAGES[1]}.tar.xz",

@@ -56,10 +56,7 @@ def load(folder: str | os.PathLike[str] | None = None) -> ImageData:
 
     The four files are in `folder` or in `mnist` below it; the default is the folder HDNN_DATA.
     """
-    home = data_folder(folder)
-    # All are looked for before the first is read: what is missing is said at once.
-    paths = [_find(home, file.name) for file in FILES]
-    parts = [_read(path, file) for path, file in zip(paths, FILES, strict=True)]
+    parts = [_read(path, file) for path, file in zip(find(folder), FILES, strict=True)]
     images_train, t_train, images_test, t_test = parts
     return ImageData(
         "MNIST",
@@ -71,6 +68,12 @@ def load(folder: str | os.PathLike[str] | None = None) -> ImageData:
         MEAN,
         STD,
     )
+
+
+def find(folder: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Where the four files are, all of them, before the first is read."""
+    home = data_folder(folder)
+    return [_find(home, file.name) for file in FILES]
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:

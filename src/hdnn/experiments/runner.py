@@ -27,31 +27,43 @@ Job = dict[str, Any]
 
 def run_all(
     jobs: list[Job],
-    work: Callable[[Job], Job],
+    work: Callable[[Any], Any],
     path: Path,
     *,
     processes: int = 1,
     progress: bool = True,
+    what: str = "trainings",
+    together: int = 0,
 ) -> list[Job]:
-    """The results of all jobs, in their order; what `path` holds already is not run again."""
+    """The results of all jobs, in their order; what `path` holds already is not run again.
+
+    With `together`, `work` is given lists of so many jobs, and returns the lists of their results.
+    """
     known = _read(path)
     missing = [job for job in jobs if _key(job) not in known]
     line, start = Line(progress), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("a", encoding="utf-8") as file:
-            for done, (job, result) in enumerate(_each(missing, work, processes), 1):
+            for done, (job, result) in enumerate(_each(missing, work, processes, together), 1):
                 known[_key(job)] = result
                 file.write(json.dumps({"job": job, "result": result}) + "\n")
                 file.flush()
                 left = (time.monotonic() - start) / done * (len(missing) - done)
-                line.show(f"{done}/{len(missing)} trainings, {left:.0f} s to go")
+                line.show(f"{done}/{len(missing)} {what}, {left:.0f} s to go")
     finally:
         line.close()
     return [known[_key(job)] for job in jobs]
 
 
-def _each(jobs: list[Job], work: Callable[[Job], Job], processes: int) -> Iterable[tuple[Job, Job]]:
+def _each(
+    jobs: list[Job], work: Callable[[Any], Any], processes: int, together: int
+) -> Iterable[tuple[Job, Job]]:
+    if together:
+        for first in range(0, len(jobs), together):
+            some = jobs[first : first + together]
+            yield from zip(some, work(some), strict=True)
+        return
     if processes <= 1 or len(jobs) <= 1:
         for job in jobs:
             yield job, work(job)
@@ -146,23 +158,28 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
 
 
 def run_images(
-    jobs: list[Job], work: Callable[[Job], Job], options: argparse.Namespace
+    jobs: list[Job],
+    work: Callable[[list[Job]], list[Job]],
+    options: argparse.Namespace,
+    together: int,
 ) -> list[tuple[Job, Job]] | None:
-    """Jobs with their results, one after the other; None for a share, of which there is no table.
+    """Jobs with their results; None for a share, of which there is no table.
 
-    Once the minutes are over it is as if Ctrl-C had come: the same command goes on another time.
+    On a GPU so many are run together. Once the minutes are over it is as if Ctrl-C had come: the
+    same command goes on another time.
     """
     path, end = options.runs / "results.jsonl", time.monotonic() + 60 * (options.minutes or 1e9)
     if options.share is not None:
         first, every = _share(options.share)
         jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
 
-    def in_time(job: Job) -> Job:
+    def in_time(some: list[Job]) -> list[Job]:
         if time.monotonic() > end:
             raise KeyboardInterrupt
-        return work(job)
+        return work(some)
 
-    found = run_all(jobs, in_time, path, progress=not options.quiet)
+    at_once = together if options.device.startswith("cuda") else 1
+    found = run_all(jobs, in_time, path, progress=not options.quiet, together=at_once)
     return None if options.share is not None else list(zip(jobs, found, strict=True))
 
 

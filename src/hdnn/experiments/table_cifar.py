@@ -15,92 +15,81 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hdnn
-from hdnn import models
+from hdnn import image_recipes
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
-from hdnn.training.images import ImageRecipe, ImageTraining
+from hdnn.experiments.weights import save_weights
+from hdnn.image_recipes import CIFAR_NETWORKS
+from hdnn.models import ImageModel
+from hdnn.training.images import ImageRecipe, ImageTraining, run_together
 
 NAME = "table-cifar"
 PAPER = {"resnet56": 93.68, "h1": 92.27, "alexnet": 91.55}
-RECIPE: dict[str, Any] = {
-    "batch": 250,
-    "optimizer": "sgd",
-    "learning_rate": 0.2,
-    "warmup": 0.1,
-    "weight_decay": 5e-4,
-    "label_smoothing": 0.1,
-    "pad": 4,
-    "flip": True,
-    "bf16": True,
-}
-NETWORKS: dict[str, dict[str, Any]] = {
-    "resnet56": {"recipe": {}},
-    "h1": {
-        "star": {"network": "h1", "step": 0.5, "activation": "gelu", "norm": "after"},
-        "recipe": {"clip": 1.0},
-    },
-    "h2": {
-        "star": {
-            "network": "h2",
-            "channels": [64, 96, 144],
-            "step": 1.0,
-            "activation": "gelu",
-            "norm": "inside",
-        },
-        "recipe": {},
-    },
-    "alexnet": {"recipe": {"learning_rate": 0.05, "clip": 1.0}},
-}
 KEPT = 5000  # training images for the choice of variants
-LISTED = ("resnet56", "h1", "h2")  # AlexNet is for who asks for it
+LISTED = ("resnet56", "h1", "h2")  # the others are for who asks for them
+TOGETHER = 3
+WEIGHTS = 0  # the seed whose weights are kept, for fig-cifar
 
 
-def network(job: Job) -> torch.nn.Module:
+def network(job: Job) -> ImageModel:
     torch.manual_seed(job["seed"])
-    if "star" not in job:
-        return {"resnet56": models.resnet56, "alexnet": models.alexnet}[job["network"]]()
-    star = dict(job["star"])
-    if "channels" in star:
-        star["channels"] = tuple(star["channels"])
-    return models.hdnn_star(stem_norm=True, **star)
+    return image_recipes.cifar_network(job["network"], job.get("star"))
 
 
-def train(job: Job, data: ImageData, device: str) -> Job:
-    start = time.perf_counter()
-    if job.get("validate"):
-        train_part, kept = data.holdout(KEPT)
-        parts = {"images_train": train_part.images, "t_train": train_part.t}
-        data = replace(data, **parts, images_test=kept.images, t_test=kept.t)
-    model = network(job).to(device)
-    if device.startswith("cuda"):
-        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    training = ImageTraining(model, data, ImageRecipe(**job["recipe"]))
-    history = training.run(progress=False)
-    return {
-        "test": 100 * history.test[-1],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "curve": [round(100 * value, 2) for value in history.test],
-        "epoch_seconds": round(history.seconds / len(history.loss), 3),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+def train(jobs: list[Job], data: ImageData, device: str, folder: Path) -> list[Job]:
+    """The results of some jobs, which are run together."""
+    start, trainings = time.perf_counter(), []
+    for job in jobs:
+        part = _kept_aside(data) if job.get("validate") else data
+        model = network(job).to(device)
+        if device.startswith("cuda"):
+            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        recipe = {**job["recipe"], "rates": tuple(map(tuple, job["recipe"]["rates"]))}
+        training = ImageTraining(model, part, ImageRecipe(**recipe), smooth=tuple(model.units))
+        trainings.append(training)
+    run_together(trainings)
+    seconds = round((time.perf_counter() - start) / len(jobs), 1)
+    for job, one in zip(jobs, trainings, strict=True):
+        if job["seed"] == WEIGHTS and not job.get("validate"):
+            save_weights(one.model, job, folder / f"{job['network']}.safetensors")
+    return [
+        {
+            "test": 100 * one.history.test[-1],
+            "train": 100 * one.history.accuracy[-1],
+            "parameters": sum(p.numel() for p in one.model.parameters()),
+            "curve": [round(100 * value, 2) for value in one.history.test],
+            "epoch_seconds": round(one.history.seconds / len(one.history.loss), 3),
+            "seconds": seconds,
+        }
+        for one in trainings
+    ]
+
+
+def _kept_aside(data: ImageData) -> ImageData:
+    """The training images in two: to train on, and to choose by."""
+    rest, kept = data.holdout(KEPT)
+    parts = {"images_train": rest.images, "t_train": rest.t}
+    return replace(data, **parts, images_test=kept.images, t_test=kept.t)
 
 
 def jobs_for(names: list[str], seeds: int, epochs: int, validate: bool) -> list[Job]:
     found = []
     for seed in range(seeds):
         for name in names:
-            like = NETWORKS[name]
-            asked = asdict(ImageRecipe(**{**RECIPE, **like["recipe"]}, epochs=epochs, seed=seed))
-            job: Job = {"network": name, "seed": seed, "recipe": {**asked, "rates": []}}
-            if "star" in like:
-                job["star"] = like["star"]
+            recipe = asdict(image_recipes.cifar(name, epochs, seed))
+            recipe["rates"] = [list(pair) for pair in recipe["rates"]]
+            job: Job = {"network": name, "seed": seed, "recipe": recipe}
+            if "star" in CIFAR_NETWORKS[name]:
+                job["star"] = CIFAR_NETWORKS[name]["star"]
             found.append({**job, **({"validate": True} if validate else {})})
     return found
 
@@ -128,14 +117,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = runner.image_arguments(__doc__, NAME, seeds=3)
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(LISTED))
+    parser.add_argument("--networks", nargs="+", choices=list(CIFAR_NETWORKS), default=list(LISTED))
     parser.add_argument(
         "--validate", action="store_true", help="test on training images kept aside"
     )
     options = parser.parse_args(argv)
     data = cifar10.load().to(options.device)
     jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
-    found = runner.run_images(jobs, lambda job: train(job, data, options.device), options)
+    work = partial(train, data=data, device=options.device, folder=options.runs)
+    found = runner.run_images(jobs, work, options, together=TOGETHER)
     if found is None:
         return 0
     by_network: dict[str, list[Job]] = {}

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdnn import engine
 from hdnn.data.images import ImageData, augment, draw
 from hdnn.errors import TrainingError, choose
 from hdnn.training import checkpoint, schedule
@@ -119,13 +121,16 @@ class ImageTraining:
                 f"a minibatch of {recipe.batch} images is larger than the set of {len(images)}."
             )
         self.optimizer = self._optimizer()
-        B = recipe.batch
-        like: dict[str, Any] = {"device": self.device}
-        self.index = torch.zeros(B, dtype=torch.int64, **like)
-        self.shifts = torch.zeros(B, 2, dtype=torch.int64, **like)
-        self.flips = torch.zeros(B, dtype=torch.bool, **like)
+        # What is different in each step of an epoch, and which step it is.
+        rows, like = (self.batches, recipe.batch), dict[str, Any](device=self.device)
+        self.order = torch.zeros(rows, dtype=torch.int64, **like)
+        self.shifts = torch.zeros(*rows, 2, dtype=torch.int64, **like)
+        self.flips = torch.zeros(rows, dtype=torch.bool, **like)
+        self.rates = torch.zeros(self.batches, dtype=torch.float32, **like)
+        self.count = torch.zeros(1, dtype=torch.int64, **like)
         self.sums = torch.zeros(2, dtype=torch.float64, **like)
         self.history, self.epoch = ImageHistory(), 0
+        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
         self.replay: Callable[[], None] | None = None
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -139,7 +144,7 @@ class ImageTraining:
         groups = [group for group in groups if group["params"]]
         rate = torch.tensor(recipe.learning_rate, device=self.device) if self.cuda else 0.0
         if recipe.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=rate, capturable=self.cuda, foreach=self.cuda)
+            return torch.optim.Adam(groups, lr=rate, capturable=self.cuda, fused=self.cuda)
         return torch.optim.SGD(
             groups,
             lr=rate,
@@ -152,9 +157,12 @@ class ImageTraining:
 
     def _step(self) -> None:
         data, recipe = self.data, self.recipe
-        images, t = data.images_train[self.index], data.t_train[self.index]
+        index, shifts, flips = (
+            each.index_select(0, self.count)[0] for each in (self.order, self.shifts, self.flips)
+        )
+        images, t = data.images_train[index], data.t_train[index]
         if recipe.pad or recipe.flip:
-            images = augment(images, pad=recipe.pad, shifts=self.shifts, flips=self.flips)
+            images = augment(images, pad=recipe.pad, shifts=shifts, flips=flips)
         x = data.normalised(images, torch.float32)
         if x.shape[1] > 1 and self.cuda:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -165,74 +173,59 @@ class ImageTraining:
         if recipe.smoothness:
             for part in self.smooth:
                 total = total + recipe.smoothness * part.smoothness()
+        self.optimizer.zero_grad()  # to None, so that gradients are written and not added
         total.backward()
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-        correct = (scores.detach().argmax(1) == t).double().mean()
-        self.sums += torch.stack([loss.detach().double(), correct])
-
-    def _record(self) -> None:
-        """Warm up on a side stream, then record a step; weights and statistics stay as they are."""
-        saved = {k: v.clone() for k, v in self.model.state_dict().items()}
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with engine.use(engine="reference"):  # the fused kernels look at their results
-            with torch.cuda.stream(stream):
-                for _ in range(WARM):
-                    self._step()
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                self._step()
-        self.model.load_state_dict(saved)
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-        self.sums.zero_()
-        self.replay = graph.replay
-
-    def _rate(self, factor: float) -> None:
-        rate = self.recipe.learning_rate * factor
+        rate = self.rates.index_select(0, self.count)[0]
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].copy_(rate)
             else:
-                group["lr"] = rate
+                group["lr"] = float(rate)
+        self.optimizer.step()
+        correct = (scores.detach().argmax(1) == t).double().mean()
+        self.sums += torch.stack([loss.detach().double(), correct])
+        self.count += 1
+
+    def _record(self) -> None:
+        """Warm up, then record a step; weights, moments and random numbers stay as they are."""
+        random = torch.cuda.get_rng_state(self.device)
+        saved = {k: v.clone() for k, v in self.model.state_dict().items()}
+        moments = [v.clone() for s in self.optimizer.state.values() for v in s.values()]
+        graph = torch.cuda.CUDAGraph()
+        with _fastest_convolutions():
+            for _ in range(WARM):
+                self.count.zero_()
+                self._step()
+            self.count.zero_()
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._step()
+        self.model.load_state_dict(saved)
+        there = [v for s in self.optimizer.state.values() for v in s.values()]
+        for value, old in zip_longest(there, moments):
+            if isinstance(value, Tensor):
+                value.copy_(old) if isinstance(old, Tensor) else value.zero_()
+        self.sums.zero_()
+        self.count.zero_()
+        torch.cuda.set_rng_state(random, self.device)
+        self.replay = graph.replay
 
     # A training
 
-    def run_epoch(self) -> None:
-        """Go once through the training images."""
-        recipe = self.recipe
-        self.model.train()
-        if self.graphs and self.replay is None:
-            saved = None
-            if self.epoch:  # resumed: the optimiser's state must outlive the recording
-                saved = [v.clone() for s in self.optimizer.state.values() for v in s.values()]
-            self._record()
-            if saved is not None:
-                there = [v for s in self.optimizer.state.values() for v in s.values()]
-                for value, old in zip(there, saved, strict=True):
-                    value.copy_(old)
-        generator = torch.Generator(self.device).manual_seed(recipe.seed * 100_003 + self.epoch)
-        like: dict[str, Any] = {"generator": generator, "device": self.device}
-        count = self.batches * recipe.batch
-        order = torch.randperm(len(self.data.t_train), **like)[:count].view(self.batches, -1)
-        drawn, mirrored = draw(count, generator, pad=recipe.pad, flip=recipe.flip)
-        shifts, flips = drawn.view(self.batches, -1, 2), mirrored.view(self.batches, -1)
-        step = self.replay or self._step
+    def steps(self) -> Iterator[int]:
+        """The steps of the next epoch, one at a time, so that others can have theirs between."""
+        with self._aside():
+            self._lay_out()
+            if self.graphs and self.replay is None:
+                self._record()
         for k in range(self.batches):
-            self._rate(recipe.factor(self.epoch * self.batches + k, self.batches))
-            self.index.copy_(order[k])
-            if recipe.pad or recipe.flip:
-                self.shifts.copy_(shifts[k])
-                self.flips.copy_(flips[k])
-            step()
-        loss, correct = (self.sums / self.batches).tolist()
-        self.sums.zero_()
+            with self._aside():
+                (self.replay or self._step)()
+            yield k
+        with self._aside():
+            loss, correct = (self.sums / self.batches).tolist()
+            self.sums.zero_()
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
@@ -242,16 +235,51 @@ class ImageTraining:
         self.history.loss.append(loss)
         self.history.accuracy.append(correct)
 
+    def run_epoch(self) -> None:
+        """Go once through the training images."""
+        for _ in self.steps():
+            pass
+
+    def _lay_out(self) -> None:
+        """Draw what is random in the next epoch, from the seed and from its number alone."""
+        recipe, epoch, N = self.recipe, self.epoch, self.batches
+        self.model.train()
+        generator = torch.Generator(self.device).manual_seed(recipe.seed * 100_003 + epoch)
+        count = N * recipe.batch
+        order = torch.randperm(len(self.data.t_train), generator=generator, device=self.device)
+        shifts, flips = draw(count, generator, pad=recipe.pad, flip=recipe.flip)
+        self.order.copy_(order[:count].view(N, -1))
+        self.shifts.copy_(shifts.view(N, -1, 2))
+        self.flips.copy_(flips.view(N, -1))
+        factors = [recipe.factor(epoch * N + k, N) for k in range(N)]
+        self.rates.copy_(recipe.learning_rate * torch.tensor(factors))
+        self.count.zero_()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a GPU in a stream of its own, after all that came before it elsewhere."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.default_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
     @torch.no_grad()
     def accuracy(self, images: Tensor, t: Tensor) -> float:
         """The fraction of images that is classified right, in evaluation mode."""
         self.model.eval()
-        right = 0.0
-        for some, labels in zip(images.split(EVALUATED), t.split(EVALUATED), strict=True):
-            x = self.data.normalised(some, torch.float32)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-                right += float((self.model(x).argmax(1) == labels).double().sum())
-        return right / len(t)
+        with self._aside():
+            right = torch.zeros((), dtype=torch.int64, device=self.device)
+            for some, labels in zip(images.split(EVALUATED), t.split(EVALUATED), strict=True):
+                x = self.data.normalised(some, torch.float32)
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
+                    right += (self.model(x).argmax(1) == labels).sum()
+            return right.item() / len(t)
+
+    def test(self) -> None:
+        """Add the accuracy on the test images to the history."""
+        self.history.test.append(self.accuracy(self.data.images_test, self.data.t_test))
 
     def run(
         self,
@@ -266,15 +294,14 @@ class ImageTraining:
         begun, line = time.perf_counter(), Line(progress)
         with checkpoint.locked(place):
             if place is not None:
-                self._open(place)
+                self.open(place)
             while self.epoch < self.recipe.epochs:
                 start = time.perf_counter()
                 self.run_epoch()
                 self.history.seconds += time.perf_counter() - start
-                data = self.data
-                self.history.test.append(self.accuracy(data.images_test, data.t_test))
+                self.test()
                 if place is not None:
-                    self._save(place)
+                    self.save(place)
                 line.show(
                     f"epoch {self.epoch}/{self.recipe.epochs}, loss {self.history.loss[-1]:.4f}, "
                     f"test {100 * self.history.test[-1]:.2f}%, {self.history.seconds:.0f} s"
@@ -289,14 +316,40 @@ class ImageTraining:
         recipe["rates"] = [list(pair) for pair in self.recipe.rates]
         return {**recipe, "data": self.data.name, "model": repr(self.model)}
 
-    def _save(self, place: Any) -> None:
+    def save(self, place: Path) -> None:
+        """Write a checkpoint into the folder, all of it or nothing."""
         state = {"epoch": self.epoch, "history": asdict(self.history), "options": self._identity()}
         none = torch.Generator().get_state()  # an epoch's randomness comes from its number
         checkpoint.save(place, self.model, self.optimizer, none, state)
 
-    def _open(self, place: Any) -> None:
+    def open(self, place: Path) -> None:
+        """Go on from the checkpoint in the folder, if there is one."""
         found = checkpoint.read(place, self._identity())
         if found is None:
             return
         state, _ = checkpoint.restore(found, self.model, self.optimizer, [])
         self.epoch, self.history = state["epoch"], ImageHistory(**state["history"])
+
+
+def run_together(trainings: Sequence[ImageTraining]) -> list[ImageHistory]:
+    """Several trainings to their ends, a step of each in turn: what they launch fills one GPU."""
+    while left := [one for one in trainings if one.epoch < one.recipe.epochs]:
+        start = time.perf_counter()
+        for _ in zip_longest(*(one.steps() for one in left)):
+            pass
+        seconds = (time.perf_counter() - start) / len(left)
+        for one in left:
+            one.history.seconds += seconds
+            one.test()
+    return [one.history for one in trainings]
+
+
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try what it has, which pays when a step is recorded and run many times."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

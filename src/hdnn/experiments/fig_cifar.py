@@ -1,0 +1,221 @@
+"""Extreme singular values of dy_N/dy_j in the trained networks of the CIFAR-10 table.
+
+y_0 .. y_N are the states of one Hamiltonian unit, or of the blocks of one stage of ResNet-56 that
+keep the shape of their image; all is in evaluation. It takes the weights that `hdnn reproduce
+table-cifar` has left. What was found is kept, and a run that was broken off goes on.
+
+    hdnn reproduce table-cifar
+    hdnn reproduce fig-cifar
+    hdnn reproduce fig-cifar -- --images 4 --device cuda
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hdnn
+from hdnn.data import cifar10
+from hdnn.errors import DataError, OptionError, require
+from hdnn.experiments import runner
+from hdnn.experiments.runner import Job
+from hdnn.experiments.stages import Work, depth, stages
+from hdnn.experiments.weights import load_weights
+
+NAME = "fig-cifar"
+NETWORKS = {"h1": "H1-DNN*", "h2": "H2-DNN*", "resnet56": "ResNet-56"}
+KEYS = ("largest", "smallest")
+STEPS = 32  # of Lanczos
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """For each stage the largest and the smallest value against j, on a log scale."""
+    Figure = require("matplotlib.figure", extra="plot").Figure
+    count = max(row["stage"] for row in rows)
+    figure = Figure(figsize=(4.2 * count, 4.8), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False, sharey=True)[0]
+    positive = [v for row in rows for key in KEYS for each in row[key] for v in each if v > 0]
+    floor = min(positive) / 10  # where zeros are drawn
+    for row in rows:
+        for key in KEYS:
+            _curve(axes[row["stage"] - 1], row, key, floor)
+    for k, ax in enumerate(axes):
+        ax.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        sizes = [f"{row['entries']:,}" for row in rows if row["stage"] == k + 1]
+        ax.set_title(f"Stage {k + 1}: {' / '.join(sizes)} entries", fontsize="medium")
+        ax.set(yscale="log", xlabel="layer or block $j$")
+        ax.set_ylim(bottom=floor)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel(r"singular values of $\partial y_N / \partial y_j$")
+    lines, names = axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names) // 2, frameon=False)
+    sure = [name for name, text in promises(rows).items() if text.startswith("norm >= 1")]
+    title = "Promised: " + (f"largest $\\geq 1$ for {', '.join(sure)}" if sure else "nothing")
+    figure.suptitle(title + "; for the others nothing" * (0 < len(sure) < len(promises(rows))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _curve(ax: Any, row: dict[str, Any], key: str, floor: float) -> None:
+    """The mean over the images, and between which values they are."""
+    from hdnn.plotting import STYLES
+
+    style = STYLES[list(NETWORKS).index(row["network"])]
+    some = [[max(value, floor) for value in each] for each in row[key]]
+    mean = [math.exp(math.fsum(map(math.log, each)) / len(each)) for each in some]
+    zero = not any(map(any, row[key]))
+    name = f"{NETWORKS[row['network']]}, {key}" + " (0, at the edge)" * zero
+    low, high = zip(*((min(each), max(each)) for each in some), strict=True)
+    ax.fill_between(range(len(some)), low, high, color=style["color"], alpha=0.2, linewidth=0)
+    ax.plot(
+        mean,
+        color=style["color"],
+        linestyle="" if zero else ("-" if key == "largest" else "--"),
+        marker=style["marker"],
+        markerfacecolor=style["color"] if key == "largest" else "white",
+        markersize=5,
+        clip_on=False,
+        zorder=3,
+        label=name,
+    )
+
+
+def promises(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """What the theorem says of each network."""
+    found: dict[str, str] = {}
+    for row in rows:
+        what = "norm >= 1 is promised" if row["promised"] else "nothing is promised"
+        found.setdefault(NETWORKS[row["network"]], f"{what}: {row['why']}")
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    remark = f" The images: {result['remark'].rstrip('.')}." if result["remark"] else ""
+    lines = ["# Singular values of dy_N/dy_j in trained networks (CIFAR-10)", ""]
+    lines += [f"`{result['command']}`: the weights of `hdnn reproduce table-cifar`, the first"]
+    lines += [f"{result['images']} test images of {result['data']}; {result['device']},"]
+    lines += [f"{result['dtype']}, {result['seconds']:.0f} seconds in all.{remark}"]
+    lines += ["", f"![Largest and smallest singular values against j]({NAME}.png)", ""]
+    lines += ["y_0 .. y_N are the states of a Hamiltonian unit, or of the blocks of one ResNet"]
+    lines += ["stage that keep the shape of the image. All networks are in evaluation. What the"]
+    lines += ["theorem says of the largest value, norm(dy_N/dy_j):", ""]
+    lines += [f"- {name}: {text}." for name, text in promises(result["rows"]).items()]
+    lines += ["", "H2 is symplectic: its smallest value is one over its largest. Here they are"]
+    lines += ["found apart; `product` is the largest |smallest x largest - 1| over j.", ""]
+    lines += ["| network | stage | N | entries | norm >= 1 promised | norm, least over j | "]
+    lines[-1] += "largest, j = 0 | smallest, j = 0 | product | within |"
+    lines += ["| --- |" + " --- |" * 9]
+    for row in result["rows"]:
+        least = min(map(min, row["largest"]))
+        product = f"{row['product']:.1e}" if row["network"] == "h2" else ""
+        lines.append(
+            f"| {NETWORKS[row['network']]} | {row['stage']} | {row['layers']} | "
+            f"{row['entries']:,} | {'yes' if row['promised'] else 'no'} | {least:.4g} | "
+            f"{_span(row['largest'][0])} | {_span(row['smallest'][0])} | {product} | "
+            f"{_percent(row['missed'])} |"
+        )
+    lines += ["", "By Lanczos with products only. The largest is a lower bound, the smallest an"]
+    lines += ["upper bound; `within` is how far the true one can be beyond, with probability"]
+    lines += [f"0.999 for any matrix. Residuals are at most {result['error']:.1e} of the value."]
+    lines += ["The smallest value of H1 and H2 is one over the largest of the inverse."]
+    for row in result["rows"]:
+        if row["zeros"]:
+            lines += ["", f"{NETWORKS[row['network']]}, stage {row['stage']}: "]
+            lines[-1] += f"{100 * row['zeros']:.0f}% of the entries of y_N are cut off by ReLU. "
+            lines[-1] += "Their derivative is exactly 0, and the smallest value with it."
+    return "\n".join(lines) + "\n"
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _percent(missed: float | None) -> str:
+    return "" if missed is None else f"{100 * missed:.1f}%"
+
+
+def chosen_jobs(work: Work, files: dict[str, Path], like: Job) -> list[Job]:
+    """One for each network, stage and j; other weights are other jobs."""
+    found = []
+    for name, file in files.items():
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for k, stage in enumerate(stages(work.models[name])):
+            for j in range(depth(stage)):
+                place = {"network": name, "stage": k + 1, "j": j}
+                found.append({**place, **like, "weights": digest})
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runner.Arguments(__doc__, NAME)
+    parser.add_argument("--weights", type=Path, default=Path("runs/table-cifar"), help="a folder")
+    parser.add_argument("--images", type=runner.count, default=2, help="of the test set")
+    parser.add_argument("--steps", type=runner.count, default=STEPS, help="of Lanczos")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for the pictures")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / NAME, help="for single results")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(argv)
+    require("matplotlib.figure", extra="plot")
+    files = {name: options.weights / f"{name}.safetensors" for name in NETWORKS}
+    models = {name: load_weights(file)[0] for name, file in files.items()}
+    data = cifar10.load(progress=not options.quiet)
+    if options.images > len(data.t_test):
+        raise DataError(f"{data.name} has {len(data.t_test)} test images, not {options.images}.")
+    # In float32 the values are the same to six digits, but not by the TF32 of a GPU.
+    dtype = torch.float64 if options.device.startswith("cuda") else torch.float32
+    images = data.images_test[: options.images]
+    try:
+        x = data.normalised(images, dtype).to(options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"the device {options.device!r} cannot be used here.") from error
+    work = Work(models, x)
+    kind = str(dtype).removeprefix("torch.")
+    like = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
+    jobs = chosen_jobs(work, files, like)
+    path = options.runs / "results.jsonl"
+    found = runner.run_all(jobs, work, path, progress=not options.quiet, what="matrices")
+    rows = [row for name in NETWORKS for row in work.rows(name)]
+    for row in rows:
+        _fill(row, [one for job, one in zip(jobs, found, strict=True) if _of(job, row)])
+    draw(rows, options.out / f"{NAME}.png")
+    result = {
+        "command": f"hdnn reproduce {NAME}",
+        **like,
+        "remark": data.remark,
+        "device": runner.device_name(options.device),
+        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+        "error": max(row["error"] for row in rows),
+        "seconds": round(sum(one["seconds"] for one in found), 1),
+        "rows": rows,
+    }
+    runner.finish(result, markdown(result), NAME, options)
+    return 0
+
+
+def _of(job: Job, row: dict[str, Any]) -> bool:
+    return all(job[key] == row[key] for key in ("network", "stage"))
+
+
+def _fill(row: dict[str, Any], found: list[Job]) -> None:
+    """What was found for j = 0 .. N-1, and its worst errors."""
+    for key in KEYS:
+        row[key] = [one[key] for one in found]
+    pairs = [z for one in found for z in zip(one["smallest"], one["largest"], strict=True)]
+    row["product"] = max(abs(low * high - 1) for low, high in pairs)
+    row["error"] = max(e for one in found for key in KEYS for e in one[f"{key}_error"])
+    missed = [e for one in found for key in KEYS for e in one[f"{key}_missed"]]
+    row["missed"] = None if None in missed else max(missed)  # None: there is no bound
+    row["seconds"] = round(sum(one["seconds"] for one in found), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(runner.guarded(main))
