@@ -35,6 +35,7 @@ from hdnn.training import launch
 if TYPE_CHECKING:
     import typer
 
+    from hdnn.image_runs import ImageConfig
     from hdnn.runs import Run, TrainConfig
     from hdnn.training import Moment
 else:
@@ -51,6 +52,7 @@ EXPERIMENTS = (
     "fig-distributed",
     "fig-gradients",
     "fig-exploding",
+    "fig-cifar",
 )
 EXTRAS = {
     "fast": ["numba"],
@@ -239,13 +241,18 @@ _run = functools.partial(_option, "Run")
     "hdnn train --data swiss_roll --network h2 --layers 64",
     "hdnn train --data iris.csv --target species --layers 16 --seeds 5",
     "hdnn train --data swiss_roll --layers 256 --multilevel 4,4 --epochs 20",
+    "hdnn train --data mnist --network h1 --layers 8",
+    "hdnn train --data cifar10 --network h2 --device cuda",
     "hdnn train --resume --out runs/swiss_roll-h2-64-0",
     "torchrun --nproc-per-node 2 -m hdnn train --data swiss_roll --layers 64",
     "torchrun --nproc-per-node 8 -m hdnn train --graph ring8.toml --data swiss_roll",
 )
 def train(
     data: Annotated[
-        str | None, _data("swiss_roll, double_moons, double_circles, or FILE.csv or FILE.parquet")
+        str | None,
+        _data(
+            "swiss_roll, double_moons, double_circles, mnist, cifar10, or FILE.csv or FILE.parquet"
+        ),
     ] = None,
     graph: Annotated[
         str | None,
@@ -257,11 +264,21 @@ def train(
     test_fraction: Annotated[
         float | None, _data("of the rows, kept for testing (default: 0.2)")
     ] = None,
+    images: Annotated[
+        int | None,
+        _data("of mnist and cifar10, train and test on so many each, for a quick look"),
+    ] = None,
     network: Annotated[
         str | None,
-        _network("h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint"),
+        _network(
+            "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint; for "
+            "mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, resnet56, alexnet"
+        ),
     ] = None,
-    layers: Annotated[int | None, _network("their number N (default: 64; for a file 8)")] = None,
+    layers: Annotated[
+        int | None,
+        _network("their number N (default: 64; for a file or mnist 8; a unit for cifar10: 6)"),
+    ] = None,
     features: Annotated[
         int | None, _network("of a state, n (default: 4; for a file twice its columns or so)")
     ] = None,
@@ -269,11 +286,15 @@ def train(
         float | None, _network("time span, h = T/N (default: 2.4; for a file 1)", "--T")
     ] = None,
     step: Annotated[float | None, _network("h itself, instead of T")] = None,
-    activation: Annotated[str | None, _network("tanh (default), relu, sigmoid ..")] = None,
-    init: Annotated[
-        str | None, _network("weights: paper (default) or scaled (default for a file)")
+    activation: Annotated[
+        str | None, _network("tanh (default; for cifar10 its recipe's), relu, sigmoid ..")
     ] = None,
-    epochs: Annotated[int | None, _training("default: 50")] = None,
+    init: Annotated[
+        str | None, _network("weights: paper (default) or scaled (default for a file and images)")
+    ] = None,
+    epochs: Annotated[
+        int | None, _training("default: 50; for images 40, with the recipe of the paper's tables")
+    ] = None,
     patience: Annotated[
         int | None, _training("end after so many epochs in which the training loss did not fall")
     ] = None,
@@ -317,7 +338,7 @@ def train(
 ) -> int:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
     given = {k: v for k, v in locals().items() if not (v is None or v is False or v == [])}
-    from hdnn import cli_graph, tasks
+    from hdnn import cli_graph, cli_images
 
     if cli_graph.wanted(given):
         return cli_graph.train(given)
@@ -327,16 +348,16 @@ def train(
         show = not (asked["quiet"] or asked["json"]) and processes.is_first
         for number, (settings, run) in enumerate(chosen, 1):
             title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
-            options = {"tensorboard": bool(asked["tensorboard"]), "processes": processes}
             with _TrainingBar(title, show) as bar:
                 try:
-                    results.append(tasks.train(settings, run, [bar] if bar.on else [], **options))
+                    results.append(_trained(settings, run, bar, asked, processes))
                 except KeyboardInterrupt as error:
                     raise _how_to_go_on(run, len(chosen)) from error
     if not processes.is_first:
         return 0
     if len(results) == 1:
-        print(_json(results[0]) if asked["json"] else _training_text(results[0]))
+        text = cli_images.text if "certificates" in results[0] else _training_text
+        print(_json(results[0]) if asked["json"] else text(results[0]))
         return 0
     summary = _spread(results)
     if asked["json"]:
@@ -349,16 +370,23 @@ def train(
 @_command(
     "hdnn predict --run runs/iris-h2-16-0 --data new.csv --out answers.csv",
     "hdnn predict --run runs/iris-h2-16-0 --data new.csv --proba",
+    "hdnn predict --run runs/mnist-h1-8-0 --data mnist --out answers.csv",
 )
 def predict(
     run: Annotated[str, typer.Option(help="folder of a complete run")],
-    data: Annotated[str, typer.Option(help="FILE.csv or FILE.parquet with the same columns")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="FILE.csv or FILE.parquet with the same columns; for a run on images, mnist or "
+            "cifar10: the test images"
+        ),
+    ],
     out: Annotated[str | None, typer.Option(help="CSV to write; default: print it")] = None,
     proba: Annotated[bool, typer.Option("--proba", help="probability of each class")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace that file")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Predict the target for each row of a table, as CSV in the order of the rows."""
+    """Predict the target for each row of a table, or test image, as CSV in their order."""
     from hdnn import tasks
     from hdnn.files import write_atomically
     from hdnn.runs import Run
@@ -504,23 +532,27 @@ def info(
 # What the commands are made of
 
 
-def _asked(given: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[TrainConfig, Run]]]:
+def _asked(
+    given: dict[str, Any],
+) -> tuple[dict[str, Any], list[tuple[TrainConfig | ImageConfig, Run]]]:
     """What the flags of `train` and its config file ask for: options of all runs, and the runs."""
-    from hdnn import runs
+    from hdnn import cli_images, runs
 
     if "as_json" in given:
         given["json"] = given.pop("as_json")
     file = given.pop("config", None)
     options = {**({} if file is None else runs.read_config(file)), **given}
     asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
-    return asked, _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
+    chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
+    cli_images.check(asked, chosen)
+    return asked, chosen
 
 
 def _chosen_runs(
     options: dict[str, Any], out: str | None, seeds: int | None, resume: bool
-) -> list[tuple[TrainConfig, Run]]:
+) -> list[tuple[TrainConfig | ImageConfig, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
-    from hdnn.runs import Run, TrainConfig
+    from hdnn.runs import Run, config_of
 
     count = 1 if seeds is None else seeds
     if not 1 <= count <= 10_000:
@@ -530,13 +562,13 @@ def _chosen_runs(
     for seed in range(first, first + count):
         each = {**options, "seed": seed} if count > 1 else options
         if out is None:
-            config = TrainConfig.of(each)
+            config = config_of(each)
             run = Run(Path("runs") / config.run_name())
         else:
             run = Run(Path(out) / f"seed-{seed}" if count > 1 else out)
             if resume and not run.exists and "data" not in options:
                 raise CheckpointError(f"{run.folder} holds no run to resume: no config.toml.")
-            config = None if resume and run.exists else TrainConfig.of(each)
+            config = None if resume and run.exists else config_of(each)
         if not resume:
             run.check_free()
         elif run.exists:
@@ -544,6 +576,24 @@ def _chosen_runs(
         assert config is not None
         chosen.append((config, run))
     return chosen
+
+
+def _trained(
+    settings: TrainConfig | ImageConfig,
+    run: Run,
+    bar: _TrainingBar,
+    asked: dict[str, Any],
+    processes: launch.Single | launch.Launch,
+) -> dict[str, Any]:
+    """Train one run, on images or not."""
+    from hdnn import image_tasks, tasks
+    from hdnn.image_runs import ImageConfig
+
+    if isinstance(settings, ImageConfig):
+        waiting = functools.partial(_waiting, wanted=bar.on)
+        return image_tasks.train(settings, run, tell=bar.show if bar.on else None, waiting=waiting)
+    options = {"tensorboard": bool(asked["tensorboard"]), "processes": processes}
+    return tasks.train(settings, run, [bar] if bar.on else [], **options)
 
 
 def _how_to_go_on(run: Run, count: int) -> StoppedError:
@@ -580,8 +630,9 @@ def _about() -> dict[str, dict[str, str]]:
     """What this machine and this installation have to offer."""
     import torch
 
+    from hdnn import image_tasks
     from hdnn.data import planar
-    from hdnn.runs import LATER
+    from hdnn.runs import IMAGE_SETS
 
     missing = {
         extra: [module for module in modules if not _installed(module)]
@@ -599,10 +650,7 @@ def _about() -> dict[str, dict[str, str]]:
         _ready("gpu", missing) if torch.cuda.is_available() else "needs a CUDA device"
     )
     data = dict.fromkeys(planar.SETS, "ready (made on the fly)")
-    place = os.environ.get("HDNN_DATA", "data")
-    for name in LATER:
-        there = any(Path(place).glob(f"{name}*"))
-        data[name] = f"not there yet; files {'found' if there else 'not found'} in {place}"
+    data |= {name: image_tasks.where(name) for name in IMAGE_SETS}
     return {
         "versions": {"hdnn": __version__, "python": platform.python_version(), **versions},
         "devices": devices,
@@ -777,19 +825,23 @@ class _TrainingBar:
             self.progress.stop()
 
     def __call__(self, moment: Moment) -> None:
-        now = time.monotonic()
-        if now < self.due and not (self.progress and moment.step == moment.steps):
-            return
-        self.due = now + 0.1
         values = f"loss {moment.loss:.4f}"
         if moment.accuracy is not None:
             values += f", accuracy {moment.accuracy:.1%}"
         values += f", gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
+        self.show(moment.step, moment.steps, values)
+
+    def show(self, step: int, steps: int, values: str) -> None:
+        """So many steps are done, with these values; now and then, and at the end."""
+        now = time.monotonic()
+        if now < self.due and not (self.progress and step == steps):
+            return
+        self.due = now + 0.1
         if self.progress is None:
-            self._open(moment.steps)
+            self._open(steps)
         assert self.progress is not None
         assert self.task is not None
-        self.progress.update(self.task, completed=moment.step, values=values)
+        self.progress.update(self.task, completed=step, total=steps, values=values)
 
     def _open(self, steps: int) -> None:
         from rich import progress

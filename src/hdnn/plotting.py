@@ -139,8 +139,29 @@ def _norm_curves(
     return ax
 
 
-def training_history(history: History, ax: Axes | None = None) -> Axes:
-    """The loss of each epoch and, for classes, the fraction of wrong labels, on a log scale."""
+def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
+    """The curves of several certificates side by side, those of the parts of one network."""
+    count = len(certificates)
+    ax = _axes(None, (1.0 + 4.2 * count, 3.8))
+    figure = ax.figure
+    figure.clear()
+    for k, one in enumerate(certificates, 1):
+        ax = certificate_norms(one, figure.add_subplot(1, count, k))  # pyright: ignore
+        if not one.broken:
+            ax.set_title(f"Unit {k}: {one.samples} image{'s' * (one.samples != 1)}")
+        legend = ax.get_legend()
+        if legend is not None and k != (count + 1) // 2:  # one is enough, in the middle
+            legend.remove()
+    return ax
+
+
+def training_history(
+    history: History, ax: Axes | None = None, *, test: Sequence[float] = ()
+) -> Axes:
+    """The loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
+
+    `test` are accuracies on test data after each epoch, whose wrong labels are drawn too.
+    """
     ax = _axes(ax, (6.0, 3.8))
     epochs = range(1, len(history.loss) + 1)
     marker = "o" if len(history.loss) < 3 else ""
@@ -153,6 +174,10 @@ def training_history(history: History, ax: Axes | None = None) -> Axes:
         if last < len(wrong):
             label += f" (none from epoch {last + 1} on)"
         ax.plot(epochs, wrong, color=RED, linestyle="--", marker=marker, label=label)
+    if test:
+        wrong = [1 - a if a < 1 else math.nan for a in test]
+        label = "wrong labels, test"
+        ax.plot(epochs, wrong, color=GREEN, linestyle="-.", marker=marker, label=label)
     if all(loss > 0 for loss in history.loss):
         _log_scale(ax)
     ax.set(xlabel="epoch", ylabel="mean over minibatches", title="Training")
@@ -160,7 +185,7 @@ def training_history(history: History, ax: Axes | None = None) -> Axes:
         require("matplotlib.ticker", extra="plot").MaxNLocator(integer=True, steps=[1, 2, 5, 10])
     )
     ax.grid(alpha=0.3)
-    _legend_below(ax, columns=2)
+    _legend_below(ax, columns=3 if test else 2)
     return ax
 
 

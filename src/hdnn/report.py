@@ -180,7 +180,8 @@ def _overview(known: list[dict[str, Any]]) -> str:
     rows = []
     for index, one in enumerate(known):
         options, metrics = one["options"], one["metrics"]
-        certified = _part(metrics, "certificate")
+        norms = [_number(part.get("smallest_norm")) for part in _certified(metrics)]
+        norms = [norm for norm in norms if norm is not None]
         link = f'<a href="#run-{index}">{escape(one["short"])}</a>'
         rows.append(
             [
@@ -191,7 +192,7 @@ def _overview(known: list[dict[str, Any]]) -> str:
                 *(_value(metrics.get(name)) for name in ("parameters", "epochs")),
                 _score(metrics, "train"),
                 _score(metrics, "test"),
-                _value(certified.get("smallest_norm")),
+                _value(min(norms, default=None)),
                 _value(metrics.get("training_seconds")),
             ]
         )
@@ -255,12 +256,17 @@ def _section(index: int, one: dict[str, Any]) -> str:
     if one["note"]:
         parts.append(f'<p class="broken">{escape(one["note"])}</p>')
     if metrics:
-        rows = f"{_value(metrics.get('train_rows'))} training rows, "
-        rows += f"{_value(metrics.get('test_rows'))} test rows"
+        what = "images" if "train_images" in metrics else "rows"
+        rows = f"{_value(metrics.get(f'train_{what}'))} training {what}, "
+        rows += f"{_value(metrics.get(f'test_{what}'))} test {what}"
         parts.append(f"<p>{escape(str(metrics.get('network', '')))}; {rows}.</p>")
-    figures = [_learning_curve(one["log"]), *_pictures(one), _norm_curve(metrics)]
+    certified = _certified(metrics)
+    figures = [_learning_curve(one["log"]), *_pictures(one)]
+    figures += [_norm_curve(part, _unit(k, certified)) for k, part in enumerate(certified, 1)]
     parts.append(f'<div class="grid">{"".join(figures)}</div>')
-    parts.append(_certificate(_part(metrics, "certificate")))
+    parts += [_certificate(part, _unit(k, certified)) for k, part in enumerate(certified, 1)]
+    if metrics.get("no_certificate_because"):
+        parts.append(f"<p>Gradients: {escape(str(metrics['no_certificate_because']))}.</p>")
     if one["config"]:
         config = f"<summary>Config</summary><pre>{escape(one['config'])}</pre>"
         parts.append(f"<details>{config}</details>")
@@ -279,11 +285,25 @@ def _learning_curve(log: list[dict[str, Any]]) -> str:
         lines.append(Line("fraction of wrong labels", epochs, wrong, RED, "6 4"))
         if any(w == 0 for w in wrong):
             caption += " Without a wrong label, the line is at the lower edge."
+    test = [_number(entry.get("test_accuracy")) for entry in log]
+    if any(value is not None for value in test):
+        wrong = [None if value is None else 1 - value for value in test]
+        lines.append(Line("the same on test images", epochs, wrong, GREEN, "8 3 2 3"))
     return _curve(lines, "epoch", caption)
 
 
-def _norm_curve(metrics: dict[str, Any]) -> str:
-    certified = _part(metrics, "certificate")
+def _certified(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """The certificates of a run: one, or one for each Hamiltonian part of an image classifier."""
+    several = [part for part in _list(metrics, "certificates") if isinstance(part, dict)]
+    one = _part(metrics, "certificate")
+    return several or ([one] if one else [])
+
+
+def _unit(k: int, certified: list[dict[str, Any]]) -> str:
+    return f"Unit {k}. " if len(certified) > 1 else ""
+
+
+def _norm_curve(certified: dict[str, Any], unit: str) -> str:
     by_layer = _part(certified, "by_layer")
     names = {"largest": (RED, "6 4"), "median": (BLUE, ""), "smallest": (GREEN, "8 3 2 3")}
     layers = [_number(j) for j in _list(by_layer, "layers")]
@@ -296,20 +316,18 @@ def _norm_curve(metrics: dict[str, Any]) -> str:
     if not lines:
         return ""
     samples = _value(certified.get("samples"))
-    caption = f"Norm of dy<sub>N</sub>/dy<sub>j</sub> over {samples} points."
+    caption = f"{unit}Norm of dy<sub>N</sub>/dy<sub>j</sub> over {samples} points."
     return _curve(lines, "layer j", caption, level=1.0)
 
 
-def _certificate(certified: dict[str, Any]) -> str:
-    if not certified:
-        return ""
+def _certificate(certified: dict[str, Any], unit: str) -> str:
     holds, why = certified.get("holds"), escape(str(certified.get("guarantee", "")))
     verdict = f"No guarantee: {why}."
     if holds is True:
         verdict = f'<span class="holds">Norm at least 1: holds</span>, guaranteed {why}.'
     elif holds is False:
         verdict = f'<span class="broken">Norm at least 1: DOES NOT HOLD</span>, guaranteed {why}.'
-    parts = [f"<h3>Certificate</h3><p>{verdict}</p>"]
+    parts = [f"<h3>Certificate</h3><p>{unit}{verdict}</p>"]
     defect = _number(certified.get("symplectic_defect"))
     if defect is not None:
         text = f"norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"

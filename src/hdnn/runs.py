@@ -20,7 +20,7 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -34,8 +34,11 @@ from hdnn.networks import BY_NAME
 from hdnn.training import fit
 from hdnn.training.checks import check_options, whole_number
 
+if TYPE_CHECKING:
+    from hdnn.image_runs import ImageConfig
+
 DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
-LATER = ("mnist", "cifar10")
+IMAGE_SETS = ("mnist", "cifar10")  # see `hdnn.image_runs`
 
 # For a file: what `hdnn.estimators` found to serve most tables.
 TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
@@ -146,7 +149,7 @@ class TrainConfig:
                 f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
             )
         solver = "newton" if self.solver == "auto" else self.solver
-        check_options(**{**_fit_defaults(), **self.fit_options(), "solver": solver})
+        check_training({**self.fit_options(), "solver": solver})
         self._check_data()
         return replace(self, network=network, multilevel=levels)
 
@@ -155,10 +158,10 @@ class TrainConfig:
             self.data.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"the name of the data, {self.data!r}, is not valid text.") from error
-        if self.data in LATER:
-            raise DataError(f"{self.data} is not there yet; see hdnn info for the data sets.")
+        if self.data in IMAGE_SETS:
+            raise DataError(f"{self.data} is a set of images: hdnn.image_runs has its configs.")
         if self.is_table and not table.is_file_name(self.data):
-            choose("data set (or file)", self.data, planar.SETS)
+            choose("data set (or file)", self.data, (*planar.SETS, *IMAGE_SETS))
         if self.is_table:
             return
         if self.target is not None or self.drop:
@@ -176,12 +179,7 @@ class TrainConfig:
 
     def to_toml(self) -> str:
         """The text of a file that `--config` reads back to the same config."""
-        lines = ["[train]"]
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if value is not None and value != []:
-                lines.append(f"{option.name.replace('_', '-')} = {_toml(value)}")
-        return "\n".join(lines) + "\n"
+        return to_toml(self)
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:
@@ -190,6 +188,8 @@ class TrainConfig:
             raise OptionError(
                 "say what to train on: --data swiss_roll, or --data FILE.csv --target COLUMN."
             )
+        if "images" in options:
+            raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
         blanks = {} if options["data"] in planar.SETS else TABLE_DEFAULTS
         return cls(**{**blanks, **options}).checked()
 
@@ -219,6 +219,29 @@ class TrainConfig:
             T=T,
             solver=solver,
         )
+
+
+def config_of(options: dict[str, Any]) -> TrainConfig | ImageConfig:
+    """The config that options ask for, of the kind that their data need."""
+    from hdnn.image_runs import ImageConfig  # which is made of what is here
+
+    kind = ImageConfig if options.get("data") in IMAGE_SETS else TrainConfig
+    return kind.of(options)
+
+
+def to_toml(config: TrainConfig | ImageConfig) -> str:
+    """The text of a file that `--config` reads back to the same config."""
+    lines = ["[train]"]
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if value is not None and value != []:
+            lines.append(f"{option.name.replace('_', '-')} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def check_training(options: dict[str, Any]) -> None:
+    """Check those of the options of `hdnn.training.fit` that are given."""
+    check_options(**{**_fit_defaults(), **options})
 
 
 def _levels(text: str) -> str:
@@ -253,7 +276,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(document.get("train"), dict):
         raise OptionError(f"{path} has no table [train]; put the options under that line.")
     kinds = {option.name: str(option.type) for option in fields(TrainConfig)}
-    kinds |= {name: kind.__name__ for name, kind in RUN_OPTIONS.items()}
+    kinds |= {"images": "int", **{name: kind.__name__ for name, kind in RUN_OPTIONS.items()}}
     options: dict[str, Any] = {}
     for key, value in document["train"].items():
         name = key.replace("-", "_")
@@ -378,10 +401,14 @@ class Run:
             "folder with --out."
         )
 
-    def start(self, config: TrainConfig, columns: table.Columns) -> None:
-        """Write down what is about to be done, or was begun."""
+    def start(
+        self, config: TrainConfig | ImageConfig, columns: table.Columns | None = None
+    ) -> None:
+        """Write down what is about to be done, or was begun; images have no columns."""
         if not self.exists:
             write_atomically(self.config_file, config.to_toml().encode())
+        if columns is None:
+            return
         if not self.columns_file.is_file():
             write_json(self.columns_file, columns.to_json())
         elif self.columns() != columns:
@@ -390,21 +417,23 @@ class Run:
                 "another one."
             )
 
-    def config(self) -> TrainConfig:
+    def config(self) -> TrainConfig | ImageConfig:
         """The config that the run was started with."""
         if not self.exists:
             raise CheckpointError(
                 f"{self.folder} is not the folder of a run: it has no config.toml; "
                 "make one by hdnn train."
             )
-        return TrainConfig.of(read_config(self.config_file))
+        return config_of(read_config(self.config_file))
 
-    def resumed(self, given: dict[str, Any]) -> TrainConfig:
+    def resumed(self, given: dict[str, Any]) -> TrainConfig | ImageConfig:
         """The same, unless the options that were given ask for something else."""
         config = self.config()
         for name, new in given.items():
+            if not hasattr(config, name):
+                config_of({"data": config.data, name: new})  # which says that there is none
             old = getattr(config, name)
-            if name == "data" and new not in planar.SETS:
+            if name == "data" and new not in (*planar.SETS, *IMAGE_SETS):
                 new = os.path.abspath(new)
             if name == "network":
                 new = new.lower().replace("-", "_")
@@ -461,7 +490,8 @@ def usable_folder(folder: Path, room: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(room))
+            for _ in range(-(-room // 2**22)):
+                probe.write(bytes(2**22))
             probe.flush()
             os.fsync(probe.fileno())
     except (OSError, ValueError) as error:

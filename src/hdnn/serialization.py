@@ -13,18 +13,21 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 import hdnn
+from hdnn import describe_images
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.files import as_path, write_atomically
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
+from hdnn.models import ImageModel
 from hdnn.networks import KINDS, Network
 
 FORMAT = 1
+COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
 
 
-def save(model: Model | Network, path: str | os.PathLike[str]) -> None:
+def save(model: Model | Network | ImageModel, path: str | os.PathLike[str]) -> None:
     """Write a model or a network to one file, all of it or nothing."""
-    if not isinstance(model, (Model, Network)):
+    if not isinstance(model, (Model, Network, ImageModel)):
         raise CheckpointError(
             f"only a hdnn.Model or a network can be saved, but got {type(model).__name__}; "
             "for other modules save their state_dict()."
@@ -42,7 +45,7 @@ def save(model: Model | Network, path: str | os.PathLike[str]) -> None:
 
 def load(
     path: str | os.PathLike[str], *, device: torch.device | str | None = None
-) -> Model | Network:
+) -> Model | Network | ImageModel:
     """Read back what `save` wrote, with its dtype, onto `device` (default: the CPU)."""
     path = as_path(path)
     metadata, tensors = read(path)
@@ -60,8 +63,9 @@ def load(
             f"{path} was written by hdnn {config.get('version')} in format {number}, newer than "
             f"format {FORMAT} of this hdnn {hdnn.__version__}; install a newer hdnn."
         )
-    wrong = [name for name, t in tensors.items() if not t.is_floating_point()]
-    if wrong or not tensors:
+    numbers = {name for name, t in tensors.items() if t.is_floating_point()}
+    wrong = [name for name in tensors if name not in numbers and not name.endswith(COUNTER)]
+    if wrong or not numbers:
         what = f"{wrong[0]} is not of a floating-point type" if wrong else "it holds no weights"
         raise CheckpointError(f"{path} is damaged or was edited: {what}.")
     try:
@@ -99,6 +103,11 @@ def describe(part: nn.Module) -> dict[str, Any]:
     if type(part) is Model:
         parts = {name: describe(module) for name, module in part.named_children()}
         return {"kind": kind, "parts": parts}
+    if isinstance(part, ImageModel):
+        description = {"kind": kind, "config": describe_images.config(part)}
+        if isinstance(net := getattr(part, "net", None), Network):
+            description["parts"] = {"net": describe(net)}
+        return description
     if type(part) not in (Augment, *KINDS.values(), *HEADS.values()):
         raise CheckpointError(
             f"{kind} is not a class of hdnn and cannot be saved by it; save its state_dict()."
@@ -119,8 +128,14 @@ def restore(description: dict[str, Any], tensors: dict[str, Tensor], prefix: str
         return Model(parts.get("augment"), parts["net"], parts["head"])
     if kind == "Augment":
         return Augment(**description["config"])
-    dtype = next(t.dtype for name, t in tensors.items() if name.startswith(prefix))
+    some = (t.dtype for name, t in tensors.items() if name.startswith(prefix))
+    dtype = next(dtype for dtype in some if dtype.is_floating_point)
     options = {**description["config"], "dtype": dtype, "generator": torch.Generator()}
+    if kind in describe_images.MAKERS:
+        model = describe_images.make(kind, options, tensors)
+        if "parts" in description:
+            model.net = restore(description["parts"]["net"], tensors, "net.")
+        return model
     if kind in HEADS:
         return HEADS[kind](**options)
     if kind in KINDS:

@@ -22,13 +22,15 @@ from torch import Tensor
 import hdnn
 from hdnn import analysis, plotting, serialization
 from hdnn.analysis import Certificate
+from hdnn.analysis.image_certificate import Certificates
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionError
 from hdnn.errors import require as require_extra
 from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.networks import BY_NAME
+from hdnn.models import ImageModel
+from hdnn.networks import BY_NAME, Network
 from hdnn.runs import (
     DTYPES,
     Run,
@@ -140,7 +142,7 @@ def train(
     several processes the first reads and writes, and all of them train.
     """
     processes, start = processes or Single(), time.perf_counter()
-    known = processes.first(lambda: _metrics_of(run))
+    known = processes.first(lambda: known_metrics(run))
     if known is not None:
         return known
     callbacks = [*callbacks, *([EarlyStopping(config.patience)] if config.patience else [])]
@@ -172,7 +174,7 @@ def train(
         return processes.first(finish)
 
 
-def _metrics_of(run: Run) -> dict[str, Any] | None:
+def known_metrics(run: Run) -> dict[str, Any] | None:
     """What a complete run came to; None for one to start or to go on with."""
     if not run.exists:
         run.check_free()
@@ -296,8 +298,8 @@ def save_picture(ax: Axes, path: Path) -> str:
 # Predicting
 
 
-def load_model(run: Run) -> tuple[Model, table.Columns]:
-    """The trained model of a run, on the CPU, and how rows become its inputs."""
+def load_model(run: Run) -> Model | Network | ImageModel:
+    """The trained model of a run, on the CPU."""
     if not run.exists:
         run.config()  # which says so
     if not run.model_file.is_file():
@@ -305,7 +307,12 @@ def load_model(run: Run) -> tuple[Model, table.Columns]:
             f"the run in {run.folder} has no model yet; finish it by "
             f"hdnn train --resume --out {run.folder}."
         )
-    model, columns = serialization.load(run.model_file), run.columns()
+    return serialization.load(run.model_file)
+
+
+def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
+    """A model on rows of a table or on points, and how they become its inputs."""
+    columns = run.columns()
     if not isinstance(model, Model) or model.augment is None:
         raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
     if model.augment.inputs != len(columns.names):
@@ -314,8 +321,14 @@ def load_model(run: Run) -> tuple[Model, table.Columns]:
 
 
 def predict(run: Run, data: str, *, proba: bool = False) -> dict[str, Any]:
-    """Predictions for all rows of a file; with its score, if the file has the target too."""
-    model, columns = load_model(run)
+    """Predictions for all rows of a file; with its score, if the file has the target too.
+
+    Of a run on images, `data` is the name of a set, and the rows are its test images.
+    """
+    model = load_model(run)
+    if isinstance(model, ImageModel):
+        return image_tasks().predict(model, data, proba=proba)
+    model, columns = load_columns(run, model)
     if proba and not columns.classes:
         raise OptionError("the run is a regression: it has values, but no probabilities.")
     source = table.read(data)
@@ -350,20 +363,31 @@ def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> di
         return {}
 
 
+def image_tasks() -> Any:
+    """`hdnn.image_tasks`, which is made of what is here."""
+    from hdnn import image_tasks
+
+    return image_tasks
+
+
 # Certifying
 
 
 def certify(
     checkpoint: str | os.PathLike[str], data: str | None = None, *, samples: int = SAMPLES
-) -> Certificate:
+) -> Certificate | Certificates:
     """The certificate of a run, or of a saved model, at its own points or at those of a file."""
     if samples < 1:
         raise OptionError(f"samples must be a whole number >= 1, but got {samples}.")
-    if Path(checkpoint).is_file():
-        model = serialization.load(checkpoint)
+    file = Path(checkpoint).is_file()
+    model = serialization.load(checkpoint) if file else load_model(Run(checkpoint))
+    if isinstance(model, ImageModel):
+        name = data if file or data is not None else Run(checkpoint).config().data
+        return image_tasks().certify(model, name, samples=samples)
+    if file:
         x, where = _points(data)
     else:
-        model, x, where = _run_points(Run(checkpoint), data)
+        model, x, where = _run_points(Run(checkpoint), model, data)
     with one_thread():
         return analysis.certify(model, x, samples=samples, points=where)
 
@@ -379,11 +403,14 @@ def _points(data: str | None) -> tuple[Tensor | None, str]:
     return torch.from_numpy(x), f"rows of {data}"
 
 
-def _run_points(run: Run, data: str | None) -> tuple[Model, Tensor, str]:
+def _run_points(run: Run, model: object, data: str | None) -> tuple[Model, Tensor, str]:
     """The model of a run with its own test points, or with the rows of a file."""
-    model, columns = load_model(run)
+    model, columns = load_columns(run, model)
     if data is None:
-        problem = prepare(run.config())
+        config = run.config()
+        if not isinstance(config, TrainConfig):
+            raise CheckpointError(f"{run.config_file} and {run.model_file} do not fit together.")
+        problem = prepare(config)
         if problem.columns != columns:
             raise DataError(
                 f"{problem.config.data} has changed since the run; name the rows with --data."
