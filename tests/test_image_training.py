@@ -12,7 +12,7 @@ from hdnn import image_recipes, models
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.experiments import table_cifar, table_mnist
-from hdnn.training.images import ImageRecipe, ImageTraining
+from hdnn.training.images import ImageRecipe, ImageTraining, run_together
 
 
 def images(count=120, channels=1, size=28, seed=0) -> ImageData:
@@ -85,6 +85,56 @@ def test_a_training_goes_on_to_the_same_bits(tmp_path):
     other = ImageTraining(small(), images(), ImageRecipe(**{**vars(RECIPE), "batch": 40}))
     with pytest.raises(CheckpointError, match="batch"):
         other.run(folder=tmp_path, resume=True)
+
+
+def test_together_is_as_alone():
+    alone, beside = small(), [small(), small(1)]
+    _, history = train(alone)
+    longer = ImageRecipe(**{**vars(RECIPE), "epochs": 4, "seed": 1})
+    recipes = (RECIPE, longer)
+    trainings = [
+        ImageTraining(m, images(), recipe) for m, recipe in zip(beside, recipes, strict=True)
+    ]
+    found = run_together(trainings)
+    assert found[0].test == history.test
+    assert [len(one.test) for one in found] == [3, 4]
+    for a, b in zip(alone.parameters(), beside[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("network", ["h1", "h2", "ms1"])
+def test_on_a_gpu_a_recorded_step_is_a_step(network):
+    ends = []
+    for graphs in (True, False):
+        torch.manual_seed(0)
+        model = models.mnist_net(network, 2).cuda()
+        recipe = ImageRecipe(**{**vars(RECIPE), "pad": 1, "smoothness": 1e-3})
+        train(model, recipe, smooth=(model.net,), graphs=graphs)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("network", ["h1", "h2"])
+def test_on_a_gpu_a_training_goes_on_where_it_was(network, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        options = {"norm": "both", "stem_norm": True, "reversible": False}
+        model = models.hdnn_star(network, 2, (4, 8), size=12, inputs=1, **options)
+        return model.cuda().to(memory_format=torch.channels_last)
+
+    change = {"optimizer": "sgd", "learning_rate": 0.05, "decay": None, "clip": 1.0, "pad": 2}
+    recipe = ImageRecipe(**{**vars(RECIPE), **change, "bf16": True})
+    data = images(size=12)
+    whole, _ = train(make(), recipe, data)
+    ImageTraining(make(), data, recipe).run(folder=tmp_path, until=0.0, progress=False)
+    again = ImageTraining(make(), data, recipe)
+    again.run(folder=tmp_path, resume=True, progress=False)
+    assert again.history.loss == pytest.approx(whole.history.loss, rel=1e-3)
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 def test_rates_rise_fall_and_step():

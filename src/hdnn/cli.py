@@ -272,7 +272,7 @@ def train(
         str | None,
         _network(
             "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint; for "
-            "mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, resnet56, alexnet"
+            "mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, h1_paper, resnet56, alexnet"
         ),
     ] = None,
     layers: Annotated[
@@ -290,7 +290,10 @@ def train(
         str | None, _network("tanh (default; for cifar10 its recipe's), relu, sigmoid ..")
     ] = None,
     init: Annotated[
-        str | None, _network("weights: paper (default) or scaled (default for a file and images)")
+        str | None,
+        _network(
+            "weights: paper (default) or scaled (default for a file); images: as their recipe"
+        ),
     ] = None,
     epochs: Annotated[
         int | None, _training("default: 50; for images 40, with the recipe of the paper's tables")

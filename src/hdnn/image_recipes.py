@@ -82,6 +82,7 @@ _DROPS = ((0.0, 1.0), (0.75, 0.1), (0.875, 0.01), (0.9375, 0.001))  # of the pap
 
 NETWORKS = {"mnist": tuple(models.MNIST_STEPS), "cifar10": tuple(CIFAR_NETWORKS)}
 LAYERS = {"mnist": 8, "cifar10": 6}  # of a unit, for cifar10
+STORED = 12  # layers a unit whose states are kept, which is faster
 
 
 def is_plain(data: str, network: str, layers: int | None) -> bool:
@@ -129,7 +130,18 @@ def build(data: str, network: str, options: Options, seed: int) -> ImageModel:
         if data == "mnist":
             return models.mnist_net(network, **options)
         star = CIFAR_NETWORKS[network].get("star")
-        return cifar_network(network, None if star is None else {**star, **options})
+        if star is not None:
+            star = {
+                **star,
+                **options,
+                **({"reversible": True} if rebuilds(network, options) else {}),
+            }
+        return cifar_network(network, star)
+
+
+def rebuilds(network: str, options: Options) -> bool:
+    """Whether states are rebuilt in the backward pass: where they are many, and can be."""
+    return network == "h2" and options.get("layers", 0) > STORED
 
 
 def cifar_network(network: str, star: Options | None) -> ImageModel:

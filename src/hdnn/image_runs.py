@@ -170,7 +170,8 @@ class ImageConfig:
         if self.is_plain or self.layers is None or self.batch is None:
             return
         # Weights, gradients and two moments; the states of a minibatch, unless they are rebuilt.
-        states = 0 if self.network == "h2" else NUMBERS[self.data] * min(self.batch, 10**6)
+        rebuilt = image_recipes.rebuilds(self.network, {"layers": self.layers})
+        states = 0 if rebuilt else NUMBERS[self.data] * min(self.batch, 10**6)
         needed = 4 * self.layers * (4 * WEIGHTS[self.data] + states)
         check_memory(needed, f"{self.layers} layers in minibatches of {self.batch}", "layers")
 

@@ -175,7 +175,7 @@ def augment(
             f"{height} x {width}, but got {pad!r}."
         )
     if shifts is None and flips is None:
-        if generator is None or generator.device != images.device:
+        if generator is None or not _is_on(generator.device, images.device):
             given = "none" if generator is None else f"one on {generator.device}"
             raise DataError(
                 f"augment needs a generator on {images.device}, where the images are, but got "
@@ -194,6 +194,11 @@ def augment(
     cropped = images.flatten(2).gather(2, source).view(images.shape)
     inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None, :]
     return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
+
+
+def _is_on(device: torch.device, other: torch.device) -> bool:
+    """Whether they are the same; "cuda" without a number is whichever is used."""
+    return device.type == other.type and device.index in (None, other.index)
 
 
 def _check_images(what: str, images: Tensor, channels: int | None) -> None:
