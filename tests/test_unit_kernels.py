@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 0.1}
 
 def unit_errors(
     network, norm, *, channels=6, layers=2, size=(5, 4), batch=3, activation="tanh", step=0.3,
-    kernel=3, work="float32", given="float32", sparse=False, device="cpu",
+    kernel=3, work="float32", given="float32", sparse=False, reversible=False, device="cpu",
 ):  # fmt: skip
     """The relative errors of y_N, of the statistics and of all gradients."""
     random = torch.Generator().manual_seed(channels + layers + batch)
@@ -39,7 +39,7 @@ def unit_errors(
         for p in exact.parameters():
             if p.ndim == 2:
                 p += 0.3 * torch.randn(p.shape, generator=random)
-    fast = HamiltonianUnit(channels, layers, **options).to(device)
+    fast = HamiltonianUnit(channels, layers, **{**options, "reversible": reversible}).to(device)
     fast.load_state_dict({k: v.float() for k, v in exact.state_dict().items()})
     draw = torch.randn(2, batch, channels, *size, generator=random).to(getattr(torch, given))
     y, g = draw[0].double().requires_grad_(), draw[1].double()
@@ -151,6 +151,16 @@ GROUPS = {
         for norm in ("none", "inside")
         for given in ("bfloat16", "float32")
     ],
+    "rebuilt": [
+        ("unit", ("h2", norm), {"reversible": True, "layers": 4, "batch": 5, **options})
+        for norm in ("none", "inside")
+        for options in (
+            {},
+            {"step": [0.1, 0.4, 0.2, 0.3]},
+            {"work": "bfloat16"},
+            {"work": "bfloat16", "given": "bfloat16", "activation": "gelu"},
+        )
+    ],
     "second derivatives": [
         ("second", (net, norm), {}) for net in ("h1", "h2") for norm in ("none", "inside")
     ],
@@ -185,10 +195,14 @@ def test_the_kernels_on_a_gpu(group, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("network", ["h1", "h2"])
 @pytest.mark.parametrize("norm", ["none", "inside", "after", "both"])
-def test_on_a_gpu_a_module_is_the_same_with_and_without_them(network, norm, monkeypatch):
+@pytest.mark.parametrize("reversible", [None, False])
+def test_on_a_gpu_a_module_is_the_same_with_and_without_them(
+    network, norm, reversible, monkeypatch
+):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
-    unit = HamiltonianUnit(12, 3, network=network, norm=norm, step=0.3, reversible=False).cuda()
+    options = {"network": network, "norm": norm, "reversible": reversible}
+    unit = HamiltonianUnit(12, 3, step=0.3, **options).cuda()
     y = torch.randn(5, 12, 8, 8, device="cuda", requires_grad=True)
     assert unit._fuses(y)
 

@@ -43,6 +43,7 @@ class Schedule:
     normed: bool
     eps: float
     work: torch.dtype
+    reversible: bool  # whether states are rebuilt from y_N, and not kept
     reference: Callable[..., Tensor]  # y_N by plain PyTorch, for gradients of gradients
 
     def halves(self, y: Tensor) -> list[Tensor]:
@@ -81,15 +82,26 @@ def run(y: Tensor, schedule: Schedule, weights: Sequence[Tensor]) -> tuple[Tenso
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
         if torch.is_grad_enabled() and any(t.requires_grad for t in (y, *weights)):
             return _UnitStack.apply(y, schedule, *weights)
-        return _forward(y, schedule, grouped(schedule, weights))
+        return _forward(y, schedule, grouped(schedule, weights), Memory(schedule, keep=False))
+
+
+class Memory:
+    """What the backward pass will need of the forward pass: of each shear, or of the end alone."""
+
+    def __init__(self, schedule: Schedule, *, keep: bool = True) -> None:
+        self.rebuilds = keep and schedule.reversible
+        self.stores = keep and not schedule.reversible
+        self.shears: list[Kept] = []
+        self.end: list[Tensor] = []  # the halves of y_N in float32
+        self.normals: list[Tensor] = []  # (4, C) of each shear
 
 
 class _UnitStack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, schedule: Schedule, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.kept = schedule, []
+        ctx.schedule, ctx.memory = schedule, Memory(schedule)
         ctx.save_for_backward(y, *weights)
-        out, *statistics = _forward(y, schedule, grouped(schedule, weights), ctx.kept)
+        out, *statistics = _forward(y, schedule, grouped(schedule, weights), ctx.memory)
         ctx.mark_non_differentiable(*statistics)
         return out, *statistics
 
@@ -103,7 +115,7 @@ class _UnitStack(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, asked, grads[0], create_graph=True))
             g_y, *rest = (next(found) if t.requires_grad else None for t in (y, *weights))
             return g_y, None, *rest
-        g, rest = _backward(grads[0], schedule, ctx.kept, grouped(schedule, weights))
+        g, rest = _backward(grads[0], schedule, ctx.memory, grouped(schedule, weights))
         return g, None, *rest
 
 
@@ -121,68 +133,79 @@ def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    y: Tensor, schedule: Schedule, weights: list[Weights], kept: list[Kept] | None = None
+    y: Tensor, schedule: Schedule, weights: list[Weights], memory: Memory
 ) -> tuple[Tensor, ...]:
-    """y_N and the statistics; what the backward pass needs is added to `kept`."""
+    """y_N and the statistics."""
     work, turn = schedule.work, "w" if schedule.turn else ""
     halves = schedule.halves(y)
     pixels, B, last = Pixels(halves[0], schedule.activation), len(y), len(schedule.shears) - 1
     Ks = [_kernels(one.K, work) for one in weights]
-    normals: list[Tensor] = []
     s = _twice(halves[0], work)
     s[:B].copy_(halves[schedule.shears[0].source])
     for i, (_, target, kind, layer, c) in enumerate(schedule.shears):
         K, one = Ks[kind][layer], weights[kind]
         x, z = conv.apply(K, s[:B]), _twice(halves[0], work)
-        normal, shift, scale = None, one.a[layer], None
+        normal = None
         if one.gamma is not None and one.beta is not None:
             normal = pixels.normalise(x, one.gamma[layer], one.beta[layer], schedule.eps)
-            scale, shift = normal[2], normal[3]
-            normals.append(normal[:2])
-        pixels.activate(x, z[B:], shift, scale)
+            memory.normals.append(normal)
+        _activate(pixels, x, z[B:], one.a[layer], normal)
         w = conv.adjoint(K, z[B:])
-        if kept is not None:
-            kept.append(Kept(s, z, x, K, normal))
+        if memory.stores:
+            memory.shears.append(Kept(s, z, x, K, normal))
         # What has moved is what the next shear reads; the last leaves it as y has it.
         s = _twice(halves[0], work) if i < last else s
         room = s[:B] if i < last else torch.empty_like(halves[0], dtype=y.dtype)
         done = i == last or (room.dtype == y.dtype and i > last - len(halves))
-        halves[target] = pixels.move(halves[target], w, room, by=c, turn=turn, keep=not done)
+        keep = memory.rebuilds or not done
+        new = pixels.move(halves[target], w, room, by=c, turn=turn, keep=keep)
+        if memory.rebuilds and i > last - len(halves):
+            memory.end.append(new)
+        halves[target] = room if done else new
     y_N = _joined(halves, y.dtype)
-    if not normals:
+    if not memory.normals:
         return (y_N,)
-    mean, rstd = torch.stack(normals, 1)
+    mean, rstd = torch.stack([normal[:2] for normal in memory.normals], 1)
     a = torch.stack([weights[shear.kind].a[shear.layer] for shear in schedule.shears])
     return y_N, mean + a, rstd
 
 
+def _activate(pixels: Pixels, x: Tensor, z: Tensor, a: Tensor, normal: Tensor | None) -> None:
+    if normal is None:
+        pixels.activate(x, z, a)
+    else:
+        pixels.activate(x, z, normal[3], normal[2])
+
+
 def _backward(
-    g_N: Tensor, schedule: Schedule, kept: list[Kept], weights: list[Weights]
+    g_N: Tensor, schedule: Schedule, memory: Memory, weights: list[Weights]
 ) -> tuple[Tensor, list[Tensor | None]]:
     turn = "s" if schedule.turn else ""
-    g = schedule.halves(g_N)
-    pixels, B, shears = Pixels(g[0], schedule.activation), len(g_N), schedule.shears
+    g, shears = schedule.halves(g_N), schedule.shears
+    pixels, B, last = Pixels(g[0], schedule.activation), len(g_N), shears[-1]
     like: dict[str, Any] = {"dtype": torch.float32, "device": g_N.device}
-    aside = _Aside(g_N.device)
+    # What is rebuilt is soon given away again, which a second stream would have to be waited for.
+    aside = _Aside(None if memory.rebuilds else g_N.device)
+    past = _Rebuilt(schedule, memory, weights, pixels) if memory.rebuilds else _Stored(memory)
     dK: list[list[Tensor]] = [[] for _ in weights]
     sums: list[list[Tensor]] = [[] for _ in weights]
-    last = shears[-1]
-    pixels.move(g[last.target], None, kept[-1].s[B:], times=last.c, turn=turn)
+    pixels.move(g[last.target], None, past.s(len(shears) - 1)[B:], times=last.c, turn=turn)
     for i in range(len(shears) - 1, -1, -1):
         source, _, kind, layer, _ = shears[i]
-        s, z, x, K, normal = kept[i]
+        s, z, x, K, normal = past.shear(i)
         d_z = conv.apply(K, s[B:])
         if normal is None:
             partial = torch.empty(PROGRAMS, pixels.C, **like)
             pixels.slope(x, d_z, z[:B], weights[kind].a[layer], partial)
-            sums[kind].append(partial)
+            # Those of many layers would need room: then each is added up at once.
+            sums[kind].append(partial.sum(0, keepdim=True) if memory.rebuilds else partial)
         else:
             sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
         with aside():
             dK[kind].append(conv.gradient(s, z, K))
         d_s = conv.adjoint(K, z[:B])
         if i:  # which is what the shear before this one starts from
-            before, c = kept[i - 1].s[B:], shears[i - 1].c
+            before, c = past.s(i - 1)[B:], shears[i - 1].c
             g[source] = pixels.move(g[source], d_s, before, times=c, turn=turn)
         else:
             room = torch.empty_like(d_s, dtype=g_N.dtype)
@@ -195,8 +218,51 @@ def _backward(
         if one.gamma is None:
             found.append(total.sum(1).to(one.a.dtype))
         else:  # the mean that is taken off takes the bias with it
-            found += [torch.zeros_like(one.a), total[:, 1], total[:, 0]]
+            d_gamma, d_beta = total[:, 1].to(one.gamma.dtype), total[:, 0].to(one.gamma.dtype)
+            found += [torch.zeros_like(one.a), d_gamma, d_beta]
     return _joined(g, g_N.dtype), found
+
+
+class _Stored:
+    """The shears as the forward pass has kept them."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def s(self, i: int) -> Tensor:
+        return self.memory.shears[i].s
+
+    def shear(self, i: int) -> Kept:
+        return self.memory.shears[i]
+
+
+class _Rebuilt:
+    """The same from the end of the state: each shear is undone, since its source has not moved."""
+
+    def __init__(
+        self, schedule: Schedule, memory: Memory, weights: list[Weights], pixels: Pixels
+    ) -> None:
+        self.schedule, self.memory, self.weights, self.pixels = schedule, memory, weights, pixels
+        self.Ks = [_kernels(one.K, schedule.work) for one in weights]
+        self.halves = list(memory.end)
+        self.B, self.next = len(self.halves[0]), self._room()
+        self.next[: self.B].copy_(self.halves[schedule.shears[-1].source])
+
+    def _room(self) -> Tensor:
+        return _twice(self.halves[0], self.schedule.work)
+
+    def s(self, i: int) -> Tensor:
+        return self.next
+
+    def shear(self, i: int) -> Kept:
+        _, target, kind, layer, c = self.schedule.shears[i]
+        s, z, K, B = self.next, self._room(), self.Ks[kind][layer], self.B
+        x, self.next = conv.apply(K, s[:B]), self._room()
+        normal = self.memory.normals[i] if self.memory.normals else None
+        _activate(self.pixels, x, z[B:], self.weights[kind].a[layer], normal)
+        w, room = conv.adjoint(K, z[B:]), self.next[:B]
+        self.halves[target] = self.pixels.move(self.halves[target], w, room, by=-c)
+        return Kept(s, z, x, K, normal)
 
 
 class _Aside:
@@ -206,8 +272,9 @@ class _Aside:
     anew is free by then.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None) -> None:
+        there = device is not None and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if there else None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

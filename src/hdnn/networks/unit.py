@@ -400,10 +400,9 @@ class HamiltonianUnit(nn.Module):
     # On a GPU
 
     def _fuses(self, y: Tensor) -> bool:
-        """Whether `hdnn.engine.units` runs the unit: what is not kept there is not for it."""
+        """Whether `hdnn.engine.units` runs the unit, and not plain PyTorch."""
         return (
             self.groups == 1
-            and not (self.reversible and torch.is_grad_enabled())
             and not (self.normed and not self.training)
             and self.activation in dispatch.FUSED
             and pixels.fuse(y)
@@ -424,7 +423,7 @@ class HamiltonianUnit(nn.Module):
                 for j in range(self.layers)
                 for half in (0, 1)
             ]
-        how = (self.activation, self.network == "h1", self.normed, EPS, work)
+        how = (self.activation, self.network == "h1", self.normed, EPS, work, self.reversible)
         return units.Schedule(tuple(shears), *how, lambda y, *raw: self._plain(y, raw, work))
 
     def _plain(self, y: Tensor, raw: Sequence[Tensor], work: torch.dtype) -> Tensor:
