@@ -12,7 +12,6 @@ bound that is passed, beyond rounding, where the certificate says that it is gua
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import keep
 
 import hdnn
 from hdnn import activations
@@ -142,10 +142,7 @@ def main() -> int:
         "seconds": round(time.perf_counter() - start, 1),
     }
     print(markdown(result))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "certificates.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "certificates.md").write_text(markdown(result))
+    keep(result, markdown(result), "certificates", options.out)
     return 1 if result["broken"] else 0
 
 

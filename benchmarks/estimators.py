@@ -9,7 +9,6 @@ Once on folds that the defaults were chosen on, once on fresh ones.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -23,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tables this small gain nothing 
 import numpy as np
 import sklearn
 import torch
+from report import keep
 from sklearn import datasets
 from sklearn.base import BaseEstimator
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -174,9 +174,7 @@ def main() -> None:
     text = page(result)
     print("\n" + text)
     if not given.quick:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "estimators.md").write_text(text, encoding="utf-8")
-        (given.out / "estimators.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(result, text, "estimators", given.out)
 
 
 if __name__ == "__main__":

@@ -327,9 +327,8 @@ def main() -> int:
         "ranks": several,
     }
     print(page(result))
+    report.keep(result, page(result), "graphs", options.out)
     if options.out is not None:
-        (options.out / "graphs.md").write_text(page(result))
-        (options.out / "graphs.json").write_text(json.dumps(result, indent=1) + "\n")
         plot(result, options.out / "graphs.png")
     return 0 if all(r["same_bits"] for r in several) else 1
 

@@ -12,7 +12,6 @@ Beside it the same with stored states, as far as it fits.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import machine, table
+from report import keep, machine, table
 
 from hdnn import image_recipes, models
 from hdnn.data import cifar10
@@ -130,10 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memories,
     }
     print(markdown(result))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "images-cuda.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "images-cuda.md").write_text(markdown(result))
+    keep(result, markdown(result), "images-cuda", options.out)
     return 0
 
 

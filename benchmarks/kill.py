@@ -135,9 +135,7 @@ def main() -> int:
         result = killed_and_resumed(Path(place), options)
     page = markdown(result)
     print(page)
-    if options.out is not None:
-        (options.out / "kill.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "kill.md").write_text(page)
+    report.keep(result, page, "kill", options.out)
     return 0 if result["same"] == result["kills"] else 1
 
 

@@ -11,7 +11,6 @@ last, trained by a plain loop with `torch.optim.Adam`. They take turns, a block 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import machine
+from report import keep, machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -135,10 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             seconds[name].append((time.perf_counter() - start) / block)
     result = summary(losses, seconds, options)
     print(markdown(result))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "mnist-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "mnist-cpu.md").write_text(markdown(result))
+    keep(result, markdown(result), "mnist-cpu", options.out)
     return 0
 
 

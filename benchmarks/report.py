@@ -1,7 +1,8 @@
-"""The figures of engine.py as a page and as a picture."""
+"""What benchmarks say about the machine, and how they are kept; the pages of engine.py."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -18,6 +19,15 @@ def machine(device: str) -> dict[str, str]:
     found = {"machine": f"{chip}, {torch.get_num_threads()} threads"}
     found |= {"python": platform.python_version(), "torch": torch.__version__}
     return found | {"hdnn": hdnn.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def keep(result: Any, page: str, name: str, out: Path | None) -> None:
+    """Write a result as JSON and as a page into the folder, if there is one."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page, encoding="utf-8")
 
 
 def processor_time() -> tuple[float, float, float] | None:

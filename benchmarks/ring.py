@@ -141,9 +141,7 @@ def main() -> int:
     page += ["chaotic: the masked network, whose sums have another order, ends elsewhere."]
     text = "\n".join([*page, *table]) + "\n"
     print(text)
-    if options.out is not None:
-        (options.out / "ring.md").write_text(text)
-        (options.out / "ring.json").write_text(json.dumps(rows, indent=1) + "\n")
+    report.keep(rows, text, "ring", options.out)
     return 0 if all(r["same_bits"] and r["only_neighbours"] for r in rows) else 1
 
 

@@ -7,7 +7,6 @@ python benchmarks/sensitivity.py --features 16 --layers 64
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from report import keep
 from torch import Tensor
 
 import hdnn
@@ -80,11 +80,8 @@ def main() -> int:
         f"{result['to']:.1f}), with a relative difference of {difference:.1e} in float32."
     )
     print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "sensitivity.json").write_text(json.dumps(result, indent=1) + "\n")
-        page = f"# Sensitivities by closed form\n\n{result['machine']}.\n\n{text}\n"
-        (options.out / "sensitivity.md").write_text(page)
+    page = f"# Sensitivities by closed form\n\n{result['machine']}.\n\n{text}\n"
+    keep(result, page, "sensitivity", options.out)
     return 0
 
 

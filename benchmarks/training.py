@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import statistics
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import keep
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -148,9 +148,6 @@ def main() -> int:
         machine = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
         )
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"machine": machine, "rows": rows}, indent=1)
-        (options.out / "training.json").write_text(text + "\n")
         lines = [
             "# A training by the paper's recipe, end to end",
             "",
@@ -175,7 +172,8 @@ def main() -> int:
             "one epoch the weights differ by "
             f"{max(r['difference_after_one_epoch'] for r in rows):.1e} of how far they have moved.",
         ]
-        (options.out / "training.md").write_text("\n".join(lines) + "\n")
+        result = {"machine": machine, "rows": rows}
+        keep(result, "\n".join(lines) + "\n", "training", options.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 # Before torch is imported, and inherited by the programs that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,3 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -26,6 +26,7 @@ from hdnn import cli, tasks
 from hdnn.__main__ import main
 from hdnn.runs import Run
 from hdnn.training import Moment, checkpoint, fit, fit_multilevel
+from said import told
 
 QUICK = ["--layers", "2", "--epochs", "2"]
 
@@ -46,11 +47,6 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a table and a run of each kind."""
@@ -64,16 +60,6 @@ def trained(tmp_path_factory):
             flags = ["--data", f"{name}.csv", "--target", "target", "--out", name, *QUICK]
             assert main(["train", *flags]) == 0
     return folder
-
-
-def told(capsys):
-    """The one sentence that was said, and nothing else."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("hdnn: ")
-    assert captured.err.count("\n") == 1
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def files(folder="."):

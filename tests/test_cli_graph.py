@@ -32,6 +32,7 @@ from hdnn.distributed.gloo import LostError
 from hdnn.distributed.graph import from_edges
 from hdnn.distributed.launch import Ended
 from parts import run_parts
+from said import sentence, told
 from test_graphfile import RING, TWO_STEPS, patterns
 
 QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
@@ -63,21 +64,6 @@ def write(name, **table):
 
 def files(folder="."):
     return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
-def told(capsys):
-    """The one sentence that was said, and nothing else."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return sentence(captured.err)
-
-
-def sentence(said):
-    assert said.startswith("hdnn: ")
-    assert said.count("\n") == 1
-    assert "Traceback" not in said
-    assert "mistake in hdnn itself" not in said
-    return said
 
 
 def ring(nodes):

@@ -28,6 +28,7 @@ from hdnn.image_runs import ImageConfig
 from hdnn.runs import Run, config_of, read_config
 from hdnn.training import checkpoint
 from hdnn.training.images import ImageTraining
+from said import told
 
 LOADERS = mnist.load, cifar10.load
 REAL = Path(os.environ.get("HDNN_DATA") or "data").absolute()
@@ -63,11 +64,6 @@ def small_sets(tmp_path, monkeypatch):
     make_small(monkeypatch)
 
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a run on each set."""
@@ -79,15 +75,6 @@ def trained(tmp_path_factory):
         assert main([*MNIST, "--network", "h1", "--learning-rate", "0.003", "--out", "mnist"]) == 0
         assert main([*CIFAR, "--layers", "1", "--out", "cifar10"]) == 0
     return folder
-
-
-def told(capsys):
-    """The one sentence that was said, and nothing else."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("hdnn: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def files(folder="."):

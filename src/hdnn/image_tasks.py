@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import hdnn
 from hdnn import image_recipes, plotting, serialization
 from hdnn.analysis.image_certificate import Certificates, certify_images
 from hdnn.data import cifar10, mnist
@@ -24,8 +23,8 @@ from hdnn.data.images import ImageData
 from hdnn.errors import DataError, MissingExtraError, OptionError, require
 from hdnn.image_runs import ImageConfig
 from hdnn.models import HDNNStar, ImageModel, MNISTNet
-from hdnn.runs import IMAGE_SETS, Run, find_device, usable_folder, write_json
-from hdnn.tasks import PICTURES, known_metrics, save_picture
+from hdnn.runs import IMAGE_SETS, Run, find_device, usable_folder
+from hdnn.tasks import PICTURES, complete, known_metrics, save_picture
 from hdnn.training import History
 from hdnn.training.checkpoint import Log, locked
 from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining
@@ -107,14 +106,7 @@ def train(
         if tell is not None:
             tell(1, 1, "measuring and drawing")
         serialization.save(model, run.model_file)
-        metrics = _measure(run, config, training)
-        metrics |= {
-            "seconds": round(time.perf_counter() - start, 2),
-            "device": config.device,
-            "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-        }
-        write_json(run.metrics_file, metrics)
-    return metrics
+        return complete(run, _measure(run, config, training), start, config.device)
 
 
 def _fit(training: ImageTraining, config: ImageConfig, folder: Path, tell: Tell | None) -> None:

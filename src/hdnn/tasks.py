@@ -162,16 +162,22 @@ def train(
         def finish() -> dict[str, Any]:
             serialization.save(trained, run.model_file)
             metrics = _measure(run, problem, trained, history)
-            metrics |= {
-                "seconds": round(time.perf_counter() - start, 2),
-                "device": config.device,
-                **({"processes": processes.size} if processes.several else {}),
-                "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-            }
-            write_json(run.metrics_file, metrics)
-            return metrics
+            if processes.several:
+                metrics["processes"] = processes.size
+            return complete(run, metrics, start, config.device)
 
         return processes.first(finish)
+
+
+def complete(run: Run, metrics: dict[str, Any], start: float, device: str) -> dict[str, Any]:
+    """Write what a run came to, which completes it, and return it."""
+    metrics |= {
+        "seconds": round(time.perf_counter() - start, 2),
+        "device": device,
+        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+    }
+    write_json(run.metrics_file, metrics)
+    return metrics
 
 
 def known_metrics(run: Run) -> dict[str, Any] | None:

@@ -381,6 +381,7 @@ def fuse(x: Tensor) -> bool:
     """Whether the kernels are for these images, as things stand: on a GPU, and nobody traces."""
     return (
         x.is_cuda
+        and not torch.compiler.is_compiling()  # which could not look at what follows
         and x.ndim == 4
         and x.numel() > 0
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
