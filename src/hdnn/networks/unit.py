@@ -226,10 +226,8 @@ class HamiltonianUnit(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.channels, self.layers = (
-            positive_int("channels", channels),
-            positive_int("layers", layers),
-        )
+        self.channels = positive_int("channels", channels)
+        self.layers = positive_int("layers", layers)
         self.network, self.norm = choose("network", network, NETWORKS), choose("norm", norm, NORMS)
         self.kernel, self.groups = positive_int("kernel", kernel), positive_int("groups", groups)
         self.activation = activations.registered(activation).name
@@ -337,9 +335,8 @@ class HamiltonianUnit(nn.Module):
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
         A = K
-        if (
-            gamma is not None and beta is not None and not self.training
-        ):  # an affine map, which goes into A and a
+        if gamma is not None and beta is not None and not self.training:
+            # An affine map of each channel, which goes into A and a.
             mean, var = (self.get_buffer(_name(name, half)) for name in ("mean", "var"))
             scale = gamma * (var + EPS).rsqrt()
             A, b = _column(scale) * K, scale * (b - mean) + beta
@@ -385,10 +382,11 @@ class HamiltonianUnit(nn.Module):
         return states[-1].to(y.dtype)
 
     def _run(self, y: Tensor, **options: bool) -> tuple[list[Tensor], Statistics | None]:
-        work, state = self._begin(y)
+        work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
-            if not options and state.dtype is torch.float32 and self._fuses(y):
+            if not options and wide is torch.float32 and self._fuses(y):
                 return _seen(*units.run(y, self._schedule(work), self._raw()))
+            state = y.to(wide)
             parts, kind = self._parts(work, self._raw()), self._kind()
             if self.network == "h1":
                 return h1(state, parts[0], kind, **options)
@@ -437,8 +435,8 @@ class HamiltonianUnit(nn.Module):
         swap = self.network == "h1" and self.groups > 1
         return Kind(activations.get(self.activation), self.groups, swap)
 
-    def _begin(self, y: Tensor) -> tuple[torch.dtype, Tensor]:
-        """The dtype of the convolutions, and the state that they start from."""
+    def _dtypes(self, y: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """The dtype of the convolutions, and that of the state."""
         if not isinstance(y, Tensor) or y.ndim != 4 or y.shape[1] != self.channels:
             given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise ShapeError(
@@ -455,7 +453,7 @@ class HamiltonianUnit(nn.Module):
         work = own
         if casts and own is not torch.float64:  # as autocast itself has it
             work = torch.get_autocast_dtype(y.device.type)
-        return work, y.to(torch.promote_types(own, torch.float32))
+        return work, torch.promote_types(own, torch.float32)
 
     @torch.no_grad()
     def _remember(self, used: Statistics, count: int) -> None:
