@@ -46,6 +46,7 @@ def train(model, recipe=RECIPE, data=None, **options):
     [
         {},
         {"optimizer": "sgd", "learning_rate": 0.01, "decay": None, "clip": 1.0, "pad": 2},
+        {"cut": 8, "flip": True, "pad": 1},
         {"smoothness": 1e-3, "weight_decay": 1e-3, "label_smoothing": 0.1, "learning_rate": 1e-3},
     ],
 )

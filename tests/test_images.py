@@ -737,3 +737,21 @@ def test_the_jpeg_set_is_reported_as_such():
     x = data.normalised(torch.cat([data.images_train, data.images_test]), torch.float64)
     assert x.mean((0, 2, 3)).abs().max() < 0.2
     assert (x.std((0, 2, 3)) - 1).abs().max() < 0.2
+
+
+def test_a_square_is_blanked():
+    whole = torch.ones(3, 2, 6, 8)
+    found = images.blank(whole, torch.tensor([[3, 4], [0, 0], [5, 7]]), 4)
+    expected = torch.ones(3, 6, 8)
+    expected[0, 1:5, 2:6] = 0
+    expected[1, :2, :2] = 0
+    expected[2, 3:, 5:] = 0
+    assert torch.equal(found, expected[:, None].expand_as(found))
+    assert torch.equal(images.blank(whole, torch.zeros(3, 2, dtype=torch.int64), 0), whole)
+    for centres, size, word in (
+        ((3, 1), 2, "centres"),
+        ((3, 2), -1, "size"),
+        ((3, 2), True, "size"),
+    ):
+        with pytest.raises(DataError, match=word):
+            images.blank(whole, torch.zeros(centres, dtype=torch.int64), size)

@@ -196,6 +196,27 @@ def augment(
     return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
 
 
+def blank(images: Tensor, centres: Tensor, size: int) -> Tensor:
+    """Images (B, C, H, W) with a square around each centre (B, 2), row and column, set to zero.
+
+    Of normalised images that is their mean. What of the square lies outside is no matter.
+    """
+    _check_images("images to blank", images, None)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise DataError(f"size must be a whole number >= 0, but got {size!r}.")
+    if centres.shape != (len(images), 2):
+        raise DataError(
+            f"centres must be ({len(images)}, 2), a row and a column for each image, but got "
+            f"{tuple(centres.shape)}."
+        )
+    i, j = (
+        (torch.arange(n, device=images.device) - centre[:, None] + size // 2)
+        for n, centre in zip(images.shape[2:], centres.unbind(1), strict=True)
+    )
+    inside = ((i >= 0) & (i < size))[:, :, None] & ((j >= 0) & (j < size))[:, None, :]
+    return images.masked_fill(inside[:, None], 0)
+
+
 def _is_on(device: torch.device, other: torch.device) -> bool:
     """Whether they are the same; "cuda" without a number is whichever is used."""
     return device.type == other.type and device.index in (None, other.index)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdnn.data.images import ImageData, augment, draw
+from hdnn.data.images import ImageData, augment, blank, draw
 from hdnn.errors import TrainingError, choose
 from hdnn.training import checkpoint, schedule
 from hdnn.training.checks import number, whole_number
@@ -55,7 +55,8 @@ class ImageRecipe:
     `rates` are factors of the learning rate by epoch, such as ((0, 1.0), (120, 0.1)); without them
     it rises for the fraction `warmup` and falls as a cosine. `decay` is per epoch: 0.8 makes the
     rate 0.8 times what it was. Weight decay is on matrices and kernels only. `pad` pixels around an
-    image make room for crops; `flip` mirrors half of them.
+    image make room for crops; `flip` mirrors half of them; `cut` is the side of a square that is
+    blanked in each.
     """
 
     epochs: int = 40
@@ -73,6 +74,7 @@ class ImageRecipe:
     clip: float | None = None
     pad: int = 0
     flip: bool = False
+    cut: int = 0
     bf16: bool = False
     seed: int = 0
 
@@ -89,6 +91,8 @@ class ImageRecipe:
         choose("optimizer", self.optimizer, OPTIMIZERS)
         for name in ("epochs", "batch"):
             whole_number(name, getattr(self, name), 1)
+        for name in ("pad", "cut"):
+            whole_number(name, getattr(self, name), 0)
         for name in ("learning_rate", "momentum", "warmup", "weight_decay", "smoothness"):
             number(name, getattr(self, name))
         return self
@@ -126,6 +130,7 @@ class ImageTraining:
         self.order = torch.zeros(rows, dtype=torch.int64, **like)
         self.shifts = torch.zeros(*rows, 2, dtype=torch.int64, **like)
         self.flips = torch.zeros(rows, dtype=torch.bool, **like)
+        self.cuts = torch.zeros_like(self.shifts)
         self.rates = torch.zeros(self.batches, dtype=torch.float32, **like)
         self.count = torch.zeros(1, dtype=torch.int64, **like)
         self.sums = torch.zeros(2, dtype=torch.float64, **like)
@@ -157,13 +162,16 @@ class ImageTraining:
 
     def _step(self) -> None:
         data, recipe = self.data, self.recipe
-        index, shifts, flips = (
-            each.index_select(0, self.count)[0] for each in (self.order, self.shifts, self.flips)
+        index, shifts, flips, cuts = (
+            each.index_select(0, self.count)[0]
+            for each in (self.order, self.shifts, self.flips, self.cuts)
         )
         images, t = data.images_train[index], data.t_train[index]
         if recipe.pad or recipe.flip:
             images = augment(images, pad=recipe.pad, shifts=shifts, flips=flips)
         x = data.normalised(images, torch.float32)
+        if recipe.cut:
+            x = blank(x, cuts, recipe.cut)
         if x.shape[1] > 1 and self.cuda:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
@@ -251,6 +259,9 @@ class ImageTraining:
         self.order.copy_(order[:count].view(N, -1))
         self.shifts.copy_(shifts.view(N, -1, 2))
         self.flips.copy_(flips.view(N, -1))
+        if recipe.cut:
+            side = min(self.data.images_train.shape[2:])
+            self.cuts.random_(0, side, generator=generator)
         factors = [recipe.factor(epoch * N + k, N) for k in range(N)]
         self.rates.copy_(recipe.learning_rate * torch.tensor(factors))
         self.count.zero_()
