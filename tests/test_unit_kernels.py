@@ -83,12 +83,12 @@ def glue_errors(*, channels=6, size=(8, 4), activation="identity", device="cpu")
     wanted += [z, *torch.autograd.grad(z, (x, gamma, beta), g)]
     like = [t.detach().float().to(device).requires_grad_() for t in (x, gamma, beta)]
     half = pixels.Halve.apply(like[0])
-    z, mean, rstd = pixels.Normalise.apply(*like, 1e-5, activation)
+    running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+    z = pixels.Normalise.apply(*like, 1e-5, activation, running, 0.1)
     found = [half, *torch.autograd.grad(half, like[0], small.to(device))]
     found += [z, *torch.autograd.grad(z, like, g.float().to(device))]
-    var = x.detach().var((0, 2, 3), unbiased=False)
-    wanted += [x.detach().mean((0, 2, 3)), (var + 1e-5).rsqrt()]
-    return [error(a, b) for a, b in zip([*found, mean, rstd], wanted, strict=True)]
+    wanted += [0.1 * x.detach().mean((0, 2, 3)), 0.9 + 0.1 * x.detach().var((0, 2, 3))]
+    return [error(a, b) for a, b in zip([*found, *running], wanted, strict=True)]
 
 
 def second_errors(network, norm, *, device="cpu"):
@@ -110,7 +110,7 @@ def second_errors(network, norm, *, device="cpu"):
     for function, other in (
         (pixels.Halve.apply, lambda x: F.avg_pool2d(x, 2)),
         (
-            lambda x: pixels.Normalise.apply(x, ones, ones, 1e-5, "tanh")[0],
+            lambda x: pixels.Normalise.apply(x, ones, ones, 1e-5, "tanh"),
             lambda x: torch.tanh(F.batch_norm(x, None, None, ones, ones, True)),
         ),
     ):

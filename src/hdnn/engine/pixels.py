@@ -189,19 +189,30 @@ def _normalise_kernel(
     rstd,
     scale,
     shift,
+    running_mean,
+    running_var,
     rows,
     eps,
+    momentum,
     C: constexpr,
     P: constexpr,
     CB: constexpr,
+    TRACK: constexpr,
 ):  # pragma: kernel
     """Mean and 1 / deviation of each channel; scale and shift to normalise with."""
     column = tl.program_id(0) * CB + tl.arange(0, CB)
     exists = column < C
     total, square = _pair(partial, column, C, P)
     total, square = total / rows, square / rows
-    r = tl.rsqrt(tl.maximum(square - total * total, 0.0) + eps)
+    var = tl.maximum(square - total * total, 0.0)
+    r = tl.rsqrt(var + eps)
     m = total + tl.load(x + column, mask=exists, other=0.0).to(tl.float32)
+    if TRACK:
+        old = tl.load(running_mean + column, mask=exists, other=0.0)
+        tl.store(running_mean + column, old + momentum * (m - old), mask=exists)
+        old = tl.load(running_var + column, mask=exists, other=0.0)
+        unbiased = var * (rows / tl.maximum(rows - 1, 1))
+        tl.store(running_var + column, old + momentum * (unbiased - old), mask=exists)
     by = r * tl.load(gamma + column, mask=exists, other=0.0)
     tl.store(mean + column, m, mask=exists)
     tl.store(rstd + column, r, mask=exists)
@@ -307,8 +318,9 @@ def _over_pixels(name: str, rows: int, C: int, *arguments: Any, **constants: Any
     _load()[name][grid](*arguments, **sizes, **constants, num_warps=4)
 
 
-def _over_programs(name: str, C: int, *arguments: Any) -> None:
-    _load()[name][(-(-C // 8), 1, 1)](*arguments, C=C, P=PROGRAMS, CB=8, num_warps=4)
+def _over_programs(name: str, C: int, *arguments: Any, **constants: Any) -> None:
+    sizes = {"C": C, "P": PROGRAMS, "CB": 8}
+    _load()[name][(-(-C // 8), 1, 1)](*arguments, **sizes, **constants, num_warps=4)
 
 
 class Pixels:
@@ -352,12 +364,25 @@ class Pixels:
         """d = g sigma'(x + shift); `partial` (PROGRAMS, C) adds up to its sum over the pixels."""
         self._run("_slope_kernel", x, g, d, shift, partial, ACT=self.activation)
 
-    def normalise(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        """Mean, 1 / deviation, scale and shift of each channel: (4, C)."""
+    def normalise(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        eps: float,
+        running: tuple[Tensor, Tensor] | None = None,
+        momentum: float = 0.0,
+    ) -> Tensor:
+        """Mean, 1 / deviation, scale and shift of each channel: (4, C).
+
+        `running` mean and variance are moved towards those of these images.
+        """
         partial, found = self._partial(x), self._few(x, 4)
         self._run("_moments_kernel", x, partial)
-        sizes = (self.rows, float(eps))
-        _over_programs("_normalise_kernel", self.C, x, partial, gamma, beta, *found, *sizes)
+        given = (x, partial, gamma, beta, *found, *(running or (gamma, beta)))
+        numbers = (self.rows, float(eps), float(momentum))
+        track = {"TRACK": running is not None}
+        _over_programs("_normalise_kernel", self.C, *given, *numbers, **track)
         return found
 
     def norm_slope(self, x: Tensor, g: Tensor, d: Tensor, normal: Tensor) -> Tensor:
@@ -397,24 +422,32 @@ def images(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Normalise(torch.autograd.Function):
-    """sigma of the images (B, C, ..) normalised by their own statistics; mean, 1 / deviation."""
+    """sigma of the images (B, C, ..), normalised by their own statistics.
+
+    `running` mean and variance are moved towards these.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, eps: float, activation: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        eps: float,
+        activation: str,
+        running: tuple[Tensor, Tensor] | None = None,
+        momentum: float = 0.0,
+    ) -> Tensor:
         inputs, x = x, images(x)
         pixels, z = Pixels(x, activation), torch.empty_like(x)
-        normal = pixels.normalise(x, gamma, beta, eps)
+        normal = pixels.normalise(x, gamma, beta, eps, running, momentum)
         pixels.activate(x, z, normal[3], normal[2])
-        mean, rstd = normal[0].clone(), normal[1].clone()
         ctx.pixels, ctx.eps = pixels, eps
         ctx.save_for_backward(inputs, gamma, beta, normal)
-        ctx.mark_non_differentiable(mean, rstd)
-        return z, mean, rstd
+        return z
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, beta, normal = ctx.saved_tensors
         if torch.is_grad_enabled():  # gradients of these gradients will be asked for
             asked = [t for t in (x, gamma, beta) if t.requires_grad]
@@ -422,11 +455,11 @@ class Normalise(torch.autograd.Function):
             z = activations.get(ctx.pixels.activation)(v)
             found = iter(torch.autograd.grad(z, asked, g, create_graph=True))
             rest = [next(found) if t.requires_grad else None for t in (x, gamma, beta)]
-            return *rest, None, None
+            return *rest, *[None] * 4
         x = images(x)
         d = torch.empty_like(x)
         d_beta, d_gamma = ctx.pixels.norm_slope(x, images(g, x.dtype), d, normal)
-        return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), None, None
+        return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), *[None] * 4
 
 
 class Halve(torch.autograd.Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hdnn import activations
@@ -21,10 +20,10 @@ class BatchNorm(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if not self._fuses(input):
             return activations.get(self.activation)(super().forward(input))
-        given = (input, self.weight, self.bias, self.eps, self.activation)
-        z, mean, rstd = pixels.Normalise.apply(*given)
-        self._remember(mean, rstd, input.numel() // input.shape[1])
-        return z
+        self.get_buffer("num_batches_tracked").add_(1)
+        running = self.get_buffer("running_mean"), self.get_buffer("running_var")
+        how = (self.eps, self.activation, running, self.momentum)
+        return pixels.Normalise.apply(input, self.weight, self.bias, *how)
 
     def _fuses(self, input: Tensor) -> bool:
         return (
@@ -36,14 +35,6 @@ class BatchNorm(nn.BatchNorm2d):
             and self.activation in dispatch.FUSED
             and pixels.fuse(input)
         )
-
-    @torch.no_grad()
-    def _remember(self, mean: Tensor, rstd: Tensor, count: int) -> None:
-        var = (rstd.pow(-2) - self.eps) * (count / max(count - 1, 1))
-        for name, seen in (("running_mean", mean), ("running_var", var)):
-            running = self.get_buffer(name)
-            running.lerp_(seen.to(running.dtype), self.momentum or 0.0)
-        self.get_buffer("num_batches_tracked").add_(1)
 
     def extra_repr(self) -> str:
         tail = "" if self.activation == "identity" else f", {self.activation}"
