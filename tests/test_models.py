@@ -117,7 +117,12 @@ def test_hdnn_star_pools_and_pads_between_its_units():
     first, second = model.units
     y = F.avg_pool2d(first(model.stem(x)), 2)
     y = second(torch.cat([y, torch.zeros(2, 4, 4, 4, dtype=y.dtype)], 1))
-    torch.testing.assert_close(model.features(x), F.avg_pool2d(y, 2).flatten(1))
+    y = F.avg_pool2d(y, 2)
+    torch.testing.assert_close(model.features(x), y.flatten(1))
+    model.pool = "scaled"
+    torch.testing.assert_close(model.features(x), y.flatten(1) / y.shape[2])
+    model.pool = "mean"
+    torch.testing.assert_close(model.features(x), y.mean((2, 3)))
     assert [unit.guarantee().holds for unit in model.units] == [True, True]
 
 

@@ -23,7 +23,7 @@ from hdnn.networks.unit import HamiltonianUnit
 
 MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
 PADDINGS = ("end", "halves")
-POOLS = ("flatten", "mean")
+POOLS = ("flatten", "scaled", "mean")
 
 
 class ImageModel(nn.Module):
@@ -183,7 +183,9 @@ class HDNNStar(ImageModel):
         for unit in self.stages:
             assert isinstance(unit, HamiltonianUnit)
             y = _halved(unit(_padded(y, unit.channels, self.padding)))
-        return y.mean((2, 3)) if self.pool == "mean" else y.flatten(1)
+        if self.pool == "mean":
+            return y.mean((2, 3))
+        return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
 
 
 def hdnn_star(
@@ -210,8 +212,9 @@ def hdnn_star(
 
     After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
     next: behind all others (`padding="end"`), or behind those of p and behind those of q
-    ("halves"). The linear layer sees all pixels that are left, or with `pool="mean"` their mean.
-    Other options are those of `hdnn.HamiltonianUnit`.
+    ("halves"). The linear layer sees all pixels that are left (`pool="flatten"`), or these divided
+    by the root of their number, so that it can bear higher rates ("scaled"), or their "mean". Other
+    options are those of `hdnn.HamiltonianUnit`.
     """
     channels = [positive_int("channels", C) for C in channels]
     if not channels or any(a > b for a, b in pairwise(channels)):
