@@ -11,7 +11,7 @@ from torch import nn
 from hdnn import image_recipes, models
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, OptionError, TrainingError
-from hdnn.experiments import table_cifar, table_mnist
+from hdnn.experiments import runner, table_cifar, table_mnist
 from hdnn.training.images import ImageRecipe, ImageTraining, run_together
 
 
@@ -96,11 +96,29 @@ def test_together_is_as_alone():
     trainings = [
         ImageTraining(m, images(), recipe) for m, recipe in zip(beside, recipes, strict=True)
     ]
-    found = run_together(trainings)
-    assert found[0].test == history.test
-    assert [len(one.test) for one in found] == [3, 4]
+    assert run_together(trainings)
+    assert trainings[0].history.test == history.test
+    assert [len(one.history.test) for one in trainings] == [3, 4]
     for a, b in zip(alone.parameters(), beside[0].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_together_goes_on_from_checkpoints(tmp_path):
+    whole = [small(), small(1)]
+    run_together([ImageTraining(m, images(), RECIPE) for m in whole])
+    folders = [tmp_path / "a" / "b", tmp_path / "c"]
+    first = [ImageTraining(small(k), images(), RECIPE) for k in (0, 1)]
+    assert not run_together(first, folders=folders, until=-1.0)
+    first[0].run_epoch()  # the one is ahead of the other
+    first[0].test()
+    first[0].save(folders[0])
+    again = [ImageTraining(small(9), images(), RECIPE) for _ in range(2)]
+    again[1] = ImageTraining(small(1), images(), RECIPE)
+    assert run_together(again, folders=folders)
+    for a, b in zip(whole, again, strict=True):
+        assert len(b.history.test) == 3
+        for p, q in zip(a.parameters(), b.model.parameters(), strict=True):
+            assert torch.equal(p, q)
 
 
 @pytest.mark.gpu
@@ -188,6 +206,7 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     for wrong in ("much", "2/2", "1", "-1/2"):
         with pytest.raises(OptionError, match="a share is such as 0/4"):
             table_cifar.main([*options, f"--share={wrong}"])
+    assert runner.guarded(table_cifar.main, [*options, "--minutes", "0"]) == 130
     assert table_cifar.main([*options, "--share", "0/2"]) == 0
     assert not (tmp_path / "table-cifar-1.md").exists()
     assert table_cifar.main(options) == 0

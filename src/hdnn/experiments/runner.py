@@ -7,8 +7,11 @@ the job itself.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -20,6 +23,7 @@ import torch
 
 from hdnn.errors import DataError, HDNNError, OptionError
 from hdnn.files import write_atomically
+from hdnn.training.images import ImageTraining, run_together
 from hdnn.training.progress import Line
 
 Job = dict[str, Any]
@@ -92,6 +96,11 @@ def _key(job: Job) -> str:
     return json.dumps(job, sort_keys=True)
 
 
+def _digest(job: Job) -> str:
+    """A name for the folder of a job."""
+    return hashlib.sha256(_key(job).encode()).hexdigest()[:16]
+
+
 def _read(path: Path) -> dict[str, Job]:
     if not path.exists():
         return {}
@@ -159,27 +168,40 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
 
 def run_images(
     jobs: list[Job],
-    work: Callable[[list[Job]], list[Job]],
+    make: Callable[[Job], ImageTraining],
+    result: Callable[[Job, ImageTraining], Job],
     options: argparse.Namespace,
     together: int,
 ) -> list[tuple[Job, Job]] | None:
     """Jobs with their results; None for a share, of which there is no table.
 
-    On a GPU so many are run together. Once the minutes are over it is as if Ctrl-C had come: the
-    same command goes on another time.
+    On a GPU so many trainings are run together. Each has a checkpoint until it is done. Once the
+    minutes are over it is as if Ctrl-C had come: the same command goes on another time.
     """
-    path, end = options.runs / "results.jsonl", time.monotonic() + 60 * (options.minutes or 1e9)
+    path, minutes = options.runs / "results.jsonl", options.minutes
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if options.share is not None:
         first, every = _share(options.share)
         jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
 
-    def in_time(some: list[Job]) -> list[Job]:
+    def work(some: list[Job]) -> list[Job]:
         if time.monotonic() > end:
             raise KeyboardInterrupt
-        return work(some)
+        folders = [options.runs / "unfinished" / _digest(job) for job in some]
+        start, trainings = time.monotonic(), [make(job) for job in some]
+        if not run_together(trainings, folders=folders, until=end):
+            raise KeyboardInterrupt
+        seconds = round((time.monotonic() - start) / len(some), 1)
+        found = [
+            {**result(job, one), "seconds": seconds}
+            for job, one in zip(some, trainings, strict=True)
+        ]
+        for folder in folders:
+            shutil.rmtree(folder)
+        return found
 
     at_once = together if options.device.startswith("cuda") else 1
-    found = run_all(jobs, in_time, path, progress=not options.quiet, together=at_once)
+    found = run_all(jobs, work, path, progress=not options.quiet, together=at_once)
     return None if options.share is not None else list(zip(jobs, found, strict=True))
 
 

@@ -13,7 +13,6 @@ table says so. A run may be broken off at any time, and goes on where it was.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from hdnn.experiments.runner import Job
 from hdnn.experiments.weights import save_weights
 from hdnn.image_recipes import CIFAR_NETWORKS
 from hdnn.models import ImageModel
-from hdnn.training.images import ImageRecipe, ImageTraining, run_together
+from hdnn.training.images import ImageRecipe, ImageTraining
 
 NAME = "table-cifar"
 PAPER = {"resnet56": 93.68, "h1": 92.27, "alexnet": 91.55}
@@ -45,33 +44,25 @@ def network(job: Job) -> ImageModel:
     return image_recipes.cifar_network(job["network"], job.get("star"))
 
 
-def train(jobs: list[Job], data: ImageData, device: str, folder: Path) -> list[Job]:
-    """The results of some jobs, which are run together."""
-    start, trainings = time.perf_counter(), []
-    for job in jobs:
-        part = _kept_aside(data) if job.get("validate") else data
-        model = network(job).to(device)
-        if device.startswith("cuda"):
-            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        recipe = {**job["recipe"], "rates": tuple(map(tuple, job["recipe"]["rates"]))}
-        training = ImageTraining(model, part, ImageRecipe(**recipe), smooth=tuple(model.units))
-        trainings.append(training)
-    run_together(trainings)
-    seconds = round((time.perf_counter() - start) / len(jobs), 1)
-    for job, one in zip(jobs, trainings, strict=True):
-        if job["seed"] == WEIGHTS and not job.get("validate"):
-            save_weights(one.model, job, folder / f"{job['network']}.safetensors")
-    return [
-        {
-            "test": 100 * one.history.test[-1],
-            "train": 100 * one.history.accuracy[-1],
-            "parameters": sum(p.numel() for p in one.model.parameters()),
-            "curve": [round(100 * value, 2) for value in one.history.test],
-            "epoch_seconds": round(one.history.seconds / len(one.history.loss), 3),
-            "seconds": seconds,
-        }
-        for one in trainings
-    ]
+def training(job: Job, data: ImageData, device: str) -> ImageTraining:
+    part = _kept_aside(data) if job.get("validate") else data
+    model = network(job).to(device)
+    if device.startswith("cuda"):
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    recipe = {**job["recipe"], "rates": tuple(map(tuple, job["recipe"]["rates"]))}
+    return ImageTraining(model, part, ImageRecipe(**recipe), smooth=tuple(model.units))
+
+
+def result_of(job: Job, one: ImageTraining, folder: Path) -> Job:
+    if job["seed"] == WEIGHTS and not job.get("validate"):
+        save_weights(one.model, job, folder / f"{job['network']}.safetensors")
+    return {
+        "test": 100 * one.history.test[-1],
+        "train": 100 * one.history.accuracy[-1],
+        "parameters": sum(p.numel() for p in one.model.parameters()),
+        "curve": [round(100 * value, 2) for value in one.history.test],
+        "epoch_seconds": round(one.history.seconds / len(one.history.loss), 3),
+    }
 
 
 def _kept_aside(data: ImageData) -> ImageData:
@@ -124,8 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     data = cifar10.load().to(options.device)
     jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
-    work = partial(train, data=data, device=options.device, folder=options.runs)
-    found = runner.run_images(jobs, work, options, together=TOGETHER)
+    make = partial(training, data=data, device=options.device)
+    measure = partial(result_of, folder=options.runs)
+    found = runner.run_images(jobs, make, measure, options, together=TOGETHER)
     if found is None:
         return 0
     by_network: dict[str, list[Job]] = {}

@@ -14,7 +14,6 @@ be broken off at any time, and goes on where it was.
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from hdnn.data import mnist
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
-from hdnn.training.images import ImageRecipe, ImageTraining, run_together
+from hdnn.training.images import ImageRecipe, ImageTraining
 
 NAME = "table-mnist"
 PAPER = {
@@ -58,26 +57,18 @@ def network(job: Job) -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return model, () if model.net is None else (model.net,)
 
 
-def train(jobs: list[Job], data: ImageData, device: str) -> list[Job]:
-    """The results of some jobs, which are run together."""
-    start, trainings = time.perf_counter(), []
-    with engine.use(precision="tf32"):
-        for job in jobs:
-            model, smooth = network(job)
-            recipe = ImageRecipe(**job["recipe"])
-            trainings.append(ImageTraining(model.to(device), data, recipe, smooth=smooth))
-        run_together(trainings)
-    seconds = round((time.perf_counter() - start) / len(jobs), 1)
-    return [
-        {
-            "test": 100 * one.history.test[-1],
-            "train": 100 * one.accuracy(one.data.images_train, one.data.t_train),
-            "parameters": sum(p.numel() for p in one.model.parameters()),
-            "curve": [round(100 * value, 2) for value in one.history.test],
-            "seconds": seconds,
-        }
-        for one in trainings
-    ]
+def training(job: Job, data: ImageData, device: str) -> ImageTraining:
+    model, smooth = network(job)
+    return ImageTraining(model.to(device), data, ImageRecipe(**job["recipe"]), smooth=smooth)
+
+
+def result_of(_: Job, one: ImageTraining) -> Job:
+    return {
+        "test": 100 * one.history.test[-1],
+        "train": 100 * one.accuracy(one.data.images_train, one.data.t_train),
+        "parameters": sum(p.numel() for p in one.model.parameters()),
+        "curve": [round(100 * value, 2) for value in one.history.test],
+    }
 
 
 def jobs_for(seeds: int, epochs: int, by: list[str]) -> list[Job]:
@@ -124,8 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     data = mnist.load().to(options.device)
     jobs = jobs_for(options.seeds, options.epochs, options.recipes)
-    work = partial(train, data=data, device=options.device)
-    found = runner.run_images(jobs, work, options, together=options.seeds)
+    make = partial(training, data=data, device=options.device)
+    with engine.use(precision="tf32"):
+        found = runner.run_images(jobs, make, result_of, options, together=options.seeds)
     if found is None:
         return 0
     by_row: dict[tuple[str, str, int], list[Job]] = {}

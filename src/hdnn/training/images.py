@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -342,17 +342,35 @@ class ImageTraining:
         self.epoch, self.history = state["epoch"], ImageHistory(**state["history"])
 
 
-def run_together(trainings: Sequence[ImageTraining]) -> list[ImageHistory]:
-    """Several trainings to their ends, a step of each in turn: what they launch fills one GPU."""
-    while left := [one for one in trainings if one.epoch < one.recipe.epochs]:
-        start = time.perf_counter()
-        for _ in zip_longest(*(one.steps() for one in left)):
-            pass
-        seconds = (time.perf_counter() - start) / len(left)
-        for one in left:
-            one.history.seconds += seconds
-            one.test()
-    return [one.history for one in trainings]
+def run_together(
+    trainings: Sequence[ImageTraining],
+    *,
+    folders: Sequence[Path] | None = None,
+    until: float = math.inf,
+) -> bool:
+    """Several trainings, a step of each in turn: what they launch fills one GPU.
+
+    With a folder for each there is a checkpoint after every epoch, from which it goes on. Whether
+    all came to their ends: `until`, by `time.monotonic`, no further epoch is begun.
+    """
+    with ExitStack() as stack:
+        for one, folder in zip(trainings, folders or (), strict=folders is not None):
+            stack.enter_context(checkpoint.locked(checkpoint.open_folder(folder, resume=True)))
+            one.open(folder)
+        while left := [one for one in trainings if one.epoch < one.recipe.epochs]:
+            if time.monotonic() > until:
+                return False
+            start = time.perf_counter()
+            for _ in zip_longest(*(one.steps() for one in left)):
+                pass
+            seconds = (time.perf_counter() - start) / len(left)
+            for one in left:
+                one.history.seconds += seconds
+                one.test()
+            for one, folder in zip(trainings, folders or (), strict=folders is not None):
+                if one in left:
+                    one.save(folder)
+    return True
 
 
 @contextmanager
