@@ -339,6 +339,10 @@ class ImageTraining:
         if found is None:
             return
         state, _ = checkpoint.restore(found, self.model, self.optimizer, [])
+        for p, slots in self.optimizer.state.items():  # in the layout of the weights again
+            for name, value in slots.items():
+                if value.shape == p.shape:
+                    slots[name] = torch.empty_like(p).copy_(value)
         self.epoch, self.history = state["epoch"], ImageHistory(**state["history"])
 
 
