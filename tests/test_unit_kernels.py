@@ -247,6 +247,6 @@ def test_batch_norm_is_that_of_pytorch():
 
 
 if __name__ == "__main__":
-    pixels.PROGRAMS = units.PROGRAMS = 4  # each takes its time here
+    pixels.PROGRAMS = 4  # each takes its time here
     errors = [KINDS[kind](*some, **options) for kind, some, options in GROUPS[sys.argv[1]]]
     sys.stdout.write(json.dumps(errors) + "\n")

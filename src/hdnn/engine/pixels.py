@@ -3,7 +3,7 @@
 Such an image is a matrix: a row for each pixel, a column for each channel. A shear moves one image
 by another, `target += c K^T sigma(K source + a)`; all of it but the two convolutions, and the same
 of its backward pass, is done here in a few passes over memory. Sums over all pixels are taken in
-two steps, first by PROGRAMS programs and then over these, so they do not depend on who is first.
+two steps, first by some programs and then over these, so they do not depend on who is first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hdnn.engine import dispatch
 from hdnn.engine import triton as stacks
 from hdnn.errors import require
 
-PROGRAMS = 1024
+PROGRAMS = 1024  # at the most, that add up pixels
 TILE = 2048  # entries at once
 
 tl: Any = None
@@ -309,18 +309,18 @@ def _load() -> dict[str, Any]:
     }
 
 
-def _over_pixels(name: str, rows: int, C: int, *arguments: Any, **constants: Any) -> None:
-    sums = "partial" in _load()[name].arg_names
+def _tiles(rows: int, C: int) -> tuple[int, int, int]:
+    """How many tiles there are, and their columns and rows."""
     CB = max(16, 1 << (C - 1).bit_length())
     RB = max(1, TILE // CB)
-    grid = (PROGRAMS if sums else -(-rows // RB), 1, 1)
+    return -(-rows // RB), CB, RB
+
+
+def _over_pixels(name: str, rows: int, C: int, *arguments: Any, **constants: Any) -> None:
+    tiles, CB, RB = _tiles(rows, C)
+    programs = constants.pop("programs", tiles)
     sizes = {"C": C, "CB": CB, "RB": RB}
-    _load()[name][grid](*arguments, **sizes, **constants, num_warps=4)
-
-
-def _over_programs(name: str, C: int, *arguments: Any, **constants: Any) -> None:
-    sizes = {"C": C, "P": PROGRAMS, "CB": 8}
-    _load()[name][(-(-C // 8), 1, 1)](*arguments, **sizes, **constants, num_warps=4)
+    _load()[name][programs, 1, 1](*arguments, **sizes, **constants, num_warps=4)
 
 
 class Pixels:
@@ -329,6 +329,17 @@ class Pixels:
     def __init__(self, like: Tensor, activation: str) -> None:
         self.C, self.activation = like.shape[1], activation
         self.rows = like.numel() // max(self.C, 1)
+        # Some tiles for each, as long as there are enough programs; a power of 2.
+        tiles = _tiles(self.rows, self.C)[0]
+        self.programs = min(PROGRAMS, max(16, 1 << (tiles // 4).bit_length()))
+
+    def _sum(self, name: str, *tensors: Tensor, **how: Any) -> None:
+        self._run(name, *tensors, programs=self.programs, **how)
+
+    def _add_up(self, name: str, *arguments: Any, **constants: Any) -> None:
+        """Over the programs, some channels at a time."""
+        sizes = {"C": self.C, "P": self.programs, "CB": 8}
+        _load()[name][-(-self.C // 8), 1, 1](*arguments, **sizes, **constants, num_warps=4)
 
     def _run(self, name: str, *tensors: Tensor, c: tuple[float, ...] = (), **how: Any) -> None:
         _over_pixels(name, self.rows, self.C, *tensors, self.rows, *c, **how)
@@ -361,8 +372,8 @@ class Pixels:
         return new
 
     def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor, partial: Tensor) -> None:
-        """d = g sigma'(x + shift); `partial` (PROGRAMS, C) adds up to its sum over the pixels."""
-        self._run("_slope_kernel", x, g, d, shift, partial, ACT=self.activation)
+        """d = g sigma'(x + shift); `partial` (programs, C) adds up to its sum over the pixels."""
+        self._sum("_slope_kernel", x, g, d, shift, partial, ACT=self.activation)
 
     def normalise(
         self,
@@ -378,11 +389,11 @@ class Pixels:
         `running` mean and variance are moved towards those of these images.
         """
         partial, found = self._partial(x), self._few(x, 4)
-        self._run("_moments_kernel", x, partial)
+        self._sum("_moments_kernel", x, partial)
         given = (x, partial, gamma, beta, *found, *(running or (gamma, beta)))
         numbers = (self.rows, float(eps), float(momentum))
         track = {"TRACK": running is not None}
-        _over_programs("_normalise_kernel", self.C, *given, *numbers, **track)
+        self._add_up("_normalise_kernel", *given, *numbers, **track)
         return found
 
     def norm_slope(self, x: Tensor, g: Tensor, d: Tensor, normal: Tensor) -> Tensor:
@@ -390,13 +401,13 @@ class Pixels:
         partial, sums = self._partial(x), self._few(x, 2)
         mean, rstd, scale, shift = normal
         both = (scale, shift, mean, rstd)
-        self._run("_norm_sums_kernel", x, g, *both, partial, ACT=self.activation)
-        _over_programs("_add_up_kernel", self.C, partial, sums)
+        self._sum("_norm_sums_kernel", x, g, *both, partial, ACT=self.activation)
+        self._add_up("_add_up_kernel", partial, sums)
         self._run("_norm_slope_kernel", x, g, d, *both, sums, ACT=self.activation)
         return sums
 
     def _partial(self, x: Tensor) -> Tensor:
-        return torch.empty(PROGRAMS, 2, self.C, dtype=torch.float32, device=x.device)
+        return torch.empty(self.programs, 2, self.C, dtype=torch.float32, device=x.device)
 
     def _few(self, x: Tensor, count: int) -> Tensor:
         return torch.empty(count, self.C, dtype=torch.float32, device=x.device)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdnn.engine.pixels import PROGRAMS, Pixels, images
+from hdnn.engine.pixels import Pixels, images
 from hdnn.operators import conv
 
 
@@ -195,7 +195,7 @@ def _backward(
         s, z, x, K, normal = past.shear(i)
         d_z = conv.apply(K, s[B:])
         if normal is None:
-            partial = torch.empty(PROGRAMS, pixels.C, **like)
+            partial = torch.empty(pixels.programs, pixels.C, **like)
             pixels.slope(x, d_z, z[:B], weights[kind].a[layer], partial)
             # Those of many layers would need room: then each is added up at once.
             sums[kind].append(partial.sum(0, keepdim=True) if memory.rebuilds else partial)
