@@ -1,6 +1,12 @@
-"""What the command line said, for tests."""
+"""What tests of the command line share: what it said, and somebody else in its folder."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from hdnn.training import checkpoint
 
 
 def told(capsys: Any) -> str:
@@ -17,3 +23,23 @@ def sentence(said: str) -> str:
     assert "Traceback" not in said
     assert "mistake in hdnn itself" not in said
     return said
+
+
+@contextmanager
+def trained_elsewhere(folder: str) -> Iterator[None]:
+    """Somebody trains in the folder: a lock is as much another thread's as another process's."""
+    locked, done = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with checkpoint.locked(Path(folder)):
+            locked.set()
+            done.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    locked.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

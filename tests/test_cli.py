@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +24,8 @@ import hdnn
 from hdnn import cli, tasks
 from hdnn.__main__ import main
 from hdnn.runs import Run
-from hdnn.training import Moment, checkpoint, fit, fit_multilevel
-from said import told
+from hdnn.training import Moment, fit, fit_multilevel
+from said import told, trained_elsewhere
 
 QUICK = ["--layers", "2", "--epochs", "2"]
 
@@ -240,21 +239,8 @@ def test_a_folder_in_which_another_process_trains_is_left_to_it(trained, capsys)
     shutil.copytree(trained / "classes", "r")
     Path("r/metrics.json").unlink()
     before = files("r")
-    locked, done = threading.Event(), threading.Event()
-
-    def train_elsewhere():  # a lock is as much another thread's as another process's
-        with checkpoint.locked(Path("r")):
-            locked.set()
-            done.wait()
-
-    thread = threading.Thread(target=train_elsewhere)
-    thread.start()
-    locked.wait()
-    try:
+    with trained_elsewhere("r"):
         assert main(["train", "--resume", "--out", "r"]) == 2
-    finally:
-        done.set()
-        thread.join()
     assert "another process is training in r" in told(capsys)
     assert files("r") == before
     assert main(["train", "--resume", "--out", "r"]) == 0

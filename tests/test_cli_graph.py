@@ -32,7 +32,7 @@ from hdnn.distributed.gloo import LostError
 from hdnn.distributed.graph import from_edges
 from hdnn.distributed.launch import Ended
 from parts import run_parts
-from said import sentence, told
+from said import sentence, told, trained_elsewhere
 from test_graphfile import RING, TWO_STEPS, patterns
 
 QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
@@ -529,26 +529,9 @@ def test_a_launch_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):
 
 def test_a_folder_in_which_another_process_trains_is_left_to_it(monkeypatch, capsys):
     pytest.importorskip("fcntl")
-    import threading
-
-    from hdnn.training import checkpoint
-
     Path("r").mkdir()
-    locked, done = threading.Event(), threading.Event()
-
-    def elsewhere():
-        with checkpoint.locked(Path("r")):
-            locked.set()
-            done.wait()
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    locked.wait()
-    try:
+    with trained_elsewhere("r"):
         assert main(["launch", "--nodes", "4", "--out", "r"]) == 2
-    finally:
-        done.set()
-        thread.join()
     assert "another process is training in r" in told(capsys)
 
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +25,8 @@ from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, HDNNError, OptionError
 from hdnn.image_runs import ImageConfig
 from hdnn.runs import Run, config_of, read_config
-from hdnn.training import checkpoint
 from hdnn.training.images import ImageTraining
-from said import told
+from said import told, trained_elsewhere
 
 LOADERS = mnist.load, cifar10.load
 REAL = Path(os.environ.get("HDNN_DATA") or "data").absolute()
@@ -328,21 +326,8 @@ def test_a_full_disk_is_told_and_loses_nothing(call, monkeypatch, capsys):
 def test_a_folder_in_which_another_process_trains_is_left_to_it(capsys):
     pytest.importorskip("fcntl")
     Path("r").mkdir()
-    locked, done = threading.Event(), threading.Event()
-
-    def train_elsewhere():
-        with checkpoint.locked(Path("r")):
-            locked.set()
-            done.wait()
-
-    thread = threading.Thread(target=train_elsewhere)
-    thread.start()
-    locked.wait()
-    try:
+    with trained_elsewhere("r"):
         assert main([*MNIST, "--out", "r"]) == 2
-    finally:
-        done.set()
-        thread.join()
     assert "another process is training in r" in told(capsys)
     assert files("r") == {}
 
