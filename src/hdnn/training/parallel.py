@@ -20,6 +20,11 @@ from torch import Tensor, nn
 from hdnn import errors, letters
 from hdnn.errors import HDNNError, TrainingError, flag
 
+if dist.is_available():
+    # PyTorch binds the group of the moment to defaults of this module for ever, and imports it as
+    # late as by an optimizer: threads of a group that never ends may abort Python as it ends.
+    import torch.distributed.nn
+
 T = TypeVar("T")
 
 STOP, INTERRUPT, FAILED = 1, 2, 4  # what a process tells with its features
