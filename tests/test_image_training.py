@@ -189,7 +189,12 @@ def test_the_mnist_table_has_a_row_for_each_network(tmp_path, monkeypatch, capsy
     assert [row["network"] for row in rows] == [*kinds, *kinds, "conv"]
     assert [row["by"] for row in rows] == ["paper"] * 3 + ["ours"] * 4
     assert all(0 <= row["test"]["mean"] <= 100 for row in rows)
-    assert "| ours | h1 | 2 |" in (tmp_path / "table-mnist.md").read_text()
+    page = (tmp_path / "table-mnist.md").read_text()
+    assert "| ours | h1 | 2 |" in page
+    assert "last epoch, CPU." in page
+    recorded = (tmp_path / "table-mnist.json").read_text()
+    assert json.loads(recorded)["rows"] == rows
+    assert f'"curves": [\n    [{rows[-1]["curves"][0][0]}]\n' in recorded  # a line for each
 
 
 def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hdnn.runs import IMAGE_SETS, Run, find_device, usable_folder
 from hdnn.tasks import PICTURES, complete, known_metrics, save_picture
 from hdnn.training import History
 from hdnn.training.checkpoint import Log, locked
-from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining
+from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining, next_epoch
 
 MODULES = {"mnist": mnist, "cifar10": cifar10}
 LOOKED_AT = 100  # test images whose pixels a certificate may take
@@ -113,6 +114,7 @@ def _fit(training: ImageTraining, config: ImageConfig, folder: Path, tell: Tell 
     """The epochs that are left, with a checkpoint and a line of the log after each."""
     training.open(folder)
     history, log = training.history, Log(folder, 0)
+    watch = None if tell is None else partial(_tell_step, training, tell)
     for epoch in range(len(history.loss)):  # the checkpoint has them all, the log may not
         log.write(_entry(history, epoch))
     devices = [training.device] if training.cuda else []
@@ -120,13 +122,7 @@ def _fit(training: ImageTraining, config: ImageConfig, folder: Path, tell: Tell 
         while training.epoch < config.epochs and not _is_stuck(history.loss, config.patience):
             # What drops out is drawn from the global state, and a resumed run must draw the same.
             torch.manual_seed(config.seed * 100_003 + training.epoch)
-            start = time.perf_counter()
-            for k in training.steps():
-                if tell is not None:
-                    _tell_step(training, k, tell)
-            history.seconds += time.perf_counter() - start
-            training.test()
-            training.save(folder)
+            next_epoch([training], [folder], watch)
             log.write(_entry(history, training.epoch - 1))
             if tell is not None:
                 _tell_epoch(training, tell)
@@ -146,7 +142,7 @@ def _is_stuck(loss: list[float], patience: int | None) -> bool:
     return bool(loss) and patience is not None and len(loss) - 1 - loss.index(min(loss)) >= patience
 
 
-def _tell_step(training: ImageTraining, k: int, tell: Tell) -> None:
+def _tell_step(training: ImageTraining, tell: Tell, k: int) -> None:
     """How it goes after step k of an epoch; on a GPU nobody waits for the loss of a step."""
     batches, epochs, values = training.batches, training.recipe.epochs, ""
     if not training.cuda:

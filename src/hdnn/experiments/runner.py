@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -193,7 +194,7 @@ def run_images(
             raise KeyboardInterrupt
         seconds = round((time.monotonic() - start) / len(some), 1)
         found = [
-            {**result(job, one), "seconds": seconds}
+            {**result(job, one), "seconds": seconds, "device": device_name(options.device)}
             for job, one in zip(some, trainings, strict=True)
         ]
         for folder in folders:
@@ -213,8 +214,12 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def device_name(device: str) -> str:
-    """What a table says that it was made on."""
     return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+def devices(results: Iterable[Job]) -> str:
+    """What the trainings of a table were run on."""
+    return ", ".join(sorted({one["device"] for one in results}))
 
 
 def figure_arguments(description: str | None, name: str) -> Arguments:
@@ -236,9 +241,16 @@ def count(text: str) -> int:
 def finish(result: dict[str, Any], page: str, name: str, options: argparse.Namespace) -> None:
     """Write a result as JSON and as Markdown, and print it."""
     options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / f"{name}.json", (json.dumps(result, indent=1) + "\n").encode())
+    write_atomically(options.out / f"{name}.json", _readable(result).encode())
     write_atomically(options.out / f"{name}.md", page.encode())
     say(result, page, options)
+
+
+def _readable(result: dict[str, Any]) -> str:
+    """JSON with a line for each entry, a list of numbers being one."""
+    text = json.dumps(result, indent=1)
+    text = re.sub(r"\[([\d\s.,eE+-]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    return text + "\n"
 
 
 def say(result: dict[str, Any], page: str, options: argparse.Namespace) -> None:

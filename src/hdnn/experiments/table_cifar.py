@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         "remark": data.remark,
         "seeds": options.seeds,
         "epochs": options.epochs,
-        "device": runner.device_name(options.device),
+        "device": runner.devices(one for _, one in found),
         "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
         "rows": rows,
     }

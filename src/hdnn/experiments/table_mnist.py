@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         "command": f"hdnn reproduce {NAME}",
         "seeds": options.seeds,
         "epochs": options.epochs,
-        "device": runner.device_name(options.device),
+        "device": runner.devices(one for _, one in found),
         "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
         "rows": rows,
     }

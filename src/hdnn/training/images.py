@@ -307,12 +307,7 @@ class ImageTraining:
             if place is not None:
                 self.open(place)
             while self.epoch < self.recipe.epochs:
-                start = time.perf_counter()
-                self.run_epoch()
-                self.history.seconds += time.perf_counter() - start
-                self.test()
-                if place is not None:
-                    self.save(place)
+                next_epoch([self], [place])
                 line.show(
                     f"epoch {self.epoch}/{self.recipe.epochs}, loss {self.history.loss[-1]:.4f}, "
                     f"test {100 * self.history.test[-1]:.2f}%, {self.history.seconds:.0f} s"
@@ -346,6 +341,27 @@ class ImageTraining:
         self.epoch, self.history = state["epoch"], ImageHistory(**state["history"])
 
 
+def next_epoch(
+    trainings: Sequence[ImageTraining],
+    folders: Sequence[Path | None],
+    watch: Callable[[int], None] | None = None,
+) -> None:
+    """Once through the images, a step of each training in turn; then tests, and checkpoints.
+
+    `watch` is called with the number of the step.
+    """
+    start = time.perf_counter()
+    for k, _ in enumerate(zip_longest(*(one.steps() for one in trainings))):
+        if watch is not None:
+            watch(k)
+    seconds = (time.perf_counter() - start) / len(trainings)
+    for one, folder in zip(trainings, folders, strict=True):
+        one.history.seconds += seconds
+        one.test()
+        if folder is not None:
+            one.save(folder)
+
+
 def run_together(
     trainings: Sequence[ImageTraining],
     *,
@@ -357,23 +373,17 @@ def run_together(
     With a folder for each there is a checkpoint after every epoch, from which it goes on. Whether
     all came to their ends: `until`, by `time.monotonic`, no further epoch is begun.
     """
+    places = [None] * len(trainings) if folders is None else folders
+    pairs = list(zip(trainings, places, strict=True))
     with ExitStack() as stack:
-        for one, folder in zip(trainings, folders or (), strict=folders is not None):
-            stack.enter_context(checkpoint.locked(checkpoint.open_folder(folder, resume=True)))
-            one.open(folder)
-        while left := [one for one in trainings if one.epoch < one.recipe.epochs]:
+        for one, folder in pairs:
+            if folder is not None:
+                stack.enter_context(checkpoint.locked(checkpoint.open_folder(folder, resume=True)))
+                one.open(folder)
+        while left := [pair for pair in pairs if pair[0].epoch < pair[0].recipe.epochs]:
             if time.monotonic() > until:
                 return False
-            start = time.perf_counter()
-            for _ in zip_longest(*(one.steps() for one in left)):
-                pass
-            seconds = (time.perf_counter() - start) / len(left)
-            for one in left:
-                one.history.seconds += seconds
-                one.test()
-            for one, folder in zip(trainings, folders or (), strict=folders is not None):
-                if one in left:
-                    one.save(folder)
+            next_epoch([one for one, _ in left], [folder for _, folder in left])
     return True
 
 
