@@ -47,6 +47,7 @@ def train(model, recipe=RECIPE, data=None, **options):
         {},
         {"optimizer": "sgd", "learning_rate": 0.01, "decay": None, "clip": 1.0, "pad": 2},
         {"cut": 8, "flip": True, "pad": 1},
+        {"power": 0.5},
         {"smoothness": 1e-3, "weight_decay": 1e-3, "label_smoothing": 0.1, "learning_rate": 1e-3},
     ],
 )
@@ -167,7 +168,25 @@ def test_rates_rise_fall_and_step():
     assert RECIPE.factor(25, 10) == pytest.approx(0.64)
 
 
+def test_the_loss_of_a_power_is_bounded_and_ends_in_cross_entropy():
+    scores, t = 9 * torch.randn(50, 4, dtype=torch.float64), torch.arange(50) % 4
+    entropy = nn.functional.cross_entropy(scores, t)
+    assert ImageRecipe().loss(scores, t) == entropy
+    assert ImageRecipe(power=1e-9).loss(scores, t).item() == pytest.approx(entropy.item())
+    p = scores.softmax(1)[torch.arange(50), t]
+    assert ImageRecipe(power=0.4).loss(scores, t).item() == pytest.approx(
+        ((1 - p**0.4) / 0.4).mean().item()
+    )
+    assert ImageRecipe(power=1.0).loss(1e6 * scores, t) <= 1.0
+
+
 def test_what_cannot_be_trained_is_one_sentence():
+    with pytest.raises(TrainingError, match="two losses"):
+        ImageRecipe(power=0.3, label_smoothing=0.1).checked()
+    with pytest.raises(TrainingError, match="label_smoothing must be finite and not negative"):
+        ImageRecipe(label_smoothing=-0.1).checked()
+    with pytest.raises(TrainingError, match="label_smoothing must be below 1, but got 1"):
+        ImageRecipe(label_smoothing=1).checked()
     with pytest.raises(TrainingError, match="larger than the set of 80"):
         ImageTraining(small(), images(), ImageRecipe(batch=200))
     with pytest.raises(TrainingError, match="epochs"):

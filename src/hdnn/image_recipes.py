@@ -25,7 +25,7 @@ _MARGINAL: Options = {**_BOUNDED, "weight_decay": 2.5e-4, "pad": 1}
 _BY_PAPER: Options = {**_BOUNDED, "weight_decay": 4e-3, "smoothness": 8e-3}
 MNIST: dict[str, dict[str, Options]] = {
     "ours": {
-        "none": {**_LINEAR, "weight_decay": 1e-2},
+        "none": {**_LINEAR, "weight_decay": 4e-3},
         **dict.fromkeys(("ms1", "ms2", "ms3"), _MARGINAL),
         **dict.fromkeys(("h1", "h2"), _HAMILTONIAN),
     },

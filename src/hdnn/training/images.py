@@ -56,7 +56,9 @@ class ImageRecipe:
     it rises for the fraction `warmup` and falls as a cosine. `decay` is per epoch: 0.8 makes the
     rate 0.8 times what it was. Weight decay is on matrices and kernels only. `pad` pixels around an
     image make room for crops; `flip` mirrors half of them; `cut` is the side of a square that is
-    blanked in each.
+    blanked in each. With `power` q the loss of an image is (1 - p^q) / q instead of -log p, where p
+    is the probability of its class: images that are far from right then count less, which is good
+    for networks that cannot fit all.
     """
 
     epochs: int = 40
@@ -70,6 +72,7 @@ class ImageRecipe:
     decay: float | None = None
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
+    power: float = 0.0
     smoothness: float = 0.0
     clip: float | None = None
     pad: int = 0
@@ -93,9 +96,20 @@ class ImageRecipe:
             whole_number(name, getattr(self, name), 1)
         for name in ("pad", "cut"):
             whole_number(name, getattr(self, name), 0)
-        for name in ("learning_rate", "momentum", "warmup", "weight_decay", "smoothness"):
+        for name in ("learning_rate", "momentum", "warmup", "weight_decay", "smoothness", "power"):
             number(name, getattr(self, name))
+        if number("label_smoothing", self.label_smoothing) >= 1:
+            raise TrainingError(f"label_smoothing must be below 1, but got {self.label_smoothing}.")
+        if self.power and self.label_smoothing:
+            raise TrainingError("power and label_smoothing are two losses; give one of them.")
         return self
+
+    def loss(self, scores: Tensor, t: Tensor) -> Tensor:
+        """The mean over a minibatch, from its scores and classes."""
+        if not self.power:
+            return F.cross_entropy(scores, t, label_smoothing=self.label_smoothing)
+        log_p = -F.cross_entropy(scores, t, reduction="none")
+        return -torch.expm1(self.power * log_p).mean() / self.power
 
 
 class ImageTraining:
@@ -176,7 +190,7 @@ class ImageTraining:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
             scores = self.model(x)
-        loss = F.cross_entropy(scores.float(), t, label_smoothing=recipe.label_smoothing)
+        loss = recipe.loss(scores.float(), t)
         total = loss
         if recipe.smoothness:
             for part in self.smooth:
