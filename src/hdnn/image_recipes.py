@@ -1,7 +1,8 @@
 """How networks are trained on MNIST and CIFAR-10: by `hdnn train` and for the tables.
 
 Ours were chosen on training images kept aside, never on the test images. On MNIST there is the
-paper's recipe too; ours moves images by up to one pixel and lets the weights decay less.
+paper's recipe too; ours moves images by up to one pixel and lets the weights decay less, and gives
+a network without hidden layers, which cannot fit all images, a bounded loss.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MARGINAL: Options = {**_BOUNDED, "weight_decay": 2.5e-4, "pad": 1}
 _BY_PAPER: Options = {**_BOUNDED, "weight_decay": 4e-3, "smoothness": 8e-3}
 MNIST: dict[str, dict[str, Options]] = {
     "ours": {
-        "none": {**_LINEAR, "weight_decay": 4e-3},
+        "none": {**_LINEAR, "weight_decay": 2e-3, "power": 0.3},
         **dict.fromkeys(("ms1", "ms2", "ms3"), _MARGINAL),
         **dict.fromkeys(("h1", "h2"), _HAMILTONIAN),
     },

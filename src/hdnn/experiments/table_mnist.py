@@ -2,10 +2,10 @@
 
 0, 2, 4, 6 and 8 layers of MS1, H1 and, beside them, H2, for 40 epochs each: Adam, minibatches of
 100, a rate that shrinks each epoch. "paper" is the paper's recipe, weights from N(0, 1); "ours"
-moves each image by up to one pixel and lets the weights decay less, and for H1 and H2 starts from
-smaller weights with a lower rate. Last, "conv": K is a 3x3 convolution in two units of 4 layers
-with pooling between them. Accuracies are those after the last epoch, never the best ones. A run may
-be broken off at any time, and goes on where it was.
+moves each image by up to one pixel and lets the weights decay less, for H1 and H2 starts from
+smaller weights with a lower rate, and without hidden layers has a bounded loss. Last, "conv": K is
+a 3x3 convolution in two units of 4 layers with pooling between them. Accuracies are those after the
+last epoch, never the best ones. A run may be broken off at any time, and goes on where it was.
 
     hdnn reproduce table-mnist
     python -m hdnn.experiments.table_mnist --device cuda --minutes 9
