@@ -20,7 +20,6 @@ machine others took; figures are worth keeping if that is next to nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -430,12 +429,10 @@ def main() -> int:
     result["others_cores"] = report.taken_by_others(before)
     if result["others_cores"] is not None:
         say(f"other programs took {result['others_cores']:.2f} cores (keep figures if <= 0.05)")
+    report.keep(result, report.markdown(result), f"engine-{device}", options.out)
     if options.out is not None:
-        stem = options.out / f"engine-{device}"
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(report.markdown(result))
         try:
-            report.plot(result, stem.with_suffix(".png"))
+            report.plot(result, options.out / f"engine-{device}.png")
         except ImportError:
             print("no plot: matplotlib is not installed", file=sys.stderr)
     return 0

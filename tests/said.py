@@ -1,4 +1,4 @@
-"""What tests of the command line share: what it said, and somebody else in its folder."""
+"""What tests of the command line share: what it said and left, and somebody else there."""
 
 import threading
 from collections.abc import Iterator
@@ -23,6 +23,11 @@ def sentence(said: str) -> str:
     assert "Traceback" not in said
     assert "mistake in hdnn itself" not in said
     return said
+
+
+def files(folder: str = ".") -> dict[str, bytes]:
+    """Every file below a folder, with what is in it."""
+    return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 @contextmanager

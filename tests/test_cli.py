@@ -25,7 +25,7 @@ from hdnn import cli, tasks
 from hdnn.__main__ import main
 from hdnn.runs import Run
 from hdnn.training import Moment, fit, fit_multilevel
-from said import told, trained_elsewhere
+from said import files, told, trained_elsewhere
 
 QUICK = ["--layers", "2", "--epochs", "2"]
 
@@ -59,11 +59,6 @@ def trained(tmp_path_factory):
             flags = ["--data", f"{name}.csv", "--target", "target", "--out", name, *QUICK]
             assert main(["train", *flags]) == 0
     return folder
-
-
-def files(folder="."):
-    """Every file below a folder, with what is in it."""
-    return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 # What works

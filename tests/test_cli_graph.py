@@ -32,7 +32,7 @@ from hdnn.distributed.gloo import LostError
 from hdnn.distributed.graph import from_edges
 from hdnn.distributed.launch import Ended
 from parts import run_parts
-from said import sentence, told, trained_elsewhere
+from said import files, sentence, told, trained_elsewhere
 from test_graphfile import RING, TWO_STEPS, patterns
 
 QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
@@ -60,10 +60,6 @@ def nobody_starts(monkeypatch):
 
 def write(name, **table):
     Path(name).write_text(gf.to_toml(table))
-
-
-def files(folder="."):
-    return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 def ring(nodes):

@@ -26,7 +26,7 @@ from hdnn.errors import CheckpointError, HDNNError, OptionError
 from hdnn.image_runs import ImageConfig
 from hdnn.runs import Run, config_of, read_config
 from hdnn.training.images import ImageTraining
-from said import told, trained_elsewhere
+from said import files, told, trained_elsewhere
 
 LOADERS = mnist.load, cifar10.load
 REAL = Path(os.environ.get("HDNN_DATA") or "data").absolute()
@@ -73,10 +73,6 @@ def trained(tmp_path_factory):
         assert main([*MNIST, "--network", "h1", "--learning-rate", "0.003", "--out", "mnist"]) == 0
         assert main([*CIFAR, "--layers", "1", "--out", "cifar10"]) == 0
     return folder
-
-
-def files(folder="."):
-    return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 def stop_in_epoch(monkeypatch, number):

@@ -12,7 +12,7 @@ from hdnn import image_recipes, models
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.experiments import runner, table_cifar, table_mnist
-from hdnn.training.images import ImageRecipe, ImageTraining, run_together
+from hdnn.training.images import ImageRecipe, ImageTraining, next_epoch, run_together
 
 
 def images(count=120, channels=1, size=28, seed=0) -> ImageData:
@@ -110,11 +110,8 @@ def test_together_goes_on_from_checkpoints(tmp_path):
     folders = [tmp_path / "a" / "b", tmp_path / "c"]
     first = [ImageTraining(small(k), images(), RECIPE) for k in (0, 1)]
     assert not run_together(first, folders=folders, until=-1.0)
-    first[0].run_epoch()  # the one is ahead of the other
-    first[0].test()
-    first[0].save(folders[0])
-    again = [ImageTraining(small(9), images(), RECIPE) for _ in range(2)]
-    again[1] = ImageTraining(small(1), images(), RECIPE)
+    next_epoch(first[:1], folders[:1])  # the one is ahead of the other, which has no checkpoint
+    again = [ImageTraining(small(k), images(), RECIPE) for k in (9, 1)]
     assert run_together(again, folders=folders)
     for a, b in zip(whole, again, strict=True):
         assert len(b.history.test) == 3

@@ -170,14 +170,15 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
 def run_images(
     jobs: list[Job],
     make: Callable[[Job], ImageTraining],
-    result: Callable[[Job, ImageTraining], Job],
+    more: Callable[[Job, ImageTraining], Job],
     options: argparse.Namespace,
     together: int,
 ) -> list[tuple[Job, Job]] | None:
     """Jobs with their results; None for a share, of which there is no table.
 
-    On a GPU so many trainings are run together. Each has a checkpoint until it is done. Once the
-    minutes are over it is as if Ctrl-C had come: the same command goes on another time.
+    A result has what all tables have, and what `more` adds once a training is done. On a GPU so
+    many trainings are run together. Each has a checkpoint until it is done. Once the minutes are
+    over it is as if Ctrl-C had come: the same command goes on another time.
     """
     path, minutes = options.runs / "results.jsonl", options.minutes
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -194,7 +195,14 @@ def run_images(
             raise KeyboardInterrupt
         seconds = round((time.monotonic() - start) / len(some), 1)
         found = [
-            {**result(job, one), "seconds": seconds, "device": device_name(options.device)}
+            {
+                "test": 100 * one.history.test[-1],
+                "parameters": sum(p.numel() for p in one.model.parameters()),
+                "curve": [round(100 * value, 2) for value in one.history.test],
+                "seconds": seconds,
+                "device": device_name(options.device),
+                **more(job, one),
+            }
             for job, one in zip(some, trainings, strict=True)
         ]
         for folder in folders:

@@ -57,10 +57,7 @@ def result_of(job: Job, one: ImageTraining, folder: Path) -> Job:
     if job["seed"] == WEIGHTS and not job.get("validate"):
         save_weights(one.model, job, folder / f"{job['network']}.safetensors")
     return {
-        "test": 100 * one.history.test[-1],
         "train": 100 * one.history.accuracy[-1],
-        "parameters": sum(p.numel() for p in one.model.parameters()),
-        "curve": [round(100 * value, 2) for value in one.history.test],
         "epoch_seconds": round(one.history.seconds / len(one.history.loss), 3),
     }
 

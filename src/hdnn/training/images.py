@@ -176,16 +176,15 @@ class ImageTraining:
 
     def _step(self) -> None:
         data, recipe = self.data, self.recipe
-        index, shifts, flips, cuts = (
-            each.index_select(0, self.count)[0]
-            for each in (self.order, self.shifts, self.flips, self.cuts)
+        index, shifts, flips = (
+            each.index_select(0, self.count)[0] for each in (self.order, self.shifts, self.flips)
         )
         images, t = data.images_train[index], data.t_train[index]
         if recipe.pad or recipe.flip:
             images = augment(images, pad=recipe.pad, shifts=shifts, flips=flips)
         x = data.normalised(images, torch.float32)
         if recipe.cut:
-            x = blank(x, cuts, recipe.cut)
+            x = blank(x, self.cuts.index_select(0, self.count)[0], recipe.cut)
         if x.shape[1] > 1 and self.cuda:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
