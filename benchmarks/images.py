@@ -96,7 +96,7 @@ def markdown(result: dict[str, Any]) -> str:
             for row in result["speed"]
         ],
     )
-    lines += ["", "Memory of one training step of H2-DNN* (64, 96, 144 channels, bf16), MiB:"]
+    lines += ["", "Memory of one training step of H2-DNN* (88, 112, 144 channels, bf16), MiB:"]
     lines += table(
         f"layers a unit | states | weights | peak, {IMAGES[0]} images | {IMAGES[1]} | an image",
         [

@@ -60,7 +60,14 @@ CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
     "resnet56": {"recipe": {}},
     "h1": {"star": {"network": "h1", **_STAR}, "recipe": {"clip": 1.0}},
     "h2": {
-        "star": {"network": "h2", "channels": [64, 96, 144], "reversible": False, **_STAR},
+        "star": {
+            "network": "h2",
+            "channels": [88, 112, 144],
+            "layers": 5,
+            "pool": "mean",
+            "reversible": False,
+            **_STAR,
+        },
         "recipe": {"clip": 1.0},
     },
     # The paper's own, which without the clipping does not come to its end.
