@@ -207,7 +207,7 @@ def test_the_mnist_table_has_a_row_for_each_network(tmp_path, monkeypatch, capsy
     assert all(0 <= row["test"]["mean"] <= 100 for row in rows)
     page = (tmp_path / "table-mnist.md").read_text()
     assert "| ours | h1 | 2 |" in page
-    assert "last epoch, CPU." in page
+    assert "\nCPU with PyTorch 2" in page
     recorded = (tmp_path / "table-mnist.json").read_text()
     assert json.loads(recorded)["rows"] == rows
     assert f'"curves": [\n    [{rows[-1]["curves"][0][0]}]\n' in recorded  # a line for each
@@ -231,8 +231,35 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     assert table_cifar.main([*options, "--share", "0/2"]) == 0
     assert not (tmp_path / "table-cifar-1.md").exists()
     assert table_cifar.main(options) == 0
-    assert "| h1 |" in (tmp_path / "table-cifar-1.md").read_text()
+    page = (tmp_path / "table-cifar-1.md").read_text()
+    assert "| H1-DNN* | " in page
+    assert "on the test images" in page
+    assert (tmp_path / "table-cifar-1.png").stat().st_size > 1000
     monkeypatch.setattr(table_cifar, "KEPT", 10)
     assert table_cifar.main([*options, "--validate"]) == 0
+    assert (tmp_path / "table-cifar-1.md").read_text() == page
+    assert "10 training images" in (tmp_path / "table-cifar-1-kept-aside.md").read_text()
     assert table_cifar.main([*options, "--minutes", "0"]) == 0  # all is there already
-    capsys.readouterr()
+    monkeypatch.setattr(table_cifar, "find_spec", lambda _: None)
+    assert table_cifar.main([option for option in options if option != "--quiet"]) == 0
+    assert "no picture" in capsys.readouterr().err
+    assert "png" not in (tmp_path / "table-cifar-1.md").read_text()
+
+
+def test_the_cifar_table_has_three_seeds_of_all_but_alexnet():
+    jobs = table_cifar.jobs_for(list(table_cifar.TITLES), 2, 40, validate=False)
+    found = [(job["network"], job["seed"], job["recipe"]["epochs"]) for job in jobs]
+    compared = [(name, seed, 40) for seed in range(2) for name in ("resnet56", "h1", "h2")]
+    assert found == [*compared, ("h1_paper", 0, 40), ("h1_paper", 1, 40), ("alexnet", 0, 10)]
+    (short,) = table_cifar.jobs_for(["alexnet"], 3, 5, validate=False)
+    assert short["recipe"]["epochs"] == 5
+    rows = [
+        {
+            "network": name, "parameters": 10, "epochs": 40, "paper": None,
+            "test": runner.summary([80.0 + k, 81.0 + k]),
+        }
+        for k, name in enumerate(("resnet56", "h1"))
+    ]  # fmt: skip
+    result = {"data": "X", "command": "", "device": "", "remark": "", "on": "", "picture": None}
+    page = table_cifar.markdown({**result, "rows": rows})
+    assert "81.50 ± 0.71 (81.00 to 82.00) | +1.00 |" in page

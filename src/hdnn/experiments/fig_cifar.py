@@ -96,7 +96,7 @@ def promises(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    remark = f" The images: {result['remark'].rstrip('.')}." if result["remark"] else ""
+    remark = runner.about_images(result["remark"])
     lines = ["# Singular values of dy_N/dy_j in trained networks (CIFAR-10)", ""]
     lines += [f"`{result['command']}`: the weights of `hdnn reproduce table-cifar`, the first"]
     lines += [f"{result['images']} test images of {result['data']}; {result['device']},"]
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         **like,
         "remark": data.remark,
         "device": runner.device_name(options.device),
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+        "versions": {"hdnn": hdnn.__version__},
         "error": max(row["error"] for row in rows),
         "seconds": round(sum(one["seconds"] for one in found), 1),
         "rows": rows,

@@ -191,7 +191,8 @@ def run_images(
             raise KeyboardInterrupt
         folders = [options.runs / "unfinished" / _digest(job) for job in some]
         start, trainings = time.monotonic(), [make(job) for job in some]
-        if not run_together(trainings, folders=folders, until=end):
+        shown = not options.quiet
+        if not run_together(trainings, folders=folders, until=end, progress=shown):
             raise KeyboardInterrupt
         seconds = round((time.monotonic() - start) / len(some), 1)
         found = [
@@ -222,12 +223,19 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    """What a training is run on, and by which PyTorch."""
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    return f"{name} with PyTorch {torch.__version__.partition('+')[0]}"
 
 
 def devices(results: Iterable[Job]) -> str:
     """What the trainings of a table were run on."""
     return ", ".join(sorted({one["device"] for one in results}))
+
+
+def about_images(remark: str) -> str:
+    """What a page says of images that are not the original ones."""
+    return f" The images: {remark.rstrip('.')}." if remark else ""
 
 
 def figure_arguments(description: str | None, name: str) -> Arguments:

@@ -88,9 +88,9 @@ def _plain(recipe: ImageRecipe) -> Job:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# Table III: MNIST", "", f"`{result['command']}`, {result['seeds']} seeds, "]
-    lines[-1] += f"{result['epochs']} epochs, last epoch, {result['device']}. Mean ± standard"
-    lines += ["deviation of the accuracy in %, the paper's in brackets; bold where the mean of the"]
-    lines += ["test accuracy reaches it.", ""]
+    lines[-1] += f"{result['epochs']} epochs, last epoch;"
+    lines += [f"{result['device']}. Mean ± standard deviation of the accuracy in %,"]
+    lines += ["the paper's in brackets; bold where the mean of the test accuracy reaches it.", ""]
     lines += ["| recipe | network | layers | parameters | train | test |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for row in result["rows"]:
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         "seeds": options.seeds,
         "epochs": options.epochs,
         "device": runner.devices(one for _, one in found),
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+        "versions": {"hdnn": hdnn.__version__},
         "rows": rows,
     }
     runner.finish(result, markdown(result), NAME, options)

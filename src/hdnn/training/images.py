@@ -380,6 +380,7 @@ def run_together(
     *,
     folders: Sequence[Path] | None = None,
     until: float = math.inf,
+    progress: bool = False,
 ) -> bool:
     """Several trainings, a step of each in turn: what they launch fills one GPU.
 
@@ -387,8 +388,9 @@ def run_together(
     all came to their ends: `until`, by `time.monotonic`, no further epoch is begun.
     """
     places = [None] * len(trainings) if folders is None else folders
-    pairs = list(zip(trainings, places, strict=True))
+    pairs, line = list(zip(trainings, places, strict=True)), Line(progress)
     with ExitStack() as stack:
+        stack.callback(line.close)
         for one, folder in pairs:
             if folder is not None:
                 stack.enter_context(checkpoint.locked(checkpoint.open_folder(folder, resume=True)))
@@ -397,6 +399,9 @@ def run_together(
             if time.monotonic() > until:
                 return False
             next_epoch([one for one, _ in left], [folder for _, folder in left])
+            tests = ", ".join(f"{100 * one.history.test[-1]:.2f}%" for one, _ in left)
+            one = left[-1][0]
+            line.show(f"epoch {one.epoch}/{one.recipe.epochs}, test {tests}")
     return True
 
 
