@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -21,31 +21,37 @@ from strategies import ACTIVATIONS, MONOTONE, Random, scales, seeds
 
 kernels = st.sampled_from([1, 3, 5])
 images = st.tuples(st.integers(1, 5), st.integers(1, 5))
+paddings = st.none() | st.tuples(st.integers(0, 6), st.integers(0, 6))
 
 
 # The operator
 
 
-@given(seeds, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), kernels, images)
-def test_the_adjoint_of_a_convolution_is_exact(seed, groups, rows, columns, k, image):
+@given(seeds, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), kernels, images, paddings)
+def test_the_adjoint_of_a_convolution_is_exact(seed, groups, rows, columns, k, image, padding):
     normal, r, n = Random(seed), rows * groups, columns * groups
-    K, y, z = normal(r, columns, k, k), normal(2, n, *image), normal(2, r, *image)
-    Ky, Kz = conv.apply(K, y, groups), conv.adjoint(K, z, groups)
+    pad = (k // 2, k // 2) if padding is None else padding
+    inner = [side + 2 * p - k + 1 for side, p in zip(image, pad, strict=True)]
+    assume(min(inner) > 0)
+    K, y, z = normal(r, columns, k, k), normal(2, n, *image), normal(2, r, *inner)
+    Ky = conv.apply(K, y, groups, padding=padding)
+    Kz = conv.adjoint(K, z, groups, padding)
     assert Ky.shape == z.shape
     assert Kz.shape == y.shape
     torch.testing.assert_close((Ky * z).sum(), (y * Kz).sum(), rtol=1e-12, atol=1e-12)
-    by_K = conv.gradient(y, z, K, groups)
+    by_K = conv.gradient(y, z, K, groups, padding)
     torch.testing.assert_close((by_K * K).sum(), (Ky * z).sum(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("padding", [None, 0, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("k", [1, 3])
-def test_the_norm_is_the_largest_singular_value_at_that_size(groups, k):
+def test_the_norm_is_the_largest_singular_value_at_that_size(groups, k, padding):
     K = Random(k)(3, 4, 4 // groups, k, k)
     pixels = torch.eye(4 * 3 * 5, dtype=torch.float64).view(-1, 4, 3, 5)
-    found = conv.norm(K, (3, 5), groups, tol=1e-12, iterations=10_000)
+    found = conv.norm(K, (3, 5), groups, padding=padding, tol=1e-12, iterations=10_000)
     for one, value in zip(K, found, strict=True):
-        matrix = conv.apply(one, pixels, groups).flatten(1)
+        matrix = conv.apply(one, pixels, groups, None, padding).flatten(1)
         torch.testing.assert_close(value, torch.linalg.matrix_norm(matrix, 2), rtol=1e-6, atol=0)
 
 
@@ -92,7 +98,7 @@ def image(channels=4, size=4, batch=2, seed=9):
 
 def plain(unit, y, steps, training=False):
     """The definition, layer by layer."""
-    sigma, pad, G = hdnn.activations.get(unit.activation), unit.kernel // 2, unit.groups
+    sigma, pad, G = hdnn.activations.get(unit.activation), unit.padding, unit.groups
 
     def field(s, half, j):
         K, b = unit.weight("K" + half)[j], unit.weight("b" + half)[j]
@@ -121,10 +127,11 @@ def close(a, b, tol=1e-12):
 @pytest.mark.parametrize("network", ["h1", "h2"])
 @pytest.mark.parametrize("norm", ["none", "inside"])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize(("kernel", "padding"), [(1, None), (3, None), (3, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_unit_is_its_definition(network, norm, groups, kernel, training):
-    unit = make(network, norm=norm, groups=groups, kernel=kernel, step=[0.1, 0.2, 0.3])
+def test_a_unit_is_its_definition(network, norm, groups, kernel, padding, training):
+    kernels = {"kernel": kernel, "padding": padding, "groups": groups}
+    unit = make(network, norm=norm, step=[0.1, 0.2, 0.3], **kernels)
     unit.train(training)
     y = image()
     expected = plain(unit, y, [0.1, 0.2, 0.3], training)
@@ -144,6 +151,7 @@ def make_like(unit):
         step=unit.step,
         activation=unit.activation,
         groups=unit.groups,
+        padding=unit.padding,
         norm=unit.norm,
         dtype=torch.float64,
     )
@@ -155,7 +163,8 @@ def make_like(unit):
 @pytest.mark.parametrize("norm", ["none", "inside", "after"])
 @pytest.mark.parametrize("training", [True, False])
 def test_reversible_gradients_are_those_of_autograd(activation, norm, training):
-    unit = make("h2", activation=activation, norm=norm, layers=4, groups=2).train(training)
+    kernels = {"groups": 2, "padding": len(activation) % 3}
+    unit = make("h2", activation=activation, norm=norm, layers=4, **kernels).train(training)
     y = image().requires_grad_()
     found = []
     state = {k: v.clone() for k, v in unit.state_dict().items()}
@@ -196,12 +205,13 @@ def test_the_memory_of_a_reversible_unit_does_not_grow_with_depth(norm):
     assert stored[1] > 5 * stored[0]
 
 
-def test_running_statistics_are_those_of_batch_normalisation():
-    unit = make("h2", norm="inside", layers=1)
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_running_statistics_are_those_of_batch_normalisation(padding):
+    unit = make("h2", norm="inside", layers=1, padding=padding)
     y = image(batch=3).requires_grad_()
     norm = torch.nn.BatchNorm2d(2, dtype=torch.float64)
     norm.load_state_dict({"running_mean": unit.mean_q[0], "running_var": unit.var_q[0]}, False)
-    norm(F.conv2d(y[:, 2:], unit.K_q[0], unit.b_q[0], padding=1))
+    norm(F.conv2d(y[:, 2:], unit.K_q[0], unit.b_q[0], padding=padding))
     unit(y).sum().backward()  # which computes the statistics again, but counts them once
     close(unit.mean_q[0], norm.running_mean)
     close(unit.var_q[0], norm.running_var)
@@ -213,7 +223,7 @@ def test_running_statistics_are_those_of_batch_normalisation():
 
 @given(seeds, st.integers(1, 4), kernels, scales, st.sampled_from(ACTIVATIONS), st.booleans())
 def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, k, scale, activation, norm):
-    options = {"norm": "inside"} if norm else {}
+    options = {"norm": "inside" if norm else "none", "padding": k // 2 + (seed % 3 - 1) * (k == 3)}
     unit = make("h2", layers=N, seed=seed, scale=scale, activation=activation, kernel=k, **options)
     unit.eval().requires_grad_(False)
     y = image(size=3, batch=1, seed=seed)
@@ -229,7 +239,7 @@ def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, k, scale, a
 
 @given(seeds, st.integers(1, 4), kernels, scales, st.sampled_from(MONOTONE), st.booleans())
 def test_the_gradients_of_an_h1_unit_do_not_vanish(seed, N, k, scale, activation, norm):
-    options = {"norm": "inside"} if norm else {}
+    options = {"norm": "inside" if norm else "none", "padding": k // 2 + (seed % 3 - 1) * (k == 3)}
     unit = make("h1", layers=N, seed=seed, scale=scale, activation=activation, kernel=k, **options)
     unit.eval().requires_grad_(False)
     if norm:
@@ -461,6 +471,8 @@ def test_the_step_is_h_or_T_over_N():
         ({"norm": "before"}, "not known"),
         ({"network": "h2", "groups": 4}, "C/2 = 2"),
         ({"groups": 3}, "C = 4"),
+        ({"padding": -1}, "padding must be a whole number >= 0"),
+        ({"padding": "same"}, "padding must be a whole number >= 0"),
         ({"reversible": True}, "no explicit inverse"),
         ({"groups": 2, "sparsity": torch.eye(2)}, "groups=1"),
         ({"step": 0.1, "T": 1.0}, "not both"),
@@ -482,6 +494,8 @@ def test_what_is_no_image_is_an_error():
         unit(image(6))
     with pytest.raises(ShapeError, match="list"):
         unit([1.0])
+    with pytest.raises(ShapeError, match="5 x 5 with padding 0 does not fit into images of 4 x 4"):
+        HamiltonianUnit(4, 2, kernel=5, padding=0)(image().float())
     with pytest.raises(NotInvertibleError, match="H1"):
         unit.inverse(image())
     with pytest.raises(NotInvertibleError, match="after"):

@@ -60,7 +60,7 @@ def whole(unit, y, j):
 
 def one_layer(unit, j):
     """A unit with the weights of one layer."""
-    names = ("network", "kernel", "groups", "norm", "activation")
+    names = ("network", "kernel", "padding", "groups", "norm", "activation")
     options = {name: getattr(unit, name) for name in names}
     h = unit.step[j] if isinstance(unit.step, tuple) else unit.step
     one = HamiltonianUnit(unit.channels, 1, step=h, reversible=False, dtype=F64, **options)
@@ -79,7 +79,9 @@ UNITS = [
     {"network": "h1", "norm": "after"},
     {"network": "h1", "activation": "relu", "norm": "inside"},
     {"network": "h1", "groups": 2, "step": [0.2, 0.5, 0.3]},
+    {"network": "h1", "padding": 0},
     {"network": "h2", "norm": "inside"},
+    {"network": "h2", "padding": 2},
     {"network": "h2", "groups": 2, "activation": "tanh", "step": [0.2, 0.5, 0.3]},
 ]
 

@@ -16,7 +16,6 @@ from torch.func import vjp
 
 from hdnn.errors import ConvergenceError, OptionError
 from hdnn.networks.unit import HamiltonianUnit, Kind, Part, _turned, shear
-from hdnn.operators import conv
 
 Map = Callable[[Tensor], Tensor]
 ITERATIONS = 2000  # of a solve, at most
@@ -54,7 +53,7 @@ class Shear:
     """v -> B^T D A v and its transpose, with D the slopes of sigma at A s + a."""
 
     def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
-        x = conv.apply(part.A, s, kind.groups, part.a)
+        x = kind.apply(part.A, s, part.a)
         self.A, self.B, self.kind = part.A, part.B, kind
         self.slope = kind.sigma.slope(x)
 
@@ -65,16 +64,16 @@ class Shear:
         return self.a_T(self.slope * self.b(u))
 
     def a(self, v: Tensor) -> Tensor:
-        return conv.apply(self.A, v, self.kind.groups)
+        return self.kind.apply(self.A, v)
 
     def a_T(self, z: Tensor) -> Tensor:
-        return conv.adjoint(self.A, z, self.kind.groups)
+        return self.kind.adjoint(self.A, z)
 
     def b(self, u: Tensor) -> Tensor:
-        return conv.apply(self.B, -_turned(u) if self.kind.swap else u, self.kind.groups)
+        return self.kind.apply(self.B, -_turned(u) if self.kind.swap else u)
 
     def b_T(self, z: Tensor) -> Tensor:
-        f = conv.adjoint(self.B, z, self.kind.groups)
+        f = self.kind.adjoint(self.B, z)
         return _turned(f) if self.kind.swap else f
 
 

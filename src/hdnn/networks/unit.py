@@ -7,6 +7,7 @@ H1 also the halves) of J. Normalisation stands between A s + a and sigma.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -52,7 +53,17 @@ class Kind(NamedTuple):
 
     sigma: Activation
     groups: int
+    padding: int
     swap: bool  # whether J is still to be applied to f
+
+    def apply(self, K: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        return conv.apply(K, y, self.groups, bias, self.padding)
+
+    def adjoint(self, K: Tensor, z: Tensor) -> Tensor:
+        return conv.adjoint(K, z, self.groups, self.padding)
+
+    def gradient(self, y: Tensor, z: Tensor, K: Tensor) -> Tensor:
+        return conv.gradient(y, z, K, self.groups, self.padding)
 
 
 class Statistics(NamedTuple):
@@ -65,33 +76,32 @@ class Statistics(NamedTuple):
 def shear(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
     """f(s) = B^T sigma(A s + a), and the batch statistics that it used."""
     x, used = _inner(s, part, kind)
-    f = conv.adjoint(part.B, kind.sigma(x), kind.groups)
+    f = kind.adjoint(part.B, kind.sigma(x))
     return (_turned(f) if kind.swap else f), used
 
 
 def shear_backward(s: Tensor, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Tensor, Part]:
     """From s and the gradient g of f: f itself, the gradient of s, and those of the weights."""
     A, a, B, gamma, _ = part
-    sigma, groups = kind.sigma, kind.groups
     s, g = s.to(A.dtype), g.to(A.dtype)
-    x = conv.apply(A, s, groups, a)
+    x = kind.apply(A, s, a)
     v, mean, scale = x, None, None
     if gamma is not None:
         v, (mean, scale) = _normalised(x, part)
-    z = sigma(v)
-    d_v = conv.apply(B, g, groups) * sigma.slope(v)
+    z = kind.sigma(v)
+    d_v = kind.apply(B, g) * kind.sigma.slope(v)
     d_x, d_gamma, d_beta = d_v, None, None
     if gamma is not None:
         d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
             d_v, x, gamma, None, None, mean, scale, True, EPS, [True, True, True]
         )
-    d_A, d_B = conv.gradient(s, d_x, A, groups), conv.gradient(g, z, B, groups)
+    d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, z, B)
     found = Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
-    return conv.adjoint(B, z, groups), conv.adjoint(A, d_x, groups), found
+    return kind.adjoint(B, z), kind.adjoint(A, d_x), found
 
 
 def _inner(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
-    x = conv.apply(part.A, s.to(part.A.dtype), kind.groups, part.a)
+    x = kind.apply(part.A, s.to(part.A.dtype), part.a)
     return (x, []) if part.gamma is None else _normalised(x, part)
 
 
@@ -195,6 +205,7 @@ class HamiltonianUnit(nn.Module):
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
     (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with K_p, K_q
     (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `step` is h, or one a layer; or give T.
+    K pads images with `padding` zeros, by default (k - 1) / 2; states have one shape for any.
 
     `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
     "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible`
@@ -217,6 +228,7 @@ class HamiltonianUnit(nn.Module):
         T: float | None = None,
         activation: str = "relu",
         groups: int = 1,
+        padding: int | None = None,
         norm: str = "none",
         reversible: bool | None = None,
         sparsity: Sparsity | Tensor | None = None,
@@ -230,6 +242,7 @@ class HamiltonianUnit(nn.Module):
         self.layers = positive_int("layers", layers)
         self.network, self.norm = choose("network", network, NETWORKS), choose("norm", norm, NORMS)
         self.kernel, self.groups = positive_int("kernel", kernel), positive_int("groups", groups)
+        self.padding = self.kernel // 2 if padding is None else padding
         self.activation = activations.registered(activation).name
         self.step = _step(step, T, self.layers)
         split = network == "h2"
@@ -255,6 +268,8 @@ class HamiltonianUnit(nn.Module):
             raise ShapeError(f"the channels are split into (p, q), so {C} must be even.")
         if self.kernel % 2 == 0:
             raise ShapeError(f"kernel must be odd, to have a middle, but got {self.kernel}.")
+        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
+            raise OptionError(f"padding must be a whole number >= 0, but got {self.padding!r}.")
         if (C // 2 if split else C) % G:
             what = f"C/2 = {C // 2}" if split else f"C = {C}"
             raise ShapeError(f"{what} channels do not split into {G} groups.")
@@ -356,7 +371,8 @@ class HamiltonianUnit(nn.Module):
     def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
         """The spectral norm of each layer's K, (N,), on images of that size."""
         names = [_name("K", half) for half in self.halves[::-1]]
-        return {name: conv.norm(self.weight(name), size, self.groups) for name in names}
+        options: dict[str, Any] = {"groups": self.groups, "padding": self.padding}
+        return {name: conv.norm(self.weight(name), size, **options) for name in names}
 
     # What a unit does
 
@@ -364,7 +380,7 @@ class HamiltonianUnit(nn.Module):
         """y_N from y_0 (B, C, height, width)."""
         states, used = self._run(y)
         if used is not None:
-            self._remember(used, y.numel() // y.shape[1])
+            self._remember(used, len(y) * math.prod(self._inner_size(y)))
         out = states[-1].to(y.dtype)
         return out if self.after is None else self.after(out)
 
@@ -401,6 +417,7 @@ class HamiltonianUnit(nn.Module):
         """Whether `hdnn.engine.units` runs the unit, and not plain PyTorch."""
         return (
             self.groups == 1
+            and self.padding == self.kernel // 2
             and not (self.normed and not self.training)
             and self.activation in dispatch.FUSED
             and pixels.fuse(y)
@@ -433,7 +450,11 @@ class HamiltonianUnit(nn.Module):
 
     def _kind(self) -> Kind:
         swap = self.network == "h1" and self.groups > 1
-        return Kind(activations.get(self.activation), self.groups, swap)
+        return Kind(activations.get(self.activation), self.groups, self.padding, swap)
+
+    def _inner_size(self, y: Tensor) -> list[int]:
+        """Height and width of K y."""
+        return [side + 2 * self.padding - self.kernel + 1 for side in y.shape[2:]]
 
     def _dtypes(self, y: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of the convolutions, and that of the state."""
@@ -442,6 +463,11 @@ class HamiltonianUnit(nn.Module):
             raise ShapeError(
                 f"HamiltonianUnit takes images (B, {self.channels}, height, width), "
                 f"but got {given}."
+            )
+        if min(self._inner_size(y)) < 1:
+            raise ShapeError(
+                f"a kernel of {self.kernel} x {self.kernel} with padding {self.padding} does not "
+                f"fit into images of {y.shape[2]} x {y.shape[3]}."
             )
         own = getattr(self, _name("b", self.halves[0])).dtype
         casts = autocasting(y.device)
@@ -506,6 +532,7 @@ class HamiltonianUnit(nn.Module):
         h = f"{self.step:.4g}" if isinstance(self.step, float) else "one a layer"
         parts = [self.network, f"{self.channels} channels", f"{self.layers} layers"]
         parts += [f"kernel {self.kernel}", self.activation, f"h = {h}"]
+        parts += [f"padding {self.padding}"] * (self.padding != self.kernel // 2)
         parts += [f"{self.groups} groups"] * (self.groups > 1) + ["sparse"] * self.sparse
         parts += [f"norm {self.norm}"] * (self.norm != "none")
         return ", ".join(parts + ["reversible"] * self.reversible)

@@ -1,7 +1,8 @@
 """K as a convolution: weights (..., r, n/groups, k, k) with k odd, zero padding, stride 1.
 
-K maps images (B, n, height, width) to (B, r, height, width). Its adjoint is the transposed
-convolution with the same weights, exactly, borders included.
+K maps images (B, n, height, width) to (B, r, height, width), or with another `padding` than
+(k - 1) / 2 to larger or smaller ones. Its adjoint is the transposed convolution with the same
+weights and padding, exactly, borders included.
 """
 
 from __future__ import annotations
@@ -12,34 +13,40 @@ from torch.nn import functional as F
 
 from hdnn.errors import OptionError, ShapeError, positive_int
 
+Padding = int | tuple[int, int] | None  # pixels on each side; None keeps the size of an image
 
-def apply(K: Tensor, y: Tensor, groups: int = 1, bias: Tensor | None = None) -> Tensor:
+
+def apply(
+    K: Tensor, y: Tensor, groups: int = 1, bias: Tensor | None = None, padding: Padding = None
+) -> Tensor:
     """K y + bias for images y (B, n, height, width)."""
-    return F.conv2d(y, K, bias, padding=padding(K), groups=groups)
+    return F.conv2d(y, K, bias, padding=pixels(K, padding), groups=groups)
 
 
-def adjoint(K: Tensor, z: Tensor, groups: int = 1) -> Tensor:
+def adjoint(K: Tensor, z: Tensor, groups: int = 1, padding: Padding = None) -> Tensor:
     """K^T z for images z (B, r, height, width)."""
-    return F.conv_transpose2d(z, K, padding=padding(K), groups=groups)
+    return F.conv_transpose2d(z, K, padding=pixels(K, padding), groups=groups)
 
 
-def gradient(y: Tensor, z: Tensor, K: Tensor, groups: int = 1) -> Tensor:
+def gradient(y: Tensor, z: Tensor, K: Tensor, groups: int = 1, padding: Padding = None) -> Tensor:
     """The gradient of <K y, z> by K, which is linear in y and in z."""
-    p, flags = list(padding(K)), [False, True, False]
+    p, flags = list(pixels(K, padding)), [False, True, False]
     found = torch.ops.aten.convolution_backward(
         z, y, K, None, [1, 1], p, [1, 1], False, [0, 0], groups, flags
     )
     return found[1]
 
 
-def padding(K: Tensor) -> tuple[int, int]:
-    """(k - 1) / 2 on each side, so that an image keeps its size."""
+def pixels(K: Tensor, padding: Padding) -> tuple[int, int]:
+    """How many are added on each side: as given, or (k - 1) / 2."""
     height, width = K.shape[-2:]
     if height % 2 == 0 or width % 2 == 0:
         raise ShapeError(
             f"K has a kernel of {height} x {width}; only one of odd size has a middle."
         )
-    return height // 2, width // 2
+    if padding is None:
+        return height // 2, width // 2
+    return (padding, padding) if isinstance(padding, int) else padding
 
 
 def norm(
@@ -47,6 +54,7 @@ def norm(
     size: int | tuple[int, int],
     groups: int = 1,
     *,
+    padding: Padding = None,
     iterations: int = 1000,
     tol: float = 1e-7,
 ) -> Tensor:
@@ -63,11 +71,13 @@ def norm(
         raise OptionError(f"{K.shape[-4]} output channels do not split into {groups} groups.")
     work = torch.promote_types(K.dtype, torch.float32)
     stack = K.to(work).reshape(-1, *K.shape[-4:])
-    found = [_norm(one, image, groups, iterations, tol) for one in stack]
+    found = [_norm(one, image, groups, padding, iterations, tol) for one in stack]
     return torch.stack(found).reshape(K.shape[:-4]).to(K.dtype)
 
 
-def _norm(K: Tensor, image: tuple[int, int], groups: int, iterations: int, tol: float) -> Tensor:
+def _norm(
+    K: Tensor, image: tuple[int, int], groups: int, padding: Padding, iterations: int, tol: float
+) -> Tensor:
     n = K.shape[1] * groups
     generator = torch.Generator().manual_seed(0)  # the same number at every call
     y = torch.randn(1, n, *image, generator=generator, dtype=torch.float64).to(K)
@@ -75,11 +85,11 @@ def _norm(K: Tensor, image: tuple[int, int], groups: int, iterations: int, tol: 
     with torch.no_grad():
         for _ in range(iterations):
             y = y / torch.linalg.vector_norm(y)
-            z = apply(K, y, groups)
+            z = apply(K, y, groups, None, padding)
             before, value = value, torch.linalg.vector_norm(z).item()
             if value == 0 or abs(value - before) <= tol * value:
                 break
-            y = adjoint(K, z, groups)
+            y = adjoint(K, z, groups, padding)
         y = y / torch.linalg.vector_norm(y)
     # Outside no_grad: with y fixed this has the gradient of the singular value.
-    return torch.linalg.vector_norm(apply(K, y, groups))
+    return torch.linalg.vector_norm(apply(K, y, groups, None, padding))
