@@ -23,6 +23,7 @@ JOBS = {
     "h2": {"network": "h2", "seed": 1, "star": {"network": "h2", "norm": "inside", **STAR}},
     "resnet56": {"network": "resnet56", "seed": 2},
 }
+JOBS = {name: {**job, "recipe": {"epochs": 3}} for name, job in JOBS.items()}
 
 
 @pytest.fixture

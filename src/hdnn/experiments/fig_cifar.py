@@ -25,10 +25,11 @@ from hdnn.errors import DataError, OptionError, require
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
 from hdnn.experiments.stages import Work, depth, stages
+from hdnn.experiments.table_cifar import TITLES
 from hdnn.experiments.weights import load_weights
 
 NAME = "fig-cifar"
-NETWORKS = {"h1": "H1-DNN*", "h2": "H2-DNN*", "resnet56": "ResNet-56"}
+NETWORKS = {name: TITLES[name] for name in ("h1", "h2", "resnet56")}
 KEYS = ("largest", "smallest")
 STEPS = 32  # of Lanczos
 
@@ -98,9 +99,10 @@ def promises(rows: list[dict[str, Any]]) -> dict[str, str]:
 def markdown(result: dict[str, Any]) -> str:
     remark = runner.about_images(result["remark"])
     lines = ["# Singular values of dy_N/dy_j in trained networks (CIFAR-10)", ""]
-    lines += [f"`{result['command']}`: the weights of `hdnn reproduce table-cifar`, the first"]
-    lines += [f"{result['images']} test images of {result['data']}; {result['device']},"]
-    lines += [f"{result['dtype']}, {result['seconds']:.0f} seconds in all.{remark}"]
+    lines += [f"`{result['command']}`: the weights of `hdnn reproduce table-cifar` after"]
+    lines += [f"{result['epochs']} epochs, the first {result['images']} test images of"]
+    lines += [f"{result['data']}; {result['device']}, {result['dtype']},"]
+    lines += [f"{result['seconds']:.0f} seconds in all.{remark}"]
     lines += ["", f"![Largest and smallest singular values against j]({NAME}.png)", ""]
     lines += ["y_0 .. y_N are the states of a Hamiltonian unit, or of the blocks of one ResNet"]
     lines += ["stage that keep the shape of the image. All networks are in evaluation. What the"]
@@ -166,7 +168,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     require("matplotlib.figure", extra="plot")
     files = {name: options.weights / f"{name}.safetensors" for name in NETWORKS}
-    models = {name: load_weights(file)[0] for name, file in files.items()}
+    models, trained = {}, set()
+    for name, file in files.items():
+        models[name], job = load_weights(file)
+        trained.add(job["recipe"]["epochs"])
     data = cifar10.load(progress=not options.quiet)
     if options.images > len(data.t_test):
         raise DataError(f"{data.name} has {len(data.t_test)} test images, not {options.images}.")
@@ -190,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "command": f"hdnn reproduce {NAME}",
         **like,
+        "epochs": " and ".join(map(str, sorted(trained))),
         "remark": data.remark,
         "device": runner.device_name(options.device),
         "versions": {"hdnn": hdnn.__version__},

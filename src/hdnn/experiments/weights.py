@@ -45,6 +45,7 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Any, Job]:
     metadata, tensors = read(path)
     try:
         job = json.loads(metadata[KEY])
+        int(job["recipe"]["epochs"])
         with torch.random.fork_rng(devices=[]):  # the network is drawn, then overwritten
             model = network(job)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
