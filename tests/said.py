@@ -1,4 +1,4 @@
-"""What tests of the command line share: what it said and left, and somebody else there."""
+"""What tests share: what was said, left and drawn, and somebody else there."""
 
 import threading
 from collections.abc import Iterator
@@ -28,6 +28,18 @@ def sentence(said: str) -> str:
 def files(folder: str = ".") -> dict[str, bytes]:
     """Every file below a folder, with what is in it."""
     return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def scalars(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
+    """The values that TensorBoard shows: by name, with their steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True)
+    events.Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
 
 
 @contextmanager

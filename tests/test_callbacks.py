@@ -14,6 +14,7 @@ import hdnn
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, TrainingError
 from hdnn.training import EarlyStopping, Moment, TensorBoard, WellPosed, checkpoint, fit, loop
+from said import scalars
 
 DATA = planar.double_moons(400, seed=1)
 
@@ -331,18 +332,6 @@ def test_where_there_are_no_locks_training_goes_on_without(tmp_path, monkeypatch
 
 
 # TensorBoard
-
-
-def scalars(folder):
-    """The values that TensorBoard shows: by name, with their steps."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), purge_orphaned_data=True)
-    events.Reload()
-    return {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
 
 
 def single(values):

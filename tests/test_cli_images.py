@@ -26,7 +26,7 @@ from hdnn.errors import CheckpointError, HDNNError, OptionError
 from hdnn.image_runs import ImageConfig
 from hdnn.runs import Run, config_of, read_config
 from hdnn.training.images import ImageTraining
-from said import files, told, trained_elsewhere
+from said import files, scalars, told, trained_elsewhere
 
 LOADERS = mnist.load, cifar10.load
 REAL = Path(os.environ.get("HDNN_DATA") or "data").absolute()
@@ -116,6 +116,25 @@ def test_a_run_on_images_has_everything_in_its_folder(capsys):
     model, data = hdnn.load(folder / "model.safetensors"), mnist.load()
     x = data.normalised(data.images_test)
     assert (model(x).argmax(1) == data.t_test).double().mean().item() == result["test_accuracy"]
+
+
+def test_an_interrupted_run_is_one_curve_in_tensorboard(monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+    flags = [*MNIST, "--epochs", "4", "--out", "r", "--tensorboard"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert main(flags) == 2
+        assert "pip install 'hdnn[tensorboard]'" in told(capsys)
+        assert files() == {}
+    with monkeypatch.context() as patch:
+        stop_in_epoch(patch, 2)
+        assert main(flags) == 130
+    assert main(["train", "--resume", "--out", "r", "--tensorboard"]) == 0
+    found, entries = scalars("r/tensorboard"), Run(Path("r")).log()
+    assert set(found) == {"loss", "accuracy", "test_accuracy"}
+    for name, values in found.items():
+        assert values == [(k, pytest.approx(e[name])) for k, e in enumerate(entries, 1)]
+    assert len(entries) == 4
 
 
 def test_what_is_printed_says_how_it_went_and_what_is_guaranteed(trained, capsys):
@@ -474,7 +493,6 @@ FOR_BOTH = [
     ["--schedule", "cosine"],
     ["--smoothing", "cosine"],
     ["--dtype", "float64"],
-    ["--tensorboard"],
     ["--graph", "ring.toml"],
     ["--T", "1", "--step", "0.1"],
     ["--T", "nan"],
@@ -538,11 +556,11 @@ def test_a_set_that_is_missing_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 def test_one_process_trains_on_images(monkeypatch):
     config = config_of({"data": "mnist"})
-    cli_images.check({"tensorboard": None}, [(config, Run("r"))])
+    cli_images.check([(config, Run("r"))])
     monkeypatch.setattr(cli_images.launch, "several", lambda: True)
     with pytest.raises(OptionError, match="without torchrun"):
-        cli_images.check({"tensorboard": None}, [(config, Run("r"))])
-    cli_images.check({"tensorboard": True}, [(config_of({"data": "swiss_roll"}), Run("r"))])
+        cli_images.check([(config, Run("r"))])
+    cli_images.check([(config_of({"data": "swiss_roll"}), Run("r"))])
 
 
 def test_a_run_and_a_config_that_do_not_fit_are_refused(trained, capsys):

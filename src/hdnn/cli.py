@@ -547,7 +547,7 @@ def _asked(
     options = {**({} if file is None else runs.read_config(file)), **given}
     asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
     chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
-    cli_images.check(asked, chosen)
+    cli_images.check(chosen)
     return asked, chosen
 
 
@@ -592,11 +592,12 @@ def _trained(
     from hdnn import image_tasks, tasks
     from hdnn.image_runs import ImageConfig
 
+    board = bool(asked["tensorboard"])
     if isinstance(settings, ImageConfig):
-        waiting = functools.partial(_waiting, wanted=bar.on)
-        return image_tasks.train(settings, run, tell=bar.show if bar.on else None, waiting=waiting)
-    options = {"tensorboard": bool(asked["tensorboard"]), "processes": processes}
-    return tasks.train(settings, run, [bar] if bar.on else [], **options)
+        tell, waiting = bar.show if bar.on else None, functools.partial(_waiting, wanted=bar.on)
+        return image_tasks.train(settings, run, tell=tell, waiting=waiting, tensorboard=board)
+    callbacks = [bar] if bar.on else []
+    return tasks.train(settings, run, callbacks, tensorboard=board, processes=processes)
 
 
 def _how_to_go_on(run: Run, count: int) -> StoppedError:

@@ -14,17 +14,12 @@ if TYPE_CHECKING:
     from hdnn.runs import Run, TrainConfig
 
 
-def check(asked: dict[str, Any], chosen: list[tuple[TrainConfig | ImageConfig, Run]]) -> None:
+def check(chosen: list[tuple[TrainConfig | ImageConfig, Run]]) -> None:
     """Refuse what only other trainings can do."""
     if not any(isinstance(config, ImageConfig) for config, _ in chosen):
         return
     if launch.several():
         raise OptionError("one process trains on images: start hdnn train without torchrun.")
-    if asked["tensorboard"]:
-        raise OptionError(
-            "a training on images writes nothing for tensorboard; its curves are in log.jsonl, in "
-            "training.png and in hdnn report."
-        )
 
 
 def text(result: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from hdnn.image_runs import ImageConfig
 from hdnn.models import HDNNStar, ImageModel, MNISTNet
 from hdnn.runs import IMAGE_SETS, Run, find_device, usable_folder
 from hdnn.tasks import PICTURES, complete, known_metrics, save_picture
-from hdnn.training import History
+from hdnn.training import History, TensorBoard
 from hdnn.training.checkpoint import Log, locked
 from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining, next_epoch
 
@@ -35,6 +35,7 @@ LOOKED_AT = 100  # test images whose pixels a certificate may take
 
 Tell = Callable[[int, int, str], None]  # steps done, of how many, and how it goes
 Waiting = Callable[[str], AbstractContextManager[None]]
+Note = Callable[[dict[str, Any]], None]  # what is kept of an epoch
 
 
 def nothing_said(_: str) -> AbstractContextManager[None]:
@@ -75,7 +76,12 @@ def fewer(data: ImageData, count: int | None, seed: int) -> ImageData:
 
 
 def train(
-    config: ImageConfig, run: Run, *, tell: Tell | None = None, waiting: Waiting = nothing_said
+    config: ImageConfig,
+    run: Run,
+    *,
+    tell: Tell | None = None,
+    waiting: Waiting = nothing_said,
+    tensorboard: bool = False,
 ) -> dict[str, Any]:
     """Train, measure, draw and save in the folder of `run`; return its metrics.
 
@@ -87,6 +93,7 @@ def train(
     known = known_metrics(run)
     if known is not None:
         return known
+    board = TensorBoard(run.folder / "tensorboard") if tensorboard else None
     config = replace(config, device=find_device(config.device))
     config.check_memory()
     with waiting(f"reading {config.data}"):
@@ -103,27 +110,41 @@ def train(
         usable_folder(run.folder, PICTURES + 7 * size)
         stack.enter_context(locked(run.folder))
         run.start(config)
-        _fit(training, config, run.folder, tell)
+        notes: list[Note] = [Log(run.folder, 0).write]
+        if board is not None:
+            notes.append(partial(_show, stack.enter_context(board)))
+        _fit(training, config, run.folder, tell, notes)
         if tell is not None:
             tell(1, 1, "measuring and drawing")
         serialization.save(model, run.model_file)
         return complete(run, _measure(run, config, training), start, config.device)
 
 
-def _fit(training: ImageTraining, config: ImageConfig, folder: Path, tell: Tell | None) -> None:
-    """The epochs that are left, with a checkpoint and a line of the log after each."""
+def _fit(
+    training: ImageTraining,
+    config: ImageConfig,
+    folder: Path,
+    tell: Tell | None,
+    notes: list[Note],
+) -> None:
+    """The epochs that are left, with a checkpoint after each, which is then noted."""
     training.open(folder)
-    history, log = training.history, Log(folder, 0)
+    history = training.history
+
+    def note(epoch: int) -> None:
+        for each in notes:
+            each(_entry(history, epoch))
+
     watch = None if tell is None else partial(_tell_step, training, tell)
-    for epoch in range(len(history.loss)):  # the checkpoint has them all, the log may not
-        log.write(_entry(history, epoch))
+    for epoch in range(len(history.loss)):  # the checkpoint has them all, the notes may not
+        note(epoch)
     devices = [training.device] if training.cuda else []
     with torch.random.fork_rng(devices):
         while training.epoch < config.epochs and not _is_stuck(history.loss, config.patience):
             # What drops out is drawn from the global state, and a resumed run must draw the same.
             torch.manual_seed(config.seed * 100_003 + training.epoch)
             next_epoch([training], [folder], watch)
-            log.write(_entry(history, training.epoch - 1))
+            note(training.epoch - 1)
             if tell is not None:
                 _tell_epoch(training, tell)
 
@@ -135,6 +156,10 @@ def _entry(history: ImageHistory, epoch: int) -> dict[str, Any]:
         "accuracy": history.accuracy[epoch],
         "test_accuracy": history.test[epoch],
     }
+
+
+def _show(board: TensorBoard, entry: dict[str, Any]) -> None:
+    board.write(entry["epoch"], {name: v for name, v in entry.items() if name != "epoch"})
 
 
 def _is_stuck(loss: list[float], patience: int | None) -> bool:

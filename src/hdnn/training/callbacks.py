@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -226,15 +227,17 @@ class TensorBoard:
     def __call__(self, moment: Moment) -> None:
         if self.means.is_new(moment):
             self.before += self.means.epoch
-        if self.writer is None:  # from here on, what an interrupted training wrote counts no more
-            start = self.before + moment.epoch
-            self.writer = self.tool.SummaryWriter(str(self.folder), purge_step=start)
         means = self.means.add(moment)
-        if means is None:
-            return
-        last = {"gradient_norm": moment.gradient, "learning_rate": moment.learning_rate}
-        for name, value in {**means, **last}.items():
-            self.writer.add_scalar(name, value, self.before + moment.epoch)
+        if means is not None:
+            last = {"gradient_norm": moment.gradient, "learning_rate": moment.learning_rate}
+            self.write(self.before + moment.epoch, {**means, **last})
+
+    def write(self, epoch: int, values: Mapping[str, float]) -> None:
+        """The values of one epoch; the first counts from there on, and not what was there."""
+        if self.writer is None:
+            self.writer = self.tool.SummaryWriter(str(self.folder), purge_step=epoch)
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return {"means": asdict(self.means), "before": self.before}
