@@ -84,7 +84,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines[-1] += ", ".join(f"{k} {v}" for k, v in result["machine"].items()) + "."
     lines += ["", f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"]
     lines += table(
-        "network | parameters | minibatch | seconds | target",
+        "network | parameters | minibatch | seconds | target | 160 epochs, minutes",
         [
             [
                 row["network"],
@@ -92,6 +92,7 @@ def markdown(result: dict[str, Any]) -> str:
                 row["batch"],
                 f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}",
                 row["target"] or "",
+                f"{160 * max(row['seconds']) / 60:.1f}",
             ]
             for row in result["speed"]
         ],
