@@ -29,6 +29,7 @@ from hdnn.training.images import ImageTraining
 SPEEDS = [("h1_paper", 250), ("h1_paper", 100), ("h1", 250), ("h1", 100), ("h2", 250)]
 SPEEDS += [("resnet56", 250)]
 TARGETS = {("h1_paper", 250): 0.8, ("h1_paper", 100): 1.2}
+H2 = image_recipes.CIFAR_NETWORKS["h2"]["star"]
 DEPTHS, IMAGES = (6, 60, 600), (64, 128)
 EPOCHS = 5
 
@@ -58,8 +59,7 @@ def speed(network: str, batch: int, data: ImageData) -> dict[str, Any]:
 
 def memory(layers: int, reversible: bool) -> dict[str, Any]:
     """The peak of a training step in MiB, and what of it an image costs."""
-    star = image_recipes.CIFAR_NETWORKS["h2"]["star"]
-    options = {**star, "layers": layers, "reversible": reversible, "step": 3 / layers}
+    options = {**H2, "layers": layers, "reversible": reversible, "step": 3 / layers}
     model = models.hdnn_star(**options).cuda()
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     weights = sum(p.nbytes for p in model.parameters()) / 2**20
@@ -97,7 +97,8 @@ def markdown(result: dict[str, Any]) -> str:
             for row in result["speed"]
         ],
     )
-    lines += ["", "Memory of one training step of H2-DNN* (88, 112, 144 channels, bf16), MiB:"]
+    channels = ", ".join(map(str, H2["channels"]))
+    lines += ["", f"Memory of one training step of H2-DNN* ({channels} channels, bf16), MiB:"]
     lines += table(
         f"layers a unit | states | weights | peak, {IMAGES[0]} images | {IMAGES[1]} | an image",
         [

@@ -93,8 +93,13 @@ def positive_float(name: str, value: object) -> float:
 
 def positive_int(name: str, value: object) -> int:
     """Return `value` as an int >= 1, else raise `ShapeError`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ShapeError(f"{name} must be a whole number >= 1, but got {value!r}.")
+    return int_from(1, name, value)
+
+
+def int_from(least: int, name: str, value: object) -> int:
+    """Return `value` as an int >= `least`, else raise `ShapeError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ShapeError(f"{name} must be a whole number >= {least}, but got {value!r}.")
     return int(value)
 
 

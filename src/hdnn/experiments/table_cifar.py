@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,8 +93,7 @@ def jobs_for(names: list[str], seeds: int, epochs: int, validate: bool) -> list[
 
 
 def _job(name: str, seed: int, epochs: int, validate: bool) -> Job:
-    recipe = asdict(image_recipes.cifar(name, epochs, seed))
-    recipe["rates"] = [list(pair) for pair in recipe["rates"]]
+    recipe = image_recipes.cifar(name, epochs, seed).to_dict()
     job: Job = {"network": name, "seed": seed, "recipe": recipe}
     if "star" in CIFAR_NETWORKS[name]:
         job["star"] = CIFAR_NETWORKS[name]["star"]

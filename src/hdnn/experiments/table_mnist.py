@@ -14,7 +14,6 @@ last epoch, never the best ones. A run may be broken off at any time, and goes o
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -74,16 +73,12 @@ def jobs_for(seeds: int, epochs: int, by: list[str]) -> list[Job]:
             job: Job = {"by": name, "network": kind, "layers": layers, "init": init}
             for seed in range(seeds):
                 recipe = image_recipes.mnist(kind, epochs, seed, by=name)
-                found.append({**job, "seed": seed, "recipe": _plain(recipe)})
+                found.append({**job, "seed": seed, "recipe": recipe.to_dict()})
     conv: Job = {"by": "ours", "network": "conv", "layers": 8}
     for seed in range(seeds):
         recipe = ImageRecipe(**image_recipes.MNIST_CONV, epochs=epochs, seed=seed)
-        found.append({**conv, "seed": seed, "recipe": _plain(recipe)})
+        found.append({**conv, "seed": seed, "recipe": recipe.to_dict()})
     return found
-
-
-def _plain(recipe: ImageRecipe) -> Job:
-    return {**asdict(recipe), "rates": []}
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.engine import dispatch, pixels, units
-from hdnn.errors import NotInvertibleError, OptionError, ShapeError, choose, flag, positive_int
+from hdnn.errors import (
+    NotInvertibleError,
+    OptionError,
+    ShapeError,
+    choose,
+    flag,
+    int_from,
+    positive_int,
+)
 from hdnn.initial import Initial
 from hdnn.networks.base import _step
 from hdnn.networks.norm import BatchNorm
@@ -242,7 +250,7 @@ class HamiltonianUnit(nn.Module):
         self.layers = positive_int("layers", layers)
         self.network, self.norm = choose("network", network, NETWORKS), choose("norm", norm, NORMS)
         self.kernel, self.groups = positive_int("kernel", kernel), positive_int("groups", groups)
-        self.padding = self.kernel // 2 if padding is None else padding
+        self.padding = self.kernel // 2 if padding is None else int_from(0, "padding", padding)
         self.activation = activations.registered(activation).name
         self.step = _step(step, T, self.layers)
         split = network == "h2"
@@ -268,8 +276,6 @@ class HamiltonianUnit(nn.Module):
             raise ShapeError(f"the channels are split into (p, q), so {C} must be even.")
         if self.kernel % 2 == 0:
             raise ShapeError(f"kernel must be odd, to have a middle, but got {self.kernel}.")
-        if isinstance(self.padding, bool) or not isinstance(self.padding, int) or self.padding < 0:
-            raise OptionError(f"padding must be a whole number >= 0, but got {self.padding!r}.")
         if (C // 2 if split else C) % G:
             what = f"C/2 = {C // 2}" if split else f"C = {C}"
             raise ShapeError(f"{what} channels do not split into {G} groups.")

@@ -81,6 +81,10 @@ class ImageRecipe:
     bf16: bool = False
     seed: int = 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as JSON has them."""
+        return {**asdict(self), "rates": [list(pair) for pair in self.rates]}
+
     def factor(self, step: int, batches: int) -> float:
         """What the learning rate is multiplied by at a step."""
         epoch, steps = step // batches, self.epochs * batches
@@ -331,9 +335,7 @@ class ImageTraining:
         return self.history
 
     def _identity(self) -> dict[str, Any]:
-        recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.recipe).items()}
-        recipe["rates"] = [list(pair) for pair in self.recipe.rates]
-        return {**recipe, "data": self.data.name, "model": repr(self.model)}
+        return {**self.recipe.to_dict(), "data": self.data.name, "model": repr(self.model)}
 
     def save(self, place: Path) -> None:
         """Write a checkpoint into the folder, all of it or nothing."""
