@@ -91,6 +91,17 @@ def test_a_finished_training_is_not_trained_again(solver, tmp_path):
     assert same(again, model)
 
 
+def test_a_training_with_learned_steps_goes_on(tmp_path):
+    model = model_of(learn_step=True)
+    before, form = repr(model.net), model.net.form()
+    quick(model, folder=tmp_path)
+    assert repr(model.net) != before
+    assert model.net.form() == form
+    again = model_of(learn_step=True, seed=3)
+    quick(again, folder=tmp_path, resume=True)
+    assert same(again, model)
+
+
 def test_another_training_is_neither_overwritten_nor_gone_on_with(tmp_path):
     quick(model_of(), folder=tmp_path)
     before = (tmp_path / checkpoint.NAME).read_bytes()

@@ -187,6 +187,9 @@ class HDNNStar(ImageModel):
             return y.mean((2, 3))
         return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
 
+    def extra_repr(self) -> str:
+        return f"padding = {self.padding!r}, pool = {self.pool!r}"
+
 
 def hdnn_star(
     network: str = "h1",
@@ -345,6 +348,9 @@ class AlexNet(ImageModel):
             x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
         _check_images(x, 3, 224)
         return self.hidden(self.convolutions(x).flatten(1))
+
+    def extra_repr(self) -> str:
+        return f"resize = {self.resize}"
 
 
 def alexnet(

@@ -180,13 +180,21 @@ class Network(nn.Module):
         """The network with k times the layers at h/k: the same function in the limit."""
         raise OptionError(f"{type(self).__name__} is no discretised ODE and cannot be refined.")
 
-    def extra_repr(self) -> str:
+    def extra_repr(self, *, learned: bool = True) -> str:
+        """What the network is; without `learned` only what training leaves as it is."""
         parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
         return ", ".join(parts + (["tied"] if self.tied else []))
 
+    def form(self) -> str:
+        """The network in one line that is the same before, during and after a training."""
+        return self._line(self.extra_repr(learned=False))
+
     def __repr__(self) -> str:
+        return self._line(self.extra_repr())
+
+    def _line(self, parts: str) -> str:
         count = sum(p.numel() for p in self.parameters())
-        return f"{type(self).__name__}({self.extra_repr()}, {count} parameters)"
+        return f"{type(self).__name__}({parts}, {count} parameters)"
 
 
 class ODENetwork(Network):
@@ -306,15 +314,14 @@ class ODENetwork(Network):
         }
         return type(self)(**config, **constants, **like_this)
 
-    def extra_repr(self) -> str:
-        parts = super().extra_repr()
-        if self.learn_step and self.log_h.is_meta:
+    def extra_repr(self, *, learned: bool = True) -> str:
+        parts = super().extra_repr(learned=learned)
+        if self.learn_step and (not learned or self.log_h.is_meta):
             return f"{parts}, h learned"
-        learned = ", learned" if self.learn_step else ""
-        steps = self.steps().detach().tolist() if learned else self.step
+        steps = self.steps().detach().tolist() if self.learn_step else self.step
         steps = {*steps} if isinstance(steps, (list, tuple)) else {steps}
         h = f"{steps.pop():.4g}" if len(steps) == 1 else "one a layer"
-        return f"{parts}, h = {h}{learned}, T = {self.T:.4g}"
+        return f"{parts}, h = {h}{', learned' * self.learn_step}, T = {self.T:.4g}"
 
 
 def _step(

@@ -392,9 +392,9 @@ class HamiltonianNet(ODENetwork):
             config["sparsity"]["R"] = R.int().tolist()
         return super()._refined(config, k)
 
-    def extra_repr(self) -> str:
+    def extra_repr(self, *, learned: bool = True) -> str:
         named = type(self) is not HamiltonianNet
-        parts = ([] if named else [self.integrator]) + [super().extra_repr()]
+        parts = ([] if named else [self.integrator]) + [super().extra_repr(learned=learned)]
         if getattr(self, "learn_" + self.scheme.interconnection):
             parts.append(f"{self.scheme.interconnection} learned")
         return ", ".join(parts + ([repr(self.sparsity)] if self.sparsity is not None else []))

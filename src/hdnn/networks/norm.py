@@ -37,5 +37,6 @@ class BatchNorm(nn.BatchNorm2d):
         )
 
     def extra_repr(self) -> str:
-        tail = "" if self.activation == "identity" else f", {self.activation}"
-        return super().extra_repr() + tail
+        parts = [f"{self.num_features} channels", f"eps = {self.eps:g}"]
+        parts += [f"momentum = {self.momentum}"]
+        return ", ".join(parts + [self.activation] * (self.activation != "identity"))

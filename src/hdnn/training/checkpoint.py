@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hdnn.errors import CheckpointError
 from hdnn.files import remove_leftovers, write_atomically
+from hdnn.networks import Network
 
 FORMAT = 1
 NAME = "checkpoint.safetensors"
@@ -50,6 +52,26 @@ def save(
     }
     meta = {"hdnn-training": json.dumps({"format": FORMAT, **state}, sort_keys=True)}
     write_atomically(folder / NAME, to_safetensors(copies, metadata=meta))
+
+
+def outline(model: nn.Module) -> str:
+    """What a network is, in a few words that are the same under every version of PyTorch.
+
+    Its kind, the number of its parameters, and a digest of the kinds of its parts, of what those
+    that are not PyTorch's say of themselves, and of the names and shapes of all that is saved.
+    """
+    parts = [(name, type(part).__name__, _form(part)) for name, part in model.named_modules()]
+    shapes = [(name, tuple(t.shape)) for name, t in model.state_dict().items()]
+    digest = hashlib.sha256(json.dumps([parts, shapes]).encode()).hexdigest()[:8]
+    count = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__} with {count:,} parameters, {digest}"
+
+
+def _form(part: nn.Module) -> str:
+    if isinstance(part, Network):
+        return part.form()
+    of_torch = type(part).extra_repr.__module__.partition(".")[0] == "torch"
+    return "" if of_torch else part.extra_repr()
 
 
 class Saved(NamedTuple):

@@ -335,7 +335,8 @@ class ImageTraining:
         return self.history
 
     def _identity(self) -> dict[str, Any]:
-        return {**self.recipe.to_dict(), "data": self.data.name, "model": repr(self.model)}
+        known = {"data": self.data.name, "model": checkpoint.outline(self.model)}
+        return {**self.recipe.to_dict(), **known}
 
     def save(self, place: Path) -> None:
         """Write a checkpoint into the folder, all of it or nothing."""

@@ -382,7 +382,7 @@ class _Training:
         digest = hashlib.sha256()
         for tensor in (self.x, self.t, *([] if self.weight is None else [self.weight])):
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return {**self.options, "data": digest.hexdigest()[:16], "model": repr(self.model.net)}
+        return {**self.options, "data": digest.hexdigest()[:16], "model": self.model.net.form()}
 
     def _diverged(self, what: str, y_0: Tensor | None = None) -> TrainingError:
         """The error of a training that has left the numbers, with the layer where it did."""
