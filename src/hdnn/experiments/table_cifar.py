@@ -114,10 +114,11 @@ def markdown(result: dict[str, Any]) -> str:
         test, name = row["test"], row["network"]
         other = name in COMPARED[1:] and COMPARED[0] in means
         above = f"{test['mean'] - means[COMPARED[0]]:+.2f}" if other else ""
+        spread = f" ± {test['std']:.2f} ({test['worst']:.2f} to {test['best']:.2f})"
+        spread *= test["seeds"] > 1
         lines.append(
             f"| {TITLES[name]} | {row['parameters']:,} | {row['epochs']} | {test['seeds']} | "
-            f"{test['mean']:.2f} ± {test['std']:.2f} ({test['worst']:.2f} to {test['best']:.2f}) "
-            f"| {above} | {paper} |"
+            f"{test['mean']:.2f}{spread} | {above} | {paper} |"
         )
     if result["picture"]:
         lines += ["", f"![Accuracy against the epoch]({result['picture']})"]
