@@ -179,6 +179,67 @@ def test_reversible_gradients_are_those_of_autograd(activation, norm, training):
         close(a, b, 1e-10)
 
 
+# Layers that are left out
+
+
+@pytest.mark.parametrize("network", ["h1", "h2"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_each_image_has_its_own_steps_where_layers_are_left_out(network, groups):
+    drop = [0.0, 0.3, 0.6]
+    unit, y = make(network, drop=drop, groups=groups), image(batch=50)
+    torch.manual_seed(1)
+    factors = unit._factors(y)
+    torch.manual_seed(1)
+    found = unit(y)
+    assert found.dtype == y.dtype
+    for j, q in enumerate(drop):
+        left_out = factors[j] == 0
+        close(factors[j][~left_out], torch.full_like(factors[j], 1 / (1 - q))[~left_out])
+        assert left_out.any() == (q > 0)
+    for one, y_0, steps in zip(found, y, 0.3 * factors.T, strict=True):
+        close(one, plain(unit, y_0[None], steps)[0])
+    assert torch.equal(unit.trajectory(y), make(network, groups=groups).trajectory(y))
+    assert torch.equal(unit.eval()(y), make(network, groups=groups)(y))
+    assert "drop to 0.6" in repr(unit)
+    assert unit.state_dict().keys() == make(network, groups=groups).state_dict().keys()
+
+
+def test_layers_are_left_out_as_often_as_asked_for():
+    unit = make("h2", layers=2, drop=[0.2, 0.5])
+    torch.manual_seed(0)
+    factors = unit._factors(torch.empty(20000, 4, 1, 1))
+    close((factors == 0).double().mean(1), torch.tensor([0.2, 0.5]).double(), 0.02)
+    close(factors.double().mean(1), torch.ones(2).double(), 0.03)
+
+
+@pytest.mark.parametrize("norm", ["none", "inside", "after"])
+def test_reversible_gradients_know_which_layers_were_left_out(norm):
+    unit, y = make("h2", layers=4, drop=0.5, norm=norm), image(batch=5).requires_grad_()
+    found = []
+    for reversible in (True, False):
+        unit.reversible = reversible
+        torch.manual_seed(2)
+        loss = (unit(y) * image(batch=5, seed=3)).sum()
+        found.append(torch.autograd.grad(loss, [y, *unit.parameters()]))
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-10)
+
+
+@given(seeds, st.integers(1, 4), scales, st.sampled_from(ACTIVATIONS), st.floats(0.1, 0.9))
+def test_a_unit_without_some_of_its_layers_is_symplectic(seed, N, scale, activation, drop):
+    unit = make("h2", layers=N, seed=seed, scale=scale, activation=activation, drop=drop)
+    unit.requires_grad_(False)
+    y = image(size=3, batch=1, seed=seed)
+    factors = unit._factors(y)
+    Phi = jacobian(lambda y: unit._run(y, factors)[0][-1], y)
+    J = canonical(len(Phi), dtype=torch.float64)
+    size = torch.linalg.matrix_norm(Phi, 2)
+    defect = torch.linalg.matrix_norm(Phi.mT @ J @ Phi - J)
+    assert defect <= 1e-12 * size**2 * torch.linalg.matrix_norm(J)
+    assert size >= 1 - 1e-9
+    assert unit.guarantee().holds
+
+
 @pytest.mark.parametrize("norm", ["none", "inside"])
 def test_gradients_of_gradients_are_those_of_finite_differences(norm):
     unit = make("h2", layers=2, norm=norm, channels=2)
@@ -371,17 +432,18 @@ def test_a_reversible_unit_in_bfloat16_has_the_gradients_of_a_stored_one():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("network", ["h1", "h2"])
 @pytest.mark.parametrize("norm", ["none", "inside"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compiles_into_one_graph(network, norm, autocast):
+@pytest.mark.parametrize(("autocast", "drop"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_compiles_into_one_graph(network, norm, autocast, drop):
     torch._dynamo.reset()
     dtype = torch.float32 if autocast else torch.float64
-    unit = make(network, norm=norm, layers=2, dtype=dtype)
+    unit = make(network, norm=norm, layers=2, dtype=dtype, drop=drop)
     y = image().to(dtype)
     compiled = torch.compile(unit, fullgraph=True, backend="aot_eager")
     found = []
     state = {k: v.clone() for k, v in unit.state_dict().items()}
     for call in (compiled, unit):
         unit.load_state_dict(state)
+        torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = call(y)
         grads = torch.autograd.grad(out.square().sum(), list(unit.parameters()))
@@ -474,6 +536,9 @@ def test_the_step_is_h_or_T_over_N():
         ({"padding": -1}, "padding must be a whole number >= 0"),
         ({"padding": "same"}, "padding must be a whole number >= 0"),
         ({"reversible": True}, "no explicit inverse"),
+        ({"drop": 1.0}, "drop must be at least 0 and below 1"),
+        ({"drop": "often"}, "drop must be at least 0 and below 1"),
+        ({"drop": [0.1, 0.2, 0.3]}, "3 entries for 2 layers"),
         ({"groups": 2, "sparsity": torch.eye(2)}, "groups=1"),
         ({"step": 0.1, "T": 1.0}, "not both"),
         ({"activation": "swish"}, "not known"),

@@ -104,6 +104,34 @@ def test_the_outline_of_a_network_is_not_that_of_the_pytorch_beneath(monkeypatch
     assert len({before, *(checkpoint.outline(star(**options)) for options in others)}) == 5
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.hdnn_star("h2", 2, (4, 8), size=12, inputs=1, drop=0.4),
+        lambda: nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 10)),
+    ],
+)
+def test_what_a_network_draws_is_the_same_after_a_break_and_beside_others(make, tmp_path):
+    def new(seed=0):
+        torch.manual_seed(seed)
+        return ImageTraining(make(), data, RECIPE)
+
+    data = images(size=12)
+    whole = new()
+    torch.manual_seed(5)  # nobody else's numbers are used, nor moved
+    before = torch.get_rng_state()
+    whole.run(progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    new().run(folder=tmp_path, until=0.0, progress=False)
+    broken, beside = new(3), [new(), new(1)]
+    broken.run(folder=tmp_path, resume=True, progress=False)
+    run_together(beside)
+    end, *others = (
+        nn.utils.parameters_to_vector(one.model.parameters()) for one in (whole, broken, beside[0])
+    )
+    assert all(torch.equal(end, other) for other in others)
+
+
 def test_together_is_as_alone():
     alone, beside = small(), [small(), small(1)]
     _, history = train(alone)

@@ -26,7 +26,8 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 0.1}
 
 def unit_errors(
     network, norm, *, channels=6, layers=2, size=(5, 4), batch=3, activation="tanh", step=0.3,
-    kernel=3, work="float32", given="float32", sparse=False, reversible=False, device="cpu",
+    kernel=3, work="float32", given="float32", sparse=False, reversible=False, drop=False,
+    device="cpu",
 ):  # fmt: skip
     """The relative errors of y_N, of the statistics and of all gradients."""
     random = torch.Generator().manual_seed(channels + layers + batch)
@@ -43,17 +44,19 @@ def unit_errors(
     fast.load_state_dict({k: v.float() for k, v in exact.state_dict().items()})
     draw = torch.randn(2, batch, channels, *size, generator=random).to(getattr(torch, given))
     y, g = draw[0].double().requires_grad_(), draw[1].double()
-    states, seen = exact._run(y)
+    factors = torch.randint(0, 3, (layers, batch), generator=random) / 1.5 if drop else None
+    states, seen = exact._run(y, factors)
     wanted = [states[-1], *torch.autograd.grad(states[-1], [y, *free(exact)], g)]
     y = draw[0].to(device).requires_grad_()
     schedule = fast._schedule(getattr(torch, work))
-    out, *statistics = units.run(y, schedule, fast._raw())
+    given = schedule, fast._raw(), None if factors is None else factors.to(device)
+    out, *statistics = units.run(y, *given)
     assert out.dtype == y.dtype
     found = [out, *torch.autograd.grad(out, [y, *free(fast)], draw[1].to(device))]
     if seen is not None:
         wanted, found = [*wanted, *seen], [*found, *statistics]
     with torch.no_grad():
-        assert torch.equal(units.run(y, schedule, fast._raw())[0], out)
+        assert torch.equal(units.run(y, *given)[0], out)
     return [error(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
@@ -102,9 +105,9 @@ def second_errors(network, norm, *, device="cpu"):
         (g,) = torch.autograd.grad(run(y).square().sum(), y, create_graph=True)
         return torch.autograd.grad(g.square().sum(), [y, *free(unit)])
 
-    work = torch.float32
-    found = twice(lambda y: units.run(y, unit._schedule(work), unit._raw())[0])
-    wanted = twice(lambda y: unit._plain(y, unit._raw(), work))
+    work, factors = torch.float32, torch.tensor([[0.0, 1.25], [1.25, 1.25]], device=device)
+    found = twice(lambda y: units.run(y, unit._schedule(work), unit._raw(), factors)[0])
+    wanted = twice(lambda y: unit._plain(work, y, factors, *unit._raw()))
     x = torch.randn(2, 4, 4, 4, device=device, requires_grad=True)
     ones = torch.ones(4, device=device, requires_grad=True)
     for function, other in (
@@ -159,6 +162,16 @@ GROUPS = {
             {"step": [0.1, 0.4, 0.2]},
             {"work": "bfloat16"},
             {"work": "bfloat16", "given": "bfloat16", "activation": "gelu"},
+        )
+    ],
+    "left out": [
+        ("unit", (network, norm), {"drop": True, "layers": 3, **options})
+        for network in ("h1", "h2")
+        for norm in ("none", "inside")
+        for options in (
+            {"channels": 10, "size": (9, 8), "batch": 5},
+            {"step": [0.1, 0.4, 0.2], "work": "bfloat16"},
+            {"reversible": network == "h2"},
         )
     ],
     "second derivatives": [

@@ -91,6 +91,14 @@ def positive_float(name: str, value: object) -> float:
     return number
 
 
+def probability(name: str, value: object) -> float:
+    """Return `value` as a float in [0, 1), else raise `OptionError`."""
+    number = as_float(value)
+    if number is None or not 0 <= number < 1:
+        raise OptionError(f"{name} must be at least 0 and below 1, but got {value!r}.")
+    return number
+
+
 def positive_int(name: str, value: object) -> int:
     """Return `value` as an int >= 1, else raise `ShapeError`."""
     return int_from(1, name, value)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn.engine import pixels
-from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
+from hdnn.errors import ShapeError, choose, flag, positive_int, probability
 from hdnn.initial import Initial
 from hdnn.networks import BY_NAME, ODENetwork
 from hdnn.networks.norm import BatchNorm
@@ -171,7 +171,13 @@ class HDNNStar(ImageModel):
         self.padding, self.pool, self.inputs, self.size = padding, pool, inputs, size
         self.stem = make.conv(inputs, channels[0], 3, padding=1)
         self.stem_norm = make.norm(channels[0]) if stem_norm else None
-        self.stages = nn.ModuleList(HamiltonianUnit(C, layers, **options) for C in channels)
+        # Layers are left out the more often, the later they come.
+        last, total = options.pop("drop"), layers * len(channels)
+        drops = torch.linspace(last / total, last, total).view(-1, layers).tolist()
+        self.stages = nn.ModuleList(
+            HamiltonianUnit(C, layers, drop=drop, **options)
+            for C, drop in zip(channels, drops, strict=True)
+        )
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
         self.linear = make.linear(channels[-1] * pixels, classes)
 
@@ -200,6 +206,7 @@ def hdnn_star(
     activation: str = "relu",
     norm: str = "none",
     reversible: bool | None = None,
+    drop: float = 0.0,
     init: str = "scaled",
     stem_norm: bool = False,
     padding: str = "end",
@@ -216,7 +223,8 @@ def hdnn_star(
     After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
     next: behind all others (`padding="end"`), or behind those of p and behind those of q
     ("halves"). The linear layer sees all pixels that are left (`pool="flatten"`), or these divided
-    by the root of their number, so that it can bear higher rates ("scaled"), or their "mean". Other
+    by the root of their number, so that it can bear higher rates ("scaled"), or their "mean".
+    `drop` is how often the last layer is left out while training; the first hardly is. Other
     options are those of `hdnn.HamiltonianUnit`.
     """
     channels = [positive_int("channels", C) for C in channels]
@@ -227,9 +235,10 @@ def hdnn_star(
     make = _Make(generator, dtype, device)
     options: dict[str, Any] = {"network": network, "step": step, "activation": activation}
     options |= {"norm": norm, "reversible": reversible, "init": init, **make.options}
+    options["drop"] = probability("drop", drop)
     return HDNNStar(
         channels,
-        layers,
+        positive_int("layers", layers),
         options,
         stem_norm=flag("stem_norm", stem_norm),
         padding=choose("padding", padding, PADDINGS),
@@ -366,10 +375,8 @@ def alexnet(
 
     `resize` scales images of any size to the 224 x 224 that it is made for.
     """
-    if not 0 <= dropout < 1:
-        raise OptionError(f"dropout must be at least 0 and below 1, but got {dropout!r}.")
-    make = _Make(generator, dtype, device)
-    return AlexNet(positive_int("classes", classes), flag("resize", resize), dropout, make)
+    make, left_out = _Make(generator, dtype, device), probability("dropout", dropout)
+    return AlexNet(positive_int("classes", classes), flag("resize", resize), left_out, make)
 
 
 def _halved(y: Tensor) -> Tensor:

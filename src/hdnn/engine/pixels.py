@@ -20,6 +20,7 @@ from hdnn.engine import dispatch
 from hdnn.engine import triton as stacks
 from hdnn.errors import require
 
+Step: TypeAlias = "float | tuple[float, Tensor | None]"  # with factors (B,) of the images
 PROGRAMS = 1024  # at the most, that add up pixels
 TILE = 2048  # entries at once
 
@@ -67,12 +68,24 @@ def _activate_kernel(
     tl.store(z + first + at, _sigma(v, ACT, False), mask=inside)
 
 
+def _of_image(c, factors, rows, size, RB: constexpr, EACH: constexpr):  # pragma: kernel
+    """c times the factor of the image that a pixel belongs to, as a column."""
+    row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
+    factor = tl.zeros((RB, 1), tl.float32) + c
+    if EACH:
+        factor *= tl.load(factors + row // size, mask=row < rows, other=0.0)
+    return factor
+
+
 def _move_kernel(
     y,
     w,
     y_out,
     s_out,
+    by,
+    times,
     rows,
+    size,
     c_w,
     c_s,
     C: constexpr,
@@ -82,8 +95,12 @@ def _move_kernel(
     KEEP: constexpr,
     TURN_W: constexpr,
     TURN_S: constexpr,
+    BY: constexpr,
+    TIMES: constexpr,
 ):  # pragma: kernel
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
+    c_w = _of_image(c_w, by, rows, size, RB, BY)
+    c_s = _of_image(c_s, times, rows, size, RB, TIMES)
     # J exchanges the halves of the channels, and changes the sign of one.
     row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
     other = row * C + (c + C // 2) % C
@@ -287,7 +304,7 @@ def _norm_slope_kernel(
 
 # Around the kernels
 
-_HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair")
+_HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair", "_of_image")
 
 
 @functools.cache
@@ -327,7 +344,7 @@ class Pixels:
     """The kernels for images of one size (B, C, height, width) and one activation."""
 
     def __init__(self, like: Tensor, activation: str) -> None:
-        self.C, self.activation = like.shape[1], activation
+        self.C, self.activation, self.size = like.shape[1], activation, like[0, 0].numel()
         self.rows = like.numel() // max(self.C, 1)
         # Some tiles for each, as long as there are enough programs; a power of 2.
         tiles = _tiles(self.rows, self.C)[0]
@@ -355,8 +372,8 @@ class Pixels:
         w: Tensor | None,
         s: Tensor,
         *,
-        by: float = 1.0,
-        times: float = 1.0,
+        by: Step = 1.0,
+        times: Step = 1.0,
         turn: str = "",
         keep: bool = True,
     ) -> Tensor:
@@ -366,9 +383,15 @@ class Pixels:
         """
         keep = keep and w is not None
         new = torch.empty_like(y, dtype=torch.float32) if keep else s
-        tensors = (y, y if w is None else w, new, s)
+        tensors, c, each = [y, y if w is None else w, new, s], [], []
+        for step in (by, times):
+            c_step, factors = step if isinstance(step, tuple) else (step, None)
+            tensors.append(y if factors is None else factors)
+            c.append(float(c_step))
+            each.append(factors is not None)
         how = {"ADD": w is not None, "KEEP": keep, "TURN_W": turn == "w", "TURN_S": turn == "s"}
-        self._run("_move_kernel", *tensors, c=(float(by), float(times)), **how)
+        how |= {"BY": each[0], "TIMES": each[1]}
+        self._run("_move_kernel", *tensors, c=(self.size, *c), **how)
         return new
 
     def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor, partial: Tensor) -> None:

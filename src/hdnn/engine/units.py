@@ -6,7 +6,8 @@ alone, since J and h are put into the passes between, a shear and its gradients 
     w = K^T sigma(x + a),  x = K s,  target += c J w
     g~ = c J^T g,  d = (K g~) sigma'(x + a),  g += K^T d,  dK = sum of d s^T + sigma(x + a) g~^T
 
-so one gradient of K, over (s, g~) and (d, sigma) as twice as many images, does for both.
+so one gradient of K, over (s, g~) and (d, sigma) as twice as many images, does for both. Each image
+may have its own factor of c.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdnn.engine.pixels import Pixels, images
+from hdnn.engine.pixels import Pixels, Step, images
 from hdnn.operators import conv
 
 
@@ -77,29 +78,42 @@ class Kept(NamedTuple):
     normal: Tensor | None
 
 
-def run(y: Tensor, schedule: Schedule, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """y_N from y_0; with normalisation also the mean and 1 / deviation that each shear used."""
+def run(
+    y: Tensor, schedule: Schedule, weights: Sequence[Tensor], factors: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """y_N from y_0; with normalisation also the mean and 1 / deviation that each shear used.
+
+    `factors` (N, B) of c are for each layer and each image.
+    """
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
         if torch.is_grad_enabled() and any(t.requires_grad for t in (y, *weights)):
-            return _UnitStack.apply(y, schedule, *weights)
-        return _forward(y, schedule, grouped(schedule, weights), Memory(schedule, keep=False))
+            return _UnitStack.apply(y, schedule, factors, *weights)
+        memory = Memory(schedule, factors, keep=False)
+        return _forward(y, schedule, grouped(schedule, weights), memory)
 
 
 class Memory:
     """What the backward pass will need of the forward pass: of each shear, or of the end alone."""
 
-    def __init__(self, schedule: Schedule, *, keep: bool = True) -> None:
+    def __init__(self, schedule: Schedule, factors: Tensor | None, *, keep: bool = True) -> None:
+        self.factors = None if factors is None else factors.to(torch.float32).contiguous()
         self.rebuilds = keep and schedule.reversible
         self.stores = keep and not schedule.reversible
         self.shears: list[Kept] = []
         self.end: list[Tensor] = []  # the halves of y_N in float32
         self.normals: list[Tensor] = []  # (4, C) of each shear
 
+    def step(self, shear: Shear, sign: int = 1) -> Step:
+        """What the shear moves by."""
+        return sign * shear.c, None if self.factors is None else self.factors[shear.layer]
+
 
 class _UnitStack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, schedule: Schedule, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.memory = schedule, Memory(schedule)
+    def forward(
+        ctx: Any, y: Tensor, schedule: Schedule, factors: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.schedule, ctx.memory = schedule, Memory(schedule, factors)
         ctx.save_for_backward(y, *weights)
         out, *statistics = _forward(y, schedule, grouped(schedule, weights), ctx.memory)
         ctx.mark_non_differentiable(*statistics)
@@ -111,12 +125,12 @@ class _UnitStack(torch.autograd.Function):
         schedule: Schedule = ctx.schedule
         if torch.is_grad_enabled():  # gradients of these gradients will be asked for
             asked = [t for t in (y, *weights) if t.requires_grad]
-            out = schedule.reference(y, *weights)
+            out = schedule.reference(y, ctx.memory.factors, *weights)
             found = iter(torch.autograd.grad(out, asked, grads[0], create_graph=True))
             g_y, *rest = (next(found) if t.requires_grad else None for t in (y, *weights))
-            return g_y, None, *rest
+            return g_y, None, None, *rest
         g, rest = _backward(grads[0], schedule, ctx.memory, grouped(schedule, weights))
-        return g, None, *rest
+        return g, None, None, *rest
 
 
 def _twice(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +156,8 @@ def _forward(
     Ks = [_kernels(one.K, work) for one in weights]
     s = _twice(halves[0], work)
     s[:B].copy_(halves[schedule.shears[0].source])
-    for i, (_, target, kind, layer, c) in enumerate(schedule.shears):
+    for i, shear in enumerate(schedule.shears):
+        _, target, kind, layer, _ = shear
         K, one = Ks[kind][layer], weights[kind]
         x, z = conv.apply(K, s[:B]), _twice(halves[0], work)
         normal = None
@@ -158,7 +173,8 @@ def _forward(
         room = s[:B] if i < last else torch.empty_like(halves[0], dtype=y.dtype)
         done = i == last or (room.dtype == y.dtype and i > last - len(halves))
         keep = memory.rebuilds or not done
-        new = pixels.move(halves[target], w, room, by=c, turn=turn, keep=keep)
+        by = memory.step(shear)
+        new = pixels.move(halves[target], w, room, by=by, turn=turn, keep=keep)
         if memory.rebuilds and i > last - len(halves):
             memory.end.append(new)
         halves[target] = room if done else new
@@ -189,7 +205,8 @@ def _backward(
     past = _Rebuilt(schedule, memory, weights, pixels) if memory.rebuilds else _Stored(memory)
     dK: list[list[Tensor]] = [[] for _ in weights]
     sums: list[list[Tensor]] = [[] for _ in weights]
-    pixels.move(g[last.target], None, past.s(len(shears) - 1)[B:], times=last.c, turn=turn)
+    end = past.s(len(shears) - 1)[B:]
+    pixels.move(g[last.target], None, end, times=memory.step(last), turn=turn)
     for i in range(len(shears) - 1, -1, -1):
         source, _, kind, layer, _ = shears[i]
         s, z, x, K, normal = past.shear(i)
@@ -205,8 +222,8 @@ def _backward(
             dK[kind].append(conv.gradient(s, z, K))
         d_s = conv.adjoint(K, z[:B])
         if i:  # which is what the shear before this one starts from
-            before, c = past.s(i - 1)[B:], shears[i - 1].c
-            g[source] = pixels.move(g[source], d_s, before, times=c, turn=turn)
+            before, times = past.s(i - 1)[B:], memory.step(shears[i - 1])
+            g[source] = pixels.move(g[source], d_s, before, times=times, turn=turn)
         else:
             room = torch.empty_like(d_s, dtype=g_N.dtype)
             g[source] = pixels.move(g[source], d_s, room, keep=False)
@@ -255,13 +272,15 @@ class _Rebuilt:
         return self.next
 
     def shear(self, i: int) -> Kept:
-        _, target, kind, layer, c = self.schedule.shears[i]
+        shear = self.schedule.shears[i]
+        _, target, kind, layer, _ = shear
         s, z, K, B = self.next, self._room(), self.Ks[kind][layer], self.B
         x, self.next = conv.apply(K, s[:B]), self._room()
         normal = self.memory.normals[i] if self.memory.normals else None
         _activate(self.pixels, x, z[B:], self.weights[kind].a[layer], normal)
         w, room = conv.adjoint(K, z[B:]), self.next[:B]
-        self.halves[target] = self.pixels.move(self.halves[target], w, room, by=-c)
+        by = self.memory.step(shear, -1)
+        self.halves[target] = self.pixels.move(self.halves[target], w, room, by=by)
         return Kept(s, z, x, K, normal)
 
 

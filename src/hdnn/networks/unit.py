@@ -25,6 +25,7 @@ from hdnn.errors import (
     flag,
     int_from,
     positive_int,
+    probability,
 )
 from hdnn.initial import Initial
 from hdnn.networks.base import _step
@@ -124,31 +125,57 @@ def _turned(f: Tensor) -> Tensor:
 
 
 def h1(
-    y: Tensor, part: Part, kind: Kind, *, keep: bool = False
+    y: Tensor, part: Part, kind: Kind, factors: Tensor | None = None, *, keep: bool = False
 ) -> tuple[list[Tensor], Statistics | None]:
-    """y + J K^T sigma(K y + b), layer by layer: y_N, or all states, and the batch statistics."""
+    """y + J K^T sigma(K y + b), layer by layer: y_N, or all states, and the batch statistics.
+
+    `factors` (N, B) of the steps are for each layer and each image.
+    """
     states, used = [y], []
-    for one in part.layers():
+    for one, by in zip(part.layers(), _each(factors, len(part.a)), strict=True):
         f, seen = shear(states[-1], one, kind)
-        states = (states if keep else []) + [states[-1] + f]
+        states = (states if keep else []) + [states[-1] + _times(by, f)]
         used += seen
     return states, _statistics(used)
 
 
 def h2(
-    y: Tensor, parts: Sequence[Part], kind: Kind, *, inverse: bool = False, keep: bool = False
+    y: Tensor,
+    parts: Sequence[Part],
+    kind: Kind,
+    factors: Tensor | None = None,
+    *,
+    inverse: bool = False,
+    keep: bool = False,
 ) -> tuple[list[Tensor], Statistics | None]:
     """p + f(q), then q + f(p), layer by layer, or back from y_N; `parts`: of q, then of p."""
     halves, states, used = list(y.chunk(2, 1)), [y] * keep, []
-    layers = list(zip(*(part.layers() for part in parts), strict=True))
-    for layer in reversed(layers) if inverse else layers:
+    for layer, by in _h2_layers(parts, factors, back=inverse):
         for half in (1, 0) if inverse else (0, 1):
             f, seen = shear(halves[1 - half], layer[half], kind)
-            halves[half] = halves[half] - f if inverse else halves[half] + f
+            halves[half] = halves[half] + _times(by, -f if inverse else f)
             used += seen
         if keep:
             states.append(torch.cat(halves, 1))
     return (states if keep else [torch.cat(halves, 1)]), _statistics(used)
+
+
+def _h2_layers(
+    parts: Sequence[Part], factors: Tensor | None, *, back: bool
+) -> list[tuple[tuple[Part, Part], Tensor | None]]:
+    """Both parts of each layer, and the factors of its step, first to last or `back`."""
+    layers = list(zip(*(part.layers() for part in parts), strict=True))
+    found = list(zip(layers, _each(factors, len(layers)), strict=True))
+    return found[::-1] if back else found
+
+
+def _each(factors: Tensor | None, N: int) -> Sequence[Tensor | None]:
+    """The factors of each layer: (B, 1, 1, 1)."""
+    return [None] * N if factors is None else factors[:, :, None, None, None].unbind(0)
+
+
+def _times(by: Tensor | None, f: Tensor) -> Tensor:
+    return f if by is None else by * f
 
 
 def _statistics(used: list[Tensor]) -> Statistics | None:
@@ -164,29 +191,29 @@ class _Reversible(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(y: Tensor, kind: Kind, *weights: Tensor) -> tuple[Tensor, ...]:
-        states, used = h2(y, _paired(weights), kind)
+    def forward(
+        y: Tensor, kind: Kind, factors: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        states, used = h2(y, _paired(weights), kind, factors)
         return (states[-1],) if used is None else (states[-1], *used)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, kind, *weights = inputs
-        ctx.kind = kind
-        ctx.save_for_backward(output[0], *weights)
+        _, ctx.kind, factors, *weights = inputs
+        ctx.save_for_backward(output[0], factors, *weights)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        y, *weights = ctx.saved_tensors
+        y, factors, *weights = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
             halves, g = list(y.chunk(2, 1)), list(grads[0].chunk(2, 1))
             found: tuple[list[Part], list[Part]] = ([], [])
-            layers = list(zip(*(part.layers() for part in _paired(weights)), strict=True))
-            for layer in reversed(layers):
+            for layer, by in _h2_layers(_paired(weights), factors, back=True):
                 for half in (1, 0):
                     s = halves[1 - half]
-                    f, d_s, d_part = shear_backward(s, g[half], layer[half], ctx.kind)
-                    halves[half] = halves[half] - f
+                    f, d_s, d_part = shear_backward(s, _times(by, g[half]), layer[half], ctx.kind)
+                    halves[half] = halves[half] - _times(by, f)
                     g[1 - half] = g[1 - half] + d_s
                     found[half].append(d_part)
             stacks = [
@@ -195,7 +222,7 @@ class _Reversible(torch.autograd.Function):
                 for one in zip(*of_half, strict=True)
                 if one[0] is not None
             ]
-            return torch.cat(g, 1), None, *stacks
+            return torch.cat(g, 1), None, None, *stacks
 
 
 def _seen(y: Tensor, *statistics: Tensor) -> tuple[list[Tensor], Statistics | None]:
@@ -218,6 +245,10 @@ class HamiltonianUnit(nn.Module):
     `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
     "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible`
     (h2, the default there) rebuilds states in the backward pass, so memory does not grow with N.
+    `drop` is the probability with which a layer, or each by its own, is left out for an image while
+    training; where it is not, its step is h / (1 - drop), so that its mean is h. What holds for any
+    steps, as the theorem does, holds for those.
+
     `sparsity` is a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
     group of channels of p and the same of q: K is zero between nodes that R does not link.
 
@@ -239,6 +270,7 @@ class HamiltonianUnit(nn.Module):
         padding: int | None = None,
         norm: str = "none",
         reversible: bool | None = None,
+        drop: float | Sequence[float] = 0.0,
         sparsity: Sparsity | Tensor | None = None,
         init: str = "scaled",
         generator: torch.Generator | None = None,
@@ -255,6 +287,7 @@ class HamiltonianUnit(nn.Module):
         self.step = _step(step, T, self.layers)
         split = network == "h2"
         self.reversible = split if reversible is None else flag("reversible", reversible)
+        self.drop = _probabilities(drop, self.layers)
         self._check(split)
         self.halves = ("q", "p") if split else ("",)  # whose weights the shears use, in order
         width = channels // 2 if split else channels
@@ -264,6 +297,8 @@ class HamiltonianUnit(nn.Module):
         for half in self.halves[::-1]:
             self._add(half, width, initial, free)
         like: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
+        if any(self.drop):
+            self.register_buffer("_drop", torch.tensor(self.drop, **like), persistent=False)
         self.after = (
             BatchNorm(channels, eps=EPS, momentum=MOMENTUM, **like)
             if norm in ("after", "both")
@@ -384,14 +419,14 @@ class HamiltonianUnit(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """y_N from y_0 (B, C, height, width)."""
-        states, used = self._run(y)
+        states, used = self._run(y, self._factors(y))
         if used is not None:
             self._remember(used, len(y) * math.prod(self._inner_size(y)))
         out = states[-1].to(y.dtype)
         return out if self.after is None else self.after(out)
 
     def trajectory(self, y: Tensor) -> Tensor:
-        """All states y_0 .. y_N of the layers: (N+1, B, C, height, width)."""
+        """All states y_0 .. y_N of the layers, none left out: (N+1, B, C, height, width)."""
         states, _ = self._run(y, keep=True)
         return torch.stack(states).to(y.dtype)
 
@@ -403,19 +438,29 @@ class HamiltonianUnit(nn.Module):
         states, _ = self._run(y, inverse=True)
         return states[-1].to(y.dtype)
 
-    def _run(self, y: Tensor, **options: bool) -> tuple[list[Tensor], Statistics | None]:
+    def _factors(self, y: Tensor) -> Tensor | None:
+        """0 for the layers that are left out, and 1 / (1 - drop): (N, B)."""
+        if not (self.training and any(self.drop)):
+            return None
+        drop = self.get_buffer("_drop")[:, None]
+        return (torch.rand(self.layers, len(y), device=y.device) >= drop) / (1 - drop)
+
+    def _run(
+        self, y: Tensor, factors: Tensor | None = None, **options: bool
+    ) -> tuple[list[Tensor], Statistics | None]:
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
             if not options and wide is torch.float32 and self._fuses(y):
-                return _seen(*units.run(y, self._schedule(work), self._raw()))
+                return _seen(*units.run(y, self._schedule(work), self._raw(), factors))
             state = y.to(wide)
             parts, kind = self._parts(work, self._raw()), self._kind()
+            factors = None if factors is None else factors.to(wide)
             if self.network == "h1":
-                return h1(state, parts[0], kind, **options)
+                return h1(state, parts[0], kind, factors, **options)
             if options or not (self.reversible and torch.is_grad_enabled()):
-                return h2(state, parts, kind, **options)
+                return h2(state, parts, kind, factors, **options)
             weights = [t for part in parts for t in part if t is not None]
-            return _seen(*_Reversible.apply(state, kind, *weights))
+            return _seen(*_Reversible.apply(state, kind, factors, *weights))
 
     # On a GPU
 
@@ -445,14 +490,14 @@ class HamiltonianUnit(nn.Module):
                 for half in (0, 1)
             ]
         how = (self.activation, self.network == "h1", self.normed, EPS, work, self.reversible)
-        return units.Schedule(tuple(shears), *how, lambda y, *raw: self._plain(y, raw, work))
+        return units.Schedule(tuple(shears), *how, lambda *given: self._plain(work, *given))
 
-    def _plain(self, y: Tensor, raw: Sequence[Tensor], work: torch.dtype) -> Tensor:
+    def _plain(self, work: torch.dtype, y: Tensor, factors: Tensor | None, *raw: Tensor) -> Tensor:
         """y_N layer by layer, from weights in the order of `_raw`."""
         parts, state = self._parts(work, raw), y.to(torch.float32)
         if self.network == "h1":
-            return h1(state, parts[0], self._kind())[0][-1].to(y.dtype)
-        return h2(state, parts, self._kind())[0][-1].to(y.dtype)
+            return h1(state, parts[0], self._kind(), factors)[0][-1].to(y.dtype)
+        return h2(state, parts, self._kind(), factors)[0][-1].to(y.dtype)
 
     def _kind(self) -> Kind:
         swap = self.network == "h1" and self.groups > 1
@@ -541,7 +586,17 @@ class HamiltonianUnit(nn.Module):
         parts += [f"padding {self.padding}"] * (self.padding != self.kernel // 2)
         parts += [f"{self.groups} groups"] * (self.groups > 1) + ["sparse"] * self.sparse
         parts += [f"norm {self.norm}"] * (self.norm != "none")
+        parts += [f"drop to {max(self.drop):.4g}"] * any(self.drop)
         return ", ".join(parts + ["reversible"] * self.reversible)
+
+
+def _probabilities(drop: float | Sequence[float], layers: int) -> tuple[float, ...]:
+    """How often each layer is left out."""
+    if isinstance(drop, (list, tuple)):
+        if len(drop) != layers:
+            raise ShapeError(f"drop has {len(drop)} entries for {layers} layers; give one each.")
+        return tuple(probability("drop", one) for one in drop)
+    return (probability("drop", drop),) * layers
 
 
 def _name(name: str, half: str) -> str:

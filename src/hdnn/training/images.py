@@ -245,7 +245,7 @@ class ImageTraining:
             if self.graphs and self.replay is None:
                 self._record()
         for k in range(self.batches):
-            with self._aside():
+            with self._aside(), self._random(k):
                 (self.replay or self._step)()
             yield k
         with self._aside():
@@ -269,7 +269,7 @@ class ImageTraining:
         """Draw what is random in the next epoch, from the seed and from its number alone."""
         recipe, epoch, N = self.recipe, self.epoch, self.batches
         self.model.train()
-        generator = torch.Generator(self.device).manual_seed(recipe.seed * 100_003 + epoch)
+        generator = torch.Generator(self.device).manual_seed(self._epoch_seed())
         count = N * recipe.batch
         order = torch.randperm(len(self.data.t_train), generator=generator, device=self.device)
         shifts, flips = draw(count, generator, pad=recipe.pad, flip=recipe.flip)
@@ -282,6 +282,21 @@ class ImageTraining:
         factors = [recipe.factor(epoch * N + k, N) for k in range(N)]
         self.rates.copy_(recipe.learning_rate * torch.tensor(factors))
         self.count.zero_()
+
+    def _epoch_seed(self) -> int:
+        return self.recipe.seed * 100_003 + self.epoch
+
+    @contextmanager
+    def _random(self, k: int) -> Iterator[None]:
+        """What the network draws in a step comes from the seed, the epoch and the step alone."""
+        index = self.device.index
+        generator = torch.cuda.default_generators[index] if self.cuda else torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed((self._epoch_seed() * self.batches + k) % 2**63)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
