@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -95,6 +97,34 @@ def test_channels_last_and_autocast_change_little(name):
     torch.testing.assert_close(low.float(), expected, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(models.hdnn_star, "h1", 2, (4, 6), size=8),
+        partial(models.hdnn_star, "h2", 2, (4, 6), size=8),
+        partial(models.resnet56, depth=8),
+    ],
+)
+def test_layers_are_left_out_while_training_only(make):
+    with_all, without = make(), make(drop=0.6)
+    without.load_state_dict(with_all.state_dict())
+    x = Random(0)(1, 3, 8, 8).float().repeat(20, 1, 1, 1)
+    assert torch.equal(without.eval()(x), with_all.eval()(x))
+    torch.manual_seed(0)
+    y = without.train()(x)
+    assert (y - y[0]).abs().amax(1).unique().numel() > 3  # the images are alike, their ways are not
+    assert "drop to 0.6" in repr(without)
+    with pytest.raises(HDNNError, match="drop must be at least 0 and below 1"):
+        make(drop=1.0)
+
+
+def test_later_layers_are_left_out_more_often():
+    units = models.hdnn_star("h2", 2, (4, 6), size=8, drop=0.4).units
+    assert [unit.drop for unit in units] == [(0.1, 0.2), (pytest.approx(0.3), 0.4)]
+    blocks = models.resnet56(depth=8, drop=0.3).blocks
+    assert [block.drop for block in blocks] == pytest.approx([0.1, 0.2, 0.3])
+
+
 def test_the_mnist_net_mixes_the_channels_of_each_pixel():
     model = models.mnist_net("h1", 3, dtype=torch.float64)
     assert model.net.step == 0.5
@@ -135,7 +165,7 @@ def test_padding_by_halves_keeps_p_and_q_apart():
 
 def test_the_shortcut_of_a_resnet_takes_every_other_pixel():
     make = models._Make(None, torch.float64, None)
-    block = models._Block(2, 4, make).eval()
+    block = models._Block(2, 4, 0.0, make).eval()
     torch.nn.init.zeros_(block.conv2.weight)
     x = Random(0)(1, 2, 4, 4)
     out = block(x)

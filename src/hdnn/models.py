@@ -171,12 +171,10 @@ class HDNNStar(ImageModel):
         self.padding, self.pool, self.inputs, self.size = padding, pool, inputs, size
         self.stem = make.conv(inputs, channels[0], 3, padding=1)
         self.stem_norm = make.norm(channels[0]) if stem_norm else None
-        # Layers are left out the more often, the later they come.
-        last, total = options.pop("drop"), layers * len(channels)
-        drops = torch.linspace(last / total, last, total).view(-1, layers).tolist()
+        drops = _rising(options.pop("drop"), layers * len(channels))
         self.stages = nn.ModuleList(
-            HamiltonianUnit(C, layers, drop=drop, **options)
-            for C, drop in zip(channels, drops, strict=True)
+            HamiltonianUnit(C, layers, drop=drops[k * layers : (k + 1) * layers], **options)
+            for k, C in enumerate(channels)
         )
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
         self.linear = make.linear(channels[-1] * pixels, classes)
@@ -272,8 +270,9 @@ def mnist_conv(
 class _Block(nn.Module):
     """x + F(x): two convolutions with normalisation; the shortcut has no weights."""
 
-    def __init__(self, inputs: int, outputs: int, make: _Make) -> None:
+    def __init__(self, inputs: int, outputs: int, drop: float, make: _Make) -> None:
         super().__init__()
+        self.drop = drop
         self.added, self.stride = outputs - inputs, 1 if inputs == outputs else 2
         first = {"stride": self.stride, "padding": 1, "bias": False}
         self.conv1 = make.he(make.conv(inputs, outputs, 3, **first))
@@ -283,6 +282,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.norm1(self.conv1(x))))
+        if self.drop and self.training:  # for some images it is left out
+            y = y * F.dropout(y.new_ones(len(y), 1, 1, 1), self.drop)
         if self.added:  # every other pixel, and zeros for the new channels
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
         return torch.relu(x + y)
@@ -291,33 +292,44 @@ class _Block(nn.Module):
 class ResNet(ImageModel):
     """The residual network of He et al. for CIFAR, with 6 n + 2 layers: `resnet56`."""
 
-    def __init__(self, depth: int, classes: int, make: _Make) -> None:
+    def __init__(self, depth: int, classes: int, drop: float, make: _Make) -> None:
         super().__init__()
+        self.drop = drop
         n, rest = divmod(depth - 2, 6)
         if rest or n < 1:
             raise ShapeError(f"depth must be 6 n + 2 with n >= 1, but got {depth}.")
         self.stem = make.he(make.conv(3, 16, 3, padding=1, bias=False))
         self.norm = make.norm(16, "relu")
         widths = [16] * (n + 1) + [32] * n + [64] * n
-        self.blocks = nn.Sequential(*(_Block(a, b, make) for a, b in pairwise(widths)))
+        drops = _rising(drop, 3 * n)
+        self.blocks = nn.Sequential(
+            *(_Block(a, b, q, make) for (a, b), q in zip(pairwise(widths), drops, strict=True))
+        )
         self.linear = make.linear(64, classes)
 
     def features(self, x: Tensor) -> Tensor:
         _check_images(x, 3, None)
         return self.blocks(self.norm(self.stem(x))).mean((2, 3))
 
+    def extra_repr(self) -> str:
+        return f"drop to {self.drop:.4g}" if self.drop else ""
+
 
 def resnet56(
     classes: int = 10,
     *,
     depth: int = 56,
+    drop: float = 0.0,
     generator: torch.Generator | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> ResNet:
-    """ResNet-56 for CIFAR: three stages of 9 blocks at 16, 32, 64 channels, 853,018 parameters."""
-    make = _Make(generator, dtype, device)
-    return ResNet(positive_int("depth", depth), positive_int("classes", classes), make)
+    """ResNet-56 for CIFAR: three stages of 9 blocks at 16, 32, 64 channels, 853,018 parameters.
+
+    `drop` is how often the last block is left out for an image while training; the first hardly is.
+    """
+    make, left_out = _Make(generator, dtype, device), probability("drop", drop)
+    return ResNet(positive_int("depth", depth), positive_int("classes", classes), left_out, make)
 
 
 class AlexNet(ImageModel):
@@ -377,6 +389,11 @@ def alexnet(
     """
     make, left_out = _Make(generator, dtype, device), probability("dropout", dropout)
     return AlexNet(positive_int("classes", classes), flag("resize", resize), left_out, make)
+
+
+def _rising(drop: float, layers: int) -> list[float]:
+    """How often each layer is left out: the later it comes, the more often."""
+    return [drop * (k + 1) / layers for k in range(layers)]
 
 
 def _halved(y: Tensor) -> Tensor:
