@@ -409,6 +409,16 @@ class HamiltonianUnit(nn.Module):
         ]
         return smoothness(stacks[0], stacks[1], self.step)
 
+    @property
+    def h(self) -> float | tuple[float, ...]:
+        """The step: a float, or one a layer."""
+        return self.step
+
+    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]:
+        """Parameters whose jumps from layer to layer make up R_K, once each; of a sparse K none."""
+        names = [_name(name, half) for half in self.halves for name in ("K", "b")]
+        return [] if self.sparse else [(self.get_parameter(name), 1.0) for name in names]
+
     def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
         """The spectral norm of each layer's K, (N,), on images of that size."""
         names = [_name("K", half) for half in self.halves[::-1]]

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,11 @@ from hdnn.errors import TrainingError, choose
 from hdnn.training import checkpoint, schedule
 from hdnn.training.checks import number, whole_number
 from hdnn.training.progress import Line
+from hdnn.training.smooth import Smooth, Smoothness
 
 WARM = 3  # steps before a graph is recorded, so that all is allocated
 OPTIMIZERS = ("sgd", "adam")
 EVALUATED = 1000  # images at once
-
-
-class Smooth(Protocol):
-    def smoothness(self) -> Tensor: ...
 
 
 @dataclass
@@ -131,7 +128,8 @@ class ImageTraining:
         smooth: tuple[Smooth, ...] = (),
         graphs: bool | None = None,
     ) -> None:
-        self.model, self.recipe, self.smooth = model, recipe.checked(), smooth
+        self.model, self.recipe = model, recipe.checked()
+        self.smooth = Smoothness(smooth, recipe.smoothness)
         self.device = next(model.parameters()).device
         self.data = data.to(self.device)
         self.cuda = self.device.type == "cuda"
@@ -194,12 +192,9 @@ class ImageTraining:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
             scores = self.model(x)
         loss = recipe.loss(scores.float(), t)
-        total = loss
-        if recipe.smoothness:
-            for part in self.smooth:
-                total = total + recipe.smoothness * part.smoothness()
         self.optimizer.zero_grad()  # to None, so that gradients are written and not added
-        total.backward()
+        loss.backward()
+        self.smooth.add_gradient()
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip, foreach=True)
         rate = self.rates.index_select(0, self.count)[0]

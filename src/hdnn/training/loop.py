@@ -33,6 +33,7 @@ from hdnn.training.checks import check_data, check_options, check_weight, head_o
 from hdnn.training.output import Output
 from hdnn.training.parallel import Team, team
 from hdnn.training.progress import Line
+from hdnn.training.smooth import Smoothness
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
 ORDERED = 2**20  # numbers, up to which an epoch's samples are put in order all at once
@@ -181,7 +182,8 @@ class _Training:
         self.stack = _Stack(model.net, self.y_0[: self.batch], hidden, members)
         self.optimizer = _optimizer(options["optimizer"], groups, self.rate)
         self.generator = torch.Generator().manual_seed(options["seed"])
-        self.smooth = _Smoothness(model.net, options["smoothness"])
+        smooth = [model.net] if isinstance(model.net, ODENetwork) else []
+        self.smooth = Smoothness(smooth, options["smoothness"])
         self.output = Output(self.head, self.solver, options["ridge"], self.rate, self.y_0)
         self.history = History()
         self.epoch = self.k = 0  # where the training stands
@@ -459,56 +461,6 @@ class _Stack:
             self.apart.backward(g)
         elif self.y.requires_grad:
             self.y.backward(g)
-
-
-class _Smoothness:
-    """alpha R_K and its gradient, by hand where R_K is a sum over parameters."""
-
-    def __init__(self, net: nn.Module, alpha: float) -> None:
-        self.net = net if isinstance(net, ODENetwork) else None
-        self.alpha = alpha
-        found = self.net.smooth_leaves() if self.net is not None else []
-        self.by_hand = bool(found)
-        self.leaves = [(p, times) for p, times in found if p.requires_grad and len(p) > 1]
-        self.small: list[Any] = []
-        if self.by_hand and self.net is not None:
-            like = found[0][0]
-            self.steps = torch.as_tensor(self.net.h, dtype=like.dtype, device=like.device)
-            if not self.steps.ndim and small_steps.usable([p for p, _ in self.leaves]):
-                h = float(self.steps)
-                self.small = [(p, small_steps.by_layer(p), times * h) for p, times in self.leaves]
-
-    def value(self) -> float:
-        return 0.0 if self.net is None else float(self.net.smoothness().detach())
-
-    def add_gradient(self) -> None:
-        if self.net is None or not self.alpha:
-            return
-        if not self.by_hand:
-            R_K = self.net.smoothness()
-            if R_K.requires_grad:
-                (self.alpha * R_K).backward()
-            return
-        for parameter, _ in self.leaves:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()
-        if self.small:
-            smooth = small_steps.kernels()[0]
-            for parameter, layers, times in self.small:
-                grad = parameter.grad.numpy().reshape(layers.shape)
-                smooth(layers, grad, self.alpha * times)
-            return
-        for parameter, times in self.leaves:
-            jumps, grad = parameter.detach().diff(dim=0), parameter.grad
-            assert grad is not None
-            jumps *= self.alpha * times
-            jumps *= (
-                self.steps[1:].view(-1, *[1] * (jumps.ndim - 1)) if self.steps.ndim else self.steps
-            )
-            grad[1:] += jumps
-            grad[:-1] -= jumps
 
 
 def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[str, Any]]:

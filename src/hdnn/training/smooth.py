@@ -1,0 +1,94 @@
+"""The smoothness regulariser in training: alpha R_K, and its gradient by hand where it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.training import small_steps
+
+_torch: Any = torch  # whose functions of many tensors at once have no public names
+
+
+class Smooth(Protocol):
+    """A part of a network that has an R_K."""
+
+    @property
+    def h(self) -> Any: ...
+
+    def smoothness(self) -> Tensor: ...
+
+    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]: ...
+
+
+class Smoothness:
+    """alpha R_K of some parts of a network, and its gradient.
+
+    R_K is mostly a sum over the jumps of parameters from layer to layer (`smooth_leaves`). Its
+    gradient is then these jumps, added to the one before and taken from the one behind, which is
+    fewer passes than autograd makes.
+    """
+
+    def __init__(self, parts: Iterable[Smooth], alpha: float) -> None:
+        self.parts, self.alpha = list(parts), alpha
+        self.others = [part for part in self.parts if not part.smooth_leaves()]
+        self.leaves: list[nn.Parameter] = []
+        self.weights: list[float | Tensor] = []
+        for part in self.parts:
+            for p, times in part.smooth_leaves():
+                if p.requires_grad and len(p) > 1:
+                    self.leaves.append(p)
+                    self.weights.append(_weight(part.h, times, p))
+        self.fixed = all(isinstance(weight, float) for weight in self.weights)
+        self.small: list[Any] = []
+        if self.fixed and small_steps.usable(self.leaves):
+            self.small = [small_steps.by_layer(p) for p in self.leaves]
+
+    def value(self) -> float:
+        return sum(float(part.smoothness().detach()) for part in self.parts)
+
+    def add_gradient(self) -> None:
+        """Add that of alpha R_K to the gradients of the parameters."""
+        if not self.alpha:
+            return
+        for part in self.others:
+            R_K = part.smoothness()
+            if R_K.requires_grad:
+                (self.alpha * R_K).backward()
+        grads = [self._grad(p) for p in self.leaves]
+        if self.small:
+            smooth = small_steps.kernels()[0]
+            for layers, grad, weight in zip(self.small, grads, self.weights, strict=True):
+                smooth(layers, grad.numpy().reshape(layers.shape), self.alpha * weight)
+        elif grads:
+            self._add(grads)
+
+    @torch.no_grad()
+    def _add(self, grads: list[Tensor]) -> None:
+        weights = [self.alpha * weight for weight in self.weights]
+        jumps = _torch._foreach_sub([p[1:] for p in self.leaves], [p[:-1] for p in self.leaves])
+        if self.fixed:
+            _torch._foreach_mul_(jumps, weights)
+        else:
+            for jump, weight in zip(jumps, weights, strict=True):
+                jump *= weight
+        _torch._foreach_add_([grad[1:] for grad in grads], jumps)
+        _torch._foreach_sub_([grad[:-1] for grad in grads], jumps)
+
+    def _grad(self, p: nn.Parameter) -> Tensor:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        elif self.small and not p.grad.is_contiguous():
+            p.grad = p.grad.contiguous()
+        return p.grad
+
+
+def _weight(h: Any, times: float, p: Tensor) -> float | Tensor:
+    """What the jumps of a parameter count: a number, or one a layer (N-1, 1, ..)."""
+    steps = torch.as_tensor(h, dtype=p.dtype, device=p.device)
+    if not steps.ndim:
+        return times * float(steps)
+    return times * steps[1:].view(-1, *[1] * (p.ndim - 1))
