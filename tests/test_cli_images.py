@@ -584,7 +584,8 @@ def test_a_run_and_a_config_that_do_not_fit_are_refused(trained, capsys):
         lambda: models.mnist_net(None, 0, classes=3),
         lambda: models.mnist_conv("h1", 2, channels=(4, 6), norm="after"),
         lambda: models.hdnn_star("h2", 1, (4, 6), size=8, pool="mean", padding="halves"),
-        lambda: models.resnet56(3, depth=8),
+        lambda: models.hdnn_star("h1", 2, (4, 6), size=8, drop=0.3),
+        lambda: models.resnet56(3, depth=8, drop=0.2),
     ],
 )
 def test_a_saved_model_is_the_same_model(model):
@@ -592,6 +593,7 @@ def test_a_saved_model_is_the_same_model(model):
     hdnn.save(made, "m.safetensors")
     again = hdnn.load("m.safetensors")
     assert type(again) is type(made)
+    assert sorted(repr(again).splitlines()) == sorted(repr(made).splitlines())
     state = made.state_dict()
     assert again.state_dict().keys() == state.keys()
     assert all(torch.equal(t, state[name]) for name, t in again.state_dict().items())

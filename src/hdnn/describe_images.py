@@ -30,12 +30,13 @@ def _star(model: HDNNStar) -> dict[str, Any]:
     config["step"] = list(first.step) if isinstance(first.step, tuple) else first.step
     config["channels"] = [unit.channels for unit in units]
     config["stem_norm"] = model.stem_norm is not None
+    config["drop"] = units[-1].drop[-1]
     names = ("padding", "pool", "inputs", "size")
     return {**config, **{name: getattr(model, name) for name in names}}
 
 
 def _resnet(model: ResNet) -> dict[str, Any]:
-    return {"depth": 2 * len(model.blocks) + 2}
+    return {"depth": 2 * len(model.blocks) + 2, "drop": model.drop}
 
 
 def _alexnet(model: AlexNet) -> dict[str, Any]:
