@@ -55,6 +55,16 @@ def test_where_there_is_no_gradient_yet_it_is_made():
     torch.testing.assert_close(unit.K.grad, wanted)
 
 
+def test_what_has_an_R_K_of_its_own_goes_by_autograd():
+    class Own(torch.nn.Linear):
+        def smoothness(self):
+            return self.weight.square().sum()
+
+    own = Own(2, 2)
+    Smoothness([own], 0.5).add_gradient()
+    torch.testing.assert_close(own.weight.grad, own.weight.detach())
+
+
 def test_without_alpha_nothing_is_done():
     unit = hdnn.HamiltonianUnit(4, 3, **LIKE)
     Smoothness([unit], 0.0).add_gradient()

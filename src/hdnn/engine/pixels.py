@@ -20,7 +20,8 @@ from hdnn.engine import dispatch
 from hdnn.engine import triton as stacks
 from hdnn.errors import require
 
-Step: TypeAlias = "float | tuple[float, Tensor | None]"  # with factors (B,) of the images
+Step: TypeAlias = tuple[float, Tensor | None]  # c, and a factor of it for each image (B,)
+ONE: Step = (1.0, None)
 PROGRAMS = 1024  # at the most, that add up pixels
 TILE = 2048  # entries at once
 
@@ -344,7 +345,7 @@ class Pixels:
     """The kernels for images of one size (B, C, height, width) and one activation."""
 
     def __init__(self, like: Tensor, activation: str) -> None:
-        self.C, self.activation, self.size = like.shape[1], activation, like[0, 0].numel()
+        self.C, self.activation, self.size = like.shape[1], activation, like.shape[2:].numel()
         self.rows = like.numel() // max(self.C, 1)
         # Some tiles for each, as long as there are enough programs; a power of 2.
         tiles = _tiles(self.rows, self.C)[0]
@@ -372,8 +373,8 @@ class Pixels:
         w: Tensor | None,
         s: Tensor,
         *,
-        by: Step = 1.0,
-        times: Step = 1.0,
+        by: Step = ONE,
+        times: Step = ONE,
         turn: str = "",
         keep: bool = True,
     ) -> Tensor:
@@ -383,15 +384,11 @@ class Pixels:
         """
         keep = keep and w is not None
         new = torch.empty_like(y, dtype=torch.float32) if keep else s
-        tensors, c, each = [y, y if w is None else w, new, s], [], []
-        for step in (by, times):
-            c_step, factors = step if isinstance(step, tuple) else (step, None)
-            tensors.append(y if factors is None else factors)
-            c.append(float(c_step))
-            each.append(factors is not None)
+        given = (w, new, s, by[1], times[1])
+        tensors = [y, *(y if one is None else one for one in given)]
         how = {"ADD": w is not None, "KEEP": keep, "TURN_W": turn == "w", "TURN_S": turn == "s"}
-        how |= {"BY": each[0], "TIMES": each[1]}
-        self._run("_move_kernel", *tensors, c=(self.size, *c), **how)
+        how |= {"BY": by[1] is not None, "TIMES": times[1] is not None}
+        self._run("_move_kernel", *tensors, c=(self.size, float(by[0]), float(times[0])), **how)
         return new
 
     def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor, partial: Tensor) -> None:

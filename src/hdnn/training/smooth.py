@@ -14,14 +14,9 @@ _torch: Any = torch  # whose functions of many tensors at once have no public na
 
 
 class Smooth(Protocol):
-    """A part of a network that has an R_K."""
-
-    @property
-    def h(self) -> Any: ...
+    """A part of a network that has an R_K; it may also have `h` and `smooth_leaves()`."""
 
     def smoothness(self) -> Tensor: ...
-
-    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]: ...
 
 
 class Smoothness:
@@ -34,14 +29,14 @@ class Smoothness:
 
     def __init__(self, parts: Iterable[Smooth], alpha: float) -> None:
         self.parts, self.alpha = list(parts), alpha
-        self.others = [part for part in self.parts if not part.smooth_leaves()]
+        self.others = [part for part in self.parts if not _leaves(part)]
         self.leaves: list[nn.Parameter] = []
         self.weights: list[float | Tensor] = []
         for part in self.parts:
-            for p, times in part.smooth_leaves():
+            for p, weight in _leaves(part):
                 if p.requires_grad and len(p) > 1:
                     self.leaves.append(p)
-                    self.weights.append(_weight(part.h, times, p))
+                    self.weights.append(weight)
         self.fixed = all(isinstance(weight, float) for weight in self.weights)
         self.small: list[Any] = []
         if self.fixed and small_steps.usable(self.leaves):
@@ -84,6 +79,12 @@ class Smoothness:
         elif self.small and not p.grad.is_contiguous():
             p.grad = p.grad.contiguous()
         return p.grad
+
+
+def _leaves(part: Any) -> list[tuple[nn.Parameter, float | Tensor]]:
+    """The parameters that R_K is a sum over, if it is one, and what their jumps count."""
+    found = part.smooth_leaves() if hasattr(part, "smooth_leaves") else []
+    return [(p, _weight(part.h, times, p)) for p, times in found]
 
 
 def _weight(h: Any, times: float, p: Tensor) -> float | Tensor:
