@@ -179,6 +179,14 @@ def test_reversible_gradients_are_those_of_autograd(activation, norm, training):
         close(a, b, 1e-10)
 
 
+def assert_symplectic(Phi):
+    J = canonical(len(Phi), dtype=torch.float64)
+    size = torch.linalg.matrix_norm(Phi, 2)
+    defect = torch.linalg.matrix_norm(Phi.mT @ J @ Phi - J)
+    assert defect <= 1e-12 * size**2 * torch.linalg.matrix_norm(J)
+    assert size >= 1 - 1e-9
+
+
 # Layers that are left out
 
 
@@ -231,12 +239,7 @@ def test_a_unit_without_some_of_its_layers_is_symplectic(seed, N, scale, activat
     unit.requires_grad_(False)
     y = image(size=3, batch=1, seed=seed)
     factors = unit._factors(y)
-    Phi = jacobian(lambda y: unit._run(y, factors)[0][-1], y)
-    J = canonical(len(Phi), dtype=torch.float64)
-    size = torch.linalg.matrix_norm(Phi, 2)
-    defect = torch.linalg.matrix_norm(Phi.mT @ J @ Phi - J)
-    assert defect <= 1e-12 * size**2 * torch.linalg.matrix_norm(J)
-    assert size >= 1 - 1e-9
+    assert_symplectic(jacobian(lambda y: unit._run(y, factors)[0][-1], y))
     assert unit.guarantee().holds
 
 
@@ -289,12 +292,7 @@ def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, k, scale, a
     unit.eval().requires_grad_(False)
     y = image(size=3, batch=1, seed=seed)
     close(unit.inverse(unit(y)), y, 1e-8)
-    Phi = jacobian(unit, y)
-    J = canonical(len(Phi), dtype=torch.float64)
-    size = torch.linalg.matrix_norm(Phi, 2)
-    defect = torch.linalg.matrix_norm(Phi.mT @ J @ Phi - J)
-    assert defect <= 1e-12 * size**2 * torch.linalg.matrix_norm(J)
-    assert size >= 1 - 1e-9
+    assert_symplectic(jacobian(unit, y))
     assert unit.guarantee().holds
 
 
