@@ -31,7 +31,7 @@ from hdnn.initial import Initial
 from hdnn.networks.base import _step
 from hdnn.networks.norm import BatchNorm
 from hdnn.operators import block_sparse, conv
-from hdnn.shapes import autocasting
+from hdnn.shapes import autocasting, per_layer
 from hdnn.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ def h2(
     for layer, by in _h2_layers(parts, factors, back=inverse):
         for half in (1, 0) if inverse else (0, 1):
             f, seen = shear(halves[1 - half], layer[half], kind)
-            halves[half] = halves[half] + _times(by, -f if inverse else f)
+            move = _times(by, f)
+            halves[half] = halves[half] - move if inverse else halves[half] + move
             used += seen
         if keep:
             states.append(torch.cat(halves, 1))
@@ -171,7 +172,7 @@ def _h2_layers(
 
 def _each(factors: Tensor | None, N: int) -> Sequence[Tensor | None]:
     """The factors of each layer: (B, 1, 1, 1)."""
-    return [None] * N if factors is None else factors[:, :, None, None, None].unbind(0)
+    return per_layer(None if factors is None else factors[:, :, None, None, None], N)
 
 
 def _times(by: Tensor | None, f: Tensor) -> Tensor:

@@ -29,11 +29,13 @@ class Smoothness:
 
     def __init__(self, parts: Iterable[Smooth], alpha: float) -> None:
         self.parts, self.alpha = list(parts), alpha
-        self.others = [part for part in self.parts if not _leaves(part)]
+        self.others: list[Smooth] = []  # whose gradient is autograd's
         self.leaves: list[nn.Parameter] = []
         self.weights: list[float | Tensor] = []
         for part in self.parts:
-            for p, weight in _leaves(part):
+            found = _leaves(part)
+            self.others += [] if found else [part]
+            for p, weight in found:
                 if p.requires_grad and len(p) > 1:
                     self.leaves.append(p)
                     self.weights.append(weight)
