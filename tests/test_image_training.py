@@ -177,11 +177,12 @@ def test_on_a_gpu_a_recorded_step_is_a_step(network):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("drop", [0.0, 0.3])
 @pytest.mark.parametrize("network", ["h1", "h2"])
-def test_on_a_gpu_a_training_goes_on_where_it_was(network, tmp_path):
+def test_on_a_gpu_a_training_goes_on_where_it_was(network, drop, tmp_path):
     def make():
         torch.manual_seed(0)
-        options = {"norm": "both", "stem_norm": True, "reversible": False}
+        options = {"norm": "both", "stem_norm": True, "reversible": False, "drop": drop}
         model = models.hdnn_star(network, 2, (4, 8), size=12, inputs=1, **options)
         return model.cuda().to(memory_format=torch.channels_last)
 
@@ -195,6 +196,24 @@ def test_on_a_gpu_a_training_goes_on_where_it_was(network, tmp_path):
     assert again.history.loss == pytest.approx(whole.history.loss, rel=1e-3)
     for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_trainings_side_by_side_draw_what_each_draws_alone():
+    def make(seed, data):
+        torch.manual_seed(seed)
+        shape = data.images_train.shape[1:]
+        layers = [nn.Linear(shape.numel(), 256), nn.Dropout(0.5), nn.Linear(256, 2)]
+        model = nn.Sequential(nn.Flatten(), *layers).cuda()
+        return ImageTraining(model, data, ImageRecipe(**{**vars(RECIPE), "seed": seed}))
+
+    data = images(600)
+    together = [make(seed, data) for seed in range(4)]
+    assert run_together(together)
+    for seed, beside in enumerate(together):
+        alone = make(seed, data)
+        alone.run(progress=False)
+        assert alone.history.loss == pytest.approx(beside.history.loss, rel=1e-5)
 
 
 def test_rates_rise_fall_and_step():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ class ImageTraining:
         self.sums = torch.zeros(2, dtype=torch.float64, **like)
         self.history, self.epoch = ImageHistory(), 0
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
+        self.random = _generator(self.device).clone_state() if self.cuda else None
         self.replay: Callable[[], None] | None = None
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -209,8 +211,7 @@ class ImageTraining:
         self.count += 1
 
     def _record(self) -> None:
-        """Warm up, then record a step; weights, moments and random numbers stay as they are."""
-        random = torch.cuda.get_rng_state(self.device)
+        """Warm up, then record a step; weights and moments stay as they are."""
         saved = {k: v.clone() for k, v in self.model.state_dict().items()}
         moments = [v.clone() for s in self.optimizer.state.values() for v in s.values()]
         graph = torch.cuda.CUDAGraph()
@@ -228,14 +229,13 @@ class ImageTraining:
                 value.copy_(old) if isinstance(old, Tensor) else value.zero_()
         self.sums.zero_()
         self.count.zero_()
-        torch.cuda.set_rng_state(random, self.device)
         self.replay = graph.replay
 
     # A training
 
     def steps(self) -> Iterator[int]:
         """The steps of the next epoch, one at a time, so that others can have theirs between."""
-        with self._aside():
+        with self._aside(), self._random(0):
             self._lay_out()
             if self.graphs and self.replay is None:
                 self._record()
@@ -283,15 +283,22 @@ class ImageTraining:
 
     @contextmanager
     def _random(self, k: int) -> Iterator[None]:
-        """What the network draws in a step comes from the seed, the epoch and the step alone."""
-        index = self.device.index
-        generator = torch.cuda.default_generators[index] if self.cuda else torch.default_generator
-        before = generator.get_state()
+        """What the network draws in a step comes from the seed, the epoch and the step alone.
+
+        On a GPU the state is this training's own: a graph reads it while it runs, when the next
+        training beside it is already being seeded.
+        """
+        generator = _generator(self.device)
+        if self.random is None:
+            put_back = partial(generator.set_state, generator.get_state())
+        else:
+            put_back = partial(generator.graphsafe_set_state, generator.graphsafe_get_state())
+            generator.graphsafe_set_state(self.random)
         generator.manual_seed((self._epoch_seed() * self.batches + k) % 2**63)
         try:
             yield
         finally:
-            generator.set_state(before)
+            put_back()
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -416,6 +423,13 @@ def run_together(
             one = left[-1][0]
             line.show(f"epoch {one.epoch}/{one.recipe.epochs}, test {tests}")
     return True
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The one that networks draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
 
 
 @contextmanager
