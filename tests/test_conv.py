@@ -291,9 +291,11 @@ def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, k, scale, a
     unit = make("h2", layers=N, seed=seed, scale=scale, activation=activation, kernel=k, **options)
     unit.eval().requires_grad_(False)
     y = image(size=3, batch=1, seed=seed)
-    close(unit.inverse(unit(y)), y, 1e-8)
-    assert_symplectic(jacobian(unit, y))
+    M = jacobian(unit, y)
+    assert_symplectic(M)
     assert unit.guarantee().holds
+    stretch = torch.linalg.matrix_norm(M, 2).item()  # of rounding, once there and once back
+    close(unit.inverse(unit(y)), y, 1e-13 * (1 + stretch**2))
 
 
 @given(seeds, st.integers(1, 4), kernels, scales, st.sampled_from(MONOTONE), st.booleans())

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.func import vjp
 
 from hdnn.errors import ConvergenceError, OptionError
-from hdnn.networks.unit import HamiltonianUnit, Kind, Part, _turned, shear
+from hdnn.networks.shears import Kind, Part, shear, turned
+from hdnn.networks.unit import HamiltonianUnit
 
 Map = Callable[[Tensor], Tensor]
 ITERATIONS = 2000  # of a solve, at most
@@ -70,11 +71,11 @@ class Shear:
         return self.kind.adjoint(self.A, z)
 
     def b(self, u: Tensor) -> Tensor:
-        return self.kind.apply(self.B, -_turned(u) if self.kind.swap else u)
+        return self.kind.apply(self.B, -turned(u) if self.kind.swap else u)
 
     def b_T(self, z: Tensor) -> Tensor:
         f = self.kind.adjoint(self.B, z)
-        return _turned(f) if self.kind.swap else f
+        return turned(f) if self.kind.swap else f
 
 
 class H1Layer:

@@ -1,21 +1,19 @@
 """Hamiltonian units: H1 and H2 on images, with K a convolution.
 
-A layer is made of shears f(s) = B^T sigma(A s + a), one convolution and one transposed. H1 adds
-f(y) to y; H2 adds f(q) to p, then f(p) to q. A = K, and B is K times the step, with the signs (for
-H1 also the halves) of J. Normalisation stands between A s + a and sigma.
+A layer is made of shears B^T sigma(A s + a) (`hdnn.networks.shears`): A = K, and B is K times the
+step, with the signs (for H1 also the halves) of J.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.activations import Activation
 from hdnn.engine import dispatch, pixels, units
 from hdnn.errors import (
     NotInvertibleError,
@@ -30,8 +28,9 @@ from hdnn.errors import (
 from hdnn.initial import Initial
 from hdnn.networks.base import _step
 from hdnn.networks.norm import BatchNorm
+from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended, h1, h2, h2_rebuilt
 from hdnn.operators import block_sparse, conv
-from hdnn.shapes import autocasting, per_layer
+from hdnn.shapes import autocasting
 from hdnn.sparsity import Sparsity
 
 if TYPE_CHECKING:
@@ -39,200 +38,7 @@ if TYPE_CHECKING:
 
 NETWORKS = ("h1", "h2")
 NORMS = ("none", "inside", "after", "both")
-EPS, MOMENTUM = 1e-5, 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
-
-
-class Part(NamedTuple):
-    """What the shears of one kind are made of, for one layer or stacked for all (N, ...)."""
-
-    A: Tensor  # (r, n/groups, k, k)
-    a: Tensor  # (r,)
-    B: Tensor  # (r, n/groups, k, k)
-    gamma: Tensor | None = None  # (r,), for normalisation by batch statistics
-    beta: Tensor | None = None
-
-    def layers(self) -> Iterator[Part]:
-        """The parts of each layer."""
-        some = [t.unbind(0) for t in self if t is not None]
-        return (Part(*one) for one in zip(*some, strict=True))
-
-
-class Kind(NamedTuple):
-    """How the shears of a unit are computed."""
-
-    sigma: Activation
-    groups: int
-    padding: int
-    swap: bool  # whether J is still to be applied to f
-
-    def apply(self, K: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        return conv.apply(K, y, self.groups, bias, self.padding)
-
-    def adjoint(self, K: Tensor, z: Tensor) -> Tensor:
-        return conv.adjoint(K, z, self.groups, self.padding)
-
-    def gradient(self, y: Tensor, z: Tensor, K: Tensor) -> Tensor:
-        return conv.gradient(y, z, K, self.groups, self.padding)
-
-
-class Statistics(NamedTuple):
-    """The batch statistics of all shears that normalise, in the order in which they run."""
-
-    mean: Tensor  # (M, r)
-    scale: Tensor  # (M, r), 1 / sqrt(var + eps)
-
-
-def shear(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
-    """f(s) = B^T sigma(A s + a), and the batch statistics that it used."""
-    x, used = _inner(s, part, kind)
-    f = kind.adjoint(part.B, kind.sigma(x))
-    return (_turned(f) if kind.swap else f), used
-
-
-def shear_backward(s: Tensor, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Tensor, Part]:
-    """From s and the gradient g of f: f itself, the gradient of s, and those of the weights."""
-    A, a, B, gamma, _ = part
-    s, g = s.to(A.dtype), g.to(A.dtype)
-    x = kind.apply(A, s, a)
-    v, mean, scale = x, None, None
-    if gamma is not None:
-        v, (mean, scale) = _normalised(x, part)
-    z = kind.sigma(v)
-    d_v = kind.apply(B, g) * kind.sigma.slope(v)
-    d_x, d_gamma, d_beta = d_v, None, None
-    if gamma is not None:
-        d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_v, x, gamma, None, None, mean, scale, True, EPS, [True, True, True]
-        )
-    d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, z, B)
-    found = Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
-    return kind.adjoint(B, z), kind.adjoint(A, d_x), found
-
-
-def _inner(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
-    x = kind.apply(part.A, s.to(part.A.dtype), part.a)
-    return (x, []) if part.gamma is None else _normalised(x, part)
-
-
-def _normalised(x: Tensor, part: Part) -> tuple[Tensor, list[Tensor]]:
-    v, mean, scale = torch.native_batch_norm(x, part.gamma, part.beta, None, None, True, 0.0, EPS)
-    return v, [mean, scale]
-
-
-def _turned(f: Tensor) -> Tensor:
-    f_p, f_q = f.chunk(2, 1)
-    return torch.cat([-f_q, f_p], 1)
-
-
-def h1(
-    y: Tensor, part: Part, kind: Kind, factors: Tensor | None = None, *, keep: bool = False
-) -> tuple[list[Tensor], Statistics | None]:
-    """y + J K^T sigma(K y + b), layer by layer: y_N, or all states, and the batch statistics.
-
-    `factors` (N, B) of the steps are for each layer and each image.
-    """
-    states, used = [y], []
-    for one, by in zip(part.layers(), _each(factors, len(part.a)), strict=True):
-        f, seen = shear(states[-1], one, kind)
-        states = (states if keep else []) + [states[-1] + _times(by, f)]
-        used += seen
-    return states, _statistics(used)
-
-
-def h2(
-    y: Tensor,
-    parts: Sequence[Part],
-    kind: Kind,
-    factors: Tensor | None = None,
-    *,
-    inverse: bool = False,
-    keep: bool = False,
-) -> tuple[list[Tensor], Statistics | None]:
-    """p + f(q), then q + f(p), layer by layer, or back from y_N; `parts`: of q, then of p."""
-    halves, states, used = list(y.chunk(2, 1)), [y] * keep, []
-    for layer, by in _h2_layers(parts, factors, back=inverse):
-        for half in (1, 0) if inverse else (0, 1):
-            f, seen = shear(halves[1 - half], layer[half], kind)
-            move = _times(by, f)
-            halves[half] = halves[half] - move if inverse else halves[half] + move
-            used += seen
-        if keep:
-            states.append(torch.cat(halves, 1))
-    return (states if keep else [torch.cat(halves, 1)]), _statistics(used)
-
-
-def _h2_layers(
-    parts: Sequence[Part], factors: Tensor | None, *, back: bool
-) -> list[tuple[tuple[Part, Part], Tensor | None]]:
-    """Both parts of each layer, and the factors of its step, first to last or `back`."""
-    layers = list(zip(*(part.layers() for part in parts), strict=True))
-    found = list(zip(layers, _each(factors, len(layers)), strict=True))
-    return found[::-1] if back else found
-
-
-def _each(factors: Tensor | None, N: int) -> Sequence[Tensor | None]:
-    """The factors of each layer: (B, 1, 1, 1)."""
-    return per_layer(None if factors is None else factors[:, :, None, None, None], N)
-
-
-def _times(by: Tensor | None, f: Tensor) -> Tensor:
-    return f if by is None else by * f
-
-
-def _statistics(used: list[Tensor]) -> Statistics | None:
-    return Statistics(torch.stack(used[::2]), torch.stack(used[1::2])) if used else None
-
-
-class _Reversible(torch.autograd.Function):
-    """A stack of H2 layers that keeps y_N only; the backward pass rebuilds the rest from it.
-
-    Made of differentiable operations, so that gradients of gradients are right as well.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        y: Tensor, kind: Kind, factors: Tensor | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        states, used = h2(y, _paired(weights), kind, factors)
-        return (states[-1],) if used is None else (states[-1], *used)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.kind, factors, *weights = inputs
-        ctx.save_for_backward(output[0], factors, *weights)
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        y, factors, *weights = ctx.saved_tensors
-        with torch.autocast(y.device.type, enabled=False):
-            halves, g = list(y.chunk(2, 1)), list(grads[0].chunk(2, 1))
-            found: tuple[list[Part], list[Part]] = ([], [])
-            for layer, by in _h2_layers(_paired(weights), factors, back=True):
-                for half in (1, 0):
-                    s = halves[1 - half]
-                    f, d_s, d_part = shear_backward(s, _times(by, g[half]), layer[half], ctx.kind)
-                    halves[half] = halves[half] - _times(by, f)
-                    g[1 - half] = g[1 - half] + d_s
-                    found[half].append(d_part)
-            stacks = [
-                torch.stack(one[::-1])
-                for of_half in found
-                for one in zip(*of_half, strict=True)
-                if one[0] is not None
-            ]
-            return torch.cat(g, 1), None, None, *stacks
-
-
-def _seen(y: Tensor, *statistics: Tensor) -> tuple[list[Tensor], Statistics | None]:
-    return [y], Statistics(*statistics) if statistics else None
-
-
-def _paired(weights: Sequence[Tensor]) -> tuple[Part, Part]:
-    each = len(weights) // 2
-    return Part(*weights[:each]), Part(*weights[each:])
+MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
 class HamiltonianUnit(nn.Module):
@@ -462,7 +268,7 @@ class HamiltonianUnit(nn.Module):
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
             if not options and wide is torch.float32 and self._fuses(y):
-                return _seen(*units.run(y, self._schedule(work), self._raw(), factors))
+                return ended(*units.run(y, self._schedule(work), self._raw(), factors))
             state = y.to(wide)
             parts, kind = self._parts(work, self._raw()), self._kind()
             factors = None if factors is None else factors.to(wide)
@@ -470,8 +276,7 @@ class HamiltonianUnit(nn.Module):
                 return h1(state, parts[0], kind, factors, **options)
             if options or not (self.reversible and torch.is_grad_enabled()):
                 return h2(state, parts, kind, factors, **options)
-            weights = [t for part in parts for t in part if t is not None]
-            return _seen(*_Reversible.apply(state, kind, factors, *weights))
+            return h2_rebuilt(state, parts, kind, factors)
 
     # On a GPU
 
