@@ -153,7 +153,7 @@ class ImageTraining:
         self.sums = torch.zeros(2, dtype=torch.float64, **like)
         self.history, self.epoch = ImageHistory(), 0
         self.stream = torch.cuda.Stream(self.device) if self.cuda else None
-        self.random = _generator(self.device).clone_state() if self.cuda else None
+        self.random_state = _generator(self.device).clone_state() if self.cuda else None
         self.replay: Callable[[], None] | None = None
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -289,11 +289,11 @@ class ImageTraining:
         training beside it is already being seeded.
         """
         generator = _generator(self.device)
-        if self.random is None:
+        if self.random_state is None:
             put_back = partial(generator.set_state, generator.get_state())
         else:
             put_back = partial(generator.graphsafe_set_state, generator.graphsafe_get_state())
-            generator.graphsafe_set_state(self.random)
+            generator.graphsafe_set_state(self.random_state)
         generator.manual_seed((self._epoch_seed() * self.batches + k) % 2**63)
         try:
             yield
