@@ -29,16 +29,17 @@ from hdnn.training.images import ImageTraining
 SPEEDS = [("h1_paper", 250), ("h1_paper", 100), ("h1", 250), ("h1", 100), ("h2", 250)]
 SPEEDS += [("resnet56", 250)]
 TARGETS = {("h1_paper", 250): 0.8, ("h1_paper", 100): 1.2}
-H2 = image_recipes.CIFAR_NETWORKS["h2"]["star"]
+TRAINING = 160  # epochs
+H2 = image_recipes.star("h2", TRAINING)
 DEPTHS, IMAGES = (6, 60, 600), (64, 128)
 EPOCHS = 5
 
 
 def speed(network: str, batch: int, data: ImageData) -> dict[str, Any]:
     """Seconds an epoch."""
-    model = image_recipes.build("cifar10", network, {}, 0).cuda()
+    model = image_recipes.build("cifar10", network, {}, 0, TRAINING).cuda()
     model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    recipe = replace(image_recipes.cifar(network, 160, 0), batch=batch)
+    recipe = replace(image_recipes.cifar(network, TRAINING, 0), batch=batch)
     training = ImageTraining(model, data, recipe, smooth=tuple(model.units))
     seconds = []
     for _ in range(2 + EPOCHS):
@@ -84,7 +85,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines[-1] += ", ".join(f"{k} {v}" for k, v in result["machine"].items()) + "."
     lines += ["", f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"]
     lines += table(
-        "network | parameters | minibatch | seconds | target | 160 epochs, minutes",
+        f"network | parameters | minibatch | seconds | target | {TRAINING} epochs, minutes",
         [
             [
                 row["network"],
@@ -92,7 +93,7 @@ def markdown(result: dict[str, Any]) -> str:
                 row["batch"],
                 f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}",
                 row["target"] or "",
-                f"{160 * max(row['seconds']) / 60:.1f}",
+                f"{TRAINING * max(row['seconds']) / 60:.1f}",
             ]
             for row in result["speed"]
         ],

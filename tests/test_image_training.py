@@ -275,6 +275,20 @@ def test_the_mnist_table_has_a_row_for_each_network(tmp_path, monkeypatch, capsy
     assert f'"curves": [\n    [{rows[-1]["curves"][0][0]}]\n' in recorded  # a line for each
 
 
+def test_only_long_trainings_leave_layers_out():
+    for network in ("h1", "h2"):
+        short, long = (image_recipes.star(network, image_recipes.LONG - 1 + k) for k in (0, 1))
+        assert "drop" not in short
+        assert long["drop"] > 0
+        model = image_recipes.build("cifar10", network, {}, 0, image_recipes.LONG)
+        assert sum(p.numel() for p in model.parameters()) <= 1_000_000
+        assert model.stages[-1].drop[-1] == pytest.approx(long["drop"])
+        (job,) = table_cifar.jobs_for([network], 1, image_recipes.LONG, validate=False)
+        assert job["star"] == long
+    assert image_recipes.star("resnet56", 160) is None
+    assert image_recipes.star("h1_paper", 160) == image_recipes.star("h1_paper", 40)
+
+
 def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     def few():
         return images(60, channels=3, size=32)
@@ -282,7 +296,7 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table_cifar.cifar10, "load", few)
     monkeypatch.setitem(image_recipes.CIFAR, "batch", 10)
     monkeypatch.setitem(image_recipes.CIFAR, "learning_rate", 1e-3)
-    star = {"network": "h1", "layers": 1, "channels": [4, 6, 8], "step": 0.5}
+    star = {"network": "h1", "layers": 1, "channels": [4, 6, 8], "step": 0.5, "drop": 0.2}
     monkeypatch.setitem(image_recipes.CIFAR_NETWORKS, "h1", {"star": star, "recipe": {"clip": 1.0}})
     options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--quiet", "--networks", "h1"]
     options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
@@ -296,6 +310,7 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     page = (tmp_path / "table-cifar-1.md").read_text()
     assert "| H1-DNN* | " in page
     assert "on the test images" in page
+    assert "left out (`drop`): H1-DNN* 0.2." in page
     assert (tmp_path / "table-cifar-1.png").stat().st_size > 1000
     monkeypatch.setattr(table_cifar, "KEPT", 10)
     assert table_cifar.main([*options, "--validate"]) == 0
@@ -317,7 +332,7 @@ def test_the_cifar_table_has_three_seeds_of_all_but_alexnet():
     assert short["recipe"]["epochs"] == 5
     rows = [
         {
-            "network": name, "parameters": 10, "epochs": 40, "paper": None,
+            "network": name, "parameters": 10, "epochs": 40, "paper": None, "drop": 0.0,
             "test": runner.summary([80.0 + k, 81.0 + k]),
         }
         for k, name in enumerate(("resnet56", "h1"))

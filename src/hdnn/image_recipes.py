@@ -56,9 +56,11 @@ CIFAR: Options = {
     "bf16": True,
 }
 _STAR: Options = {"step": 0.5, "activation": "gelu", "norm": "after", "stem_norm": True}
+# "long" is what is different in a training that comes to fit all of its images.
+LONG = 100  # epochs
 CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
     "resnet56": {"recipe": {}},
-    "h1": {"star": {"network": "h1", **_STAR}, "recipe": {"clip": 1.0}},
+    "h1": {"star": {"network": "h1", **_STAR}, "long": {"drop": 0.3}, "recipe": {"clip": 1.0}},
     "h2": {
         "star": {
             "network": "h2",
@@ -68,6 +70,7 @@ CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
             "reversible": False,
             **_STAR,
         },
+        "long": {"channels": [96, 112, 144], "drop": 0.3},
         "recipe": {"clip": 1.0},
     },
     # The paper's own, which without the clipping does not come to its end.
@@ -114,6 +117,14 @@ def cifar(network: str, epochs: int, seed: int) -> ImageRecipe:
     return ImageRecipe(**options)
 
 
+def star(network: str, epochs: int) -> Options | None:
+    """The options of a network's Hamiltonian units on CIFAR-10, if it has any."""
+    like = CIFAR_NETWORKS[network]
+    if "star" not in like:
+        return None
+    return {**like["star"], **(like.get("long", {}) if epochs >= LONG else {})}
+
+
 def recipe(data: str, network: str, layers: int | None, epochs: int, seed: int) -> ImageRecipe:
     """How a network is trained on a set."""
     if data == "mnist":
@@ -131,20 +142,19 @@ def hidden(data: str, network: str) -> Options:
     return {name: star.get(name, value) for name, value in plain.items()}
 
 
-def build(data: str, network: str, options: Options, seed: int) -> ImageModel:
-    """The network with the weights of its seed; `options` are those of its Hamiltonian layers."""
+def build(data: str, network: str, options: Options, seed: int, epochs: int) -> ImageModel:
+    """The network for a training of so many epochs, with the weights of its seed.
+
+    `options` are those of its Hamiltonian layers.
+    """
     with torch.random.fork_rng(devices=[]):  # weights are drawn from the global state
         torch.manual_seed(seed)
         if data == "mnist":
             return models.mnist_net(network, **options)
-        star = CIFAR_NETWORKS[network].get("star")
-        if star is not None:
-            star = {
-                **star,
-                **options,
-                **({"reversible": True} if rebuilds(network, options) else {}),
-            }
-        return cifar_network(network, star)
+        found = star(network, epochs)
+        if found is not None:
+            found |= options | ({"reversible": True} if rebuilds(network, options) else {})
+        return cifar_network(network, found)
 
 
 def rebuilds(network: str, options: Options) -> bool:
@@ -152,8 +162,8 @@ def rebuilds(network: str, options: Options) -> bool:
     return network == "h2" and options.get("layers", 0) > STORED
 
 
-def cifar_network(network: str, star: Options | None) -> ImageModel:
+def cifar_network(network: str, units: Options | None) -> ImageModel:
     """A network for CIFAR-10, with the options of its Hamiltonian units, if it has any."""
-    if star is not None:
-        return models.hdnn_star(**star)
+    if units is not None:
+        return models.hdnn_star(**units)
     return {"resnet56": models.resnet56, "alexnet": models.alexnet}[network]()

@@ -98,7 +98,9 @@ def train(
     config.check_memory()
     with waiting(f"reading {config.data}"):
         data = fewer(load(config.data), config.images, config.seed)
-    model = image_recipes.build(config.data, config.network, config.hidden(), config.seed)
+    model = image_recipes.build(
+        config.data, config.network, config.hidden(), config.seed, config.epochs
+    )
     model.to(config.device)
     if config.device.startswith("cuda") and config.data == "cifar10":
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
