@@ -304,6 +304,8 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
         with pytest.raises(OptionError, match="a share is such as 0/4"):
             table_cifar.main([*options, f"--share={wrong}"])
     assert runner.guarded(table_cifar.main, [*options, "--minutes", "0"]) == 130
+    assert runner.guarded(table_cifar.main, [*options, "--finished"]) == 2
+    assert "no finished training" in capsys.readouterr().err
     assert table_cifar.main([*options, "--share", "0/2"]) == 0
     assert not (tmp_path / "table-cifar-1.md").exists()
     assert table_cifar.main(options) == 0
@@ -312,6 +314,11 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     assert "on the test images" in page
     assert "left out (`drop`): H1-DNN* 0.2." in page
     assert (tmp_path / "table-cifar-1.png").stat().st_size > 1000
+    assert table_cifar.main([*options, "--seeds", "2", "--finished"]) == 0  # one of two
+    assert (tmp_path / "table-cifar-1.md").read_text() == page.replace(
+        "seeds 1", "seeds 2 --finished"
+    )
+    assert table_cifar.main(options) == 0
     monkeypatch.setattr(table_cifar, "KEPT", 10)
     assert table_cifar.main([*options, "--validate"]) == 0
     assert (tmp_path / "table-cifar-1.md").read_text() == page

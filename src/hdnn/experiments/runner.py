@@ -167,6 +167,16 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
     return parser
 
 
+def finished(jobs: list[Job], runs: Path) -> list[Job]:
+    """Those jobs whose results are there."""
+    path = runs / "results.jsonl"
+    known = _read(path)
+    found = [job for job in jobs if _key(job) in known]
+    if not found:
+        raise DataError(f"{path} has no finished training of this table yet.")
+    return found
+
+
 def run_images(
     jobs: list[Job],
     make: Callable[[Job], ImageTraining],

@@ -9,6 +9,7 @@ training images kept aside (`--validate`), never on the test images. Where the i
 table says so. A run may be broken off at any time, and goes on where it was.
 
     hdnn reproduce table-cifar
+    hdnn reproduce table-cifar -- --finished
     python -m hdnn.experiments.table_cifar --device cuda --epochs 40 --minutes 9
 """
 
@@ -155,6 +156,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def _chosen(options: argparse.Namespace) -> str:
     """The options that a table depends on."""
     found = f"--epochs {options.epochs} --seeds {options.seeds}" + " --validate" * options.validate
+    found += " --finished" * options.finished
     if options.networks != list(TITLES):
         found += f" --networks {' '.join(options.networks)}"
     return found
@@ -166,9 +168,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--validate", action="store_true", help="test on training images kept aside"
     )
+    parser.add_argument(
+        "--finished", action="store_true", help="a table of the trainings that are done, no more"
+    )
     options = parser.parse_args(argv)
     data = cifar10.load().to(options.device)
     jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
+    if options.finished:
+        jobs = runner.finished(jobs, options.runs)
     make = partial(training, data=data, device=options.device)
     measure = partial(result_of, folder=options.runs)
     found = runner.run_images(jobs, make, measure, options, together=TOGETHER)
