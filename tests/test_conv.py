@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import hdnn
 from hdnn import HamiltonianUnit
@@ -17,6 +19,7 @@ from hdnn.analysis.certificate import guarantee
 from hdnn.errors import HDNNError, NotInvertibleError, OptionError, ShapeError
 from hdnn.interconnection import canonical
 from hdnn.operators import conv
+from hdnn.training.smooth import Smoothness
 from strategies import ACTIVATIONS, MONOTONE, Random, scales, seeds
 
 kernels = st.sampled_from([1, 3, 5])
@@ -352,6 +355,31 @@ def test_smoothness_is_that_of_the_stacked_weights(network):
     b = torch.cat([v for k, v in w.items() if k[0] == "b"], 1)
     close(unit.smoothness(), hdnn.regularization.smoothness(K, b, 0.3))
     close(unit.smoothness(), 0.15 * (K.diff(dim=0).square().sum() + b.diff(dim=0).square().sum()))
+
+
+class Twice(nn.Module):
+    """Each layer's weights for two steps, as PyTorch parametrises."""
+
+    def forward(self, stack):
+        return stack.repeat_interleave(2, 0)
+
+    def right_inverse(self, stack):
+        return stack[::2].clone()
+
+
+@pytest.mark.parametrize("network", ["h1", "h2"])
+def test_weights_may_be_parametrised(network):
+    shared, unit, y = make(network, layers=4), make(network, layers=4), image(4)
+    names = [name for name, _ in unit.named_parameters()]
+    for name in names:
+        parametrize.register_parametrization(shared, name, Twice())
+        unit.get_parameter(name).data.copy_(getattr(shared, name))
+    for one in (shared, unit):
+        one(y).square().sum().backward()
+        Smoothness((one,), 0.1).add_gradient()
+    for name in names:
+        grad = unit.get_parameter(name).grad
+        close(shared.parametrizations[name].original.grad, grad[::2] + grad[1::2])
 
 
 @pytest.mark.parametrize("network", ["h1", "h2"])

@@ -222,9 +222,13 @@ class HamiltonianUnit(nn.Module):
         return self.step
 
     def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]:
-        """Parameters whose jumps from layer to layer make up R_K, once each; of a sparse K none."""
-        names = [_name(name, half) for half in self.halves for name in ("K", "b")]
-        return [] if self.sparse else [(self.get_parameter(name), 1.0) for name in names]
+        """Parameters whose jumps from layer to layer make up R_K, once each.
+
+        Empty where K or b is no parameter itself: sparse, or parametrised by PyTorch.
+        """
+        found = [self._parameters.get(_name(n, half)) for half in self.halves for n in ("K", "b")]
+        given = [(p, 1.0) for p in found if p is not None]
+        return given if len(given) == len(found) else []
 
     def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
         """The spectral norm of each layer's K, (N,), on images of that size."""
