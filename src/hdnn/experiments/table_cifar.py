@@ -1,12 +1,12 @@
 """Table IV: CIFAR-10 by networks of less than a million parameters, and by AlexNet.
 
 ResNet-56, H1-DNN* and H2-DNN*, all by one recipe: minibatches of 250, SGD with Nesterov momentum, a
-rate that rises for a tenth of the steps and falls as a cosine, weight decay on weights only, label
-smoothing, crops and flips. From 100 epochs on H1-DNN* and H2-DNN* leave layers out while training;
-in less it does not help. Then H1-DNN* as the paper trains it, but with clipped gradients, and one
-short run of AlexNet. Accuracies are those after the last epoch. Variants are chosen on 5,000
-training images kept aside (`--validate`), never on the test images. Where the images are JPEGs the
-table says so. A run may be broken off at any time, and goes on where it was.
+rate that rises for a tenth of the steps and falls as a cosine, weight decay (not on
+normalisations), label smoothing, crops and flips. From 100 epochs on H1-DNN* and H2-DNN* leave
+layers out while training; in less it does not help. Then H1-DNN* as the paper trains it, but with
+clipped gradients, and one short run of AlexNet. Accuracies are those after the last epoch. Variants
+are chosen on 5,000 training images kept aside (`--validate`), never on the test images. Where the
+images are JPEGs the table says so. A run may be broken off at any time, and goes on where it was.
 
     hdnn reproduce table-cifar
     hdnn reproduce table-cifar -- --finished

@@ -52,11 +52,11 @@ class ImageRecipe:
 
     `rates` are factors of the learning rate by epoch, such as ((0, 1.0), (120, 0.1)); without them
     it rises for the fraction `warmup` and falls as a cosine. `decay` is per epoch: 0.8 makes the
-    rate 0.8 times what it was. Weight decay is on matrices and kernels only. `pad` pixels around an
-    image make room for crops; `flip` mirrors half of them; `cut` is the side of a square that is
-    blanked in each. With `power` q the loss of an image is (1 - p^q) / q instead of -log p, where p
-    is the probability of its class: images that are far from right then count less, which is good
-    for networks that cannot fit all.
+    rate 0.8 times what it was. Weight decay is on matrices, kernels and the b of deep networks,
+    not on normalisations and other biases. `pad` pixels around an image make room for crops; `flip`
+    mirrors half of them; `cut` is the side of a square that is blanked in each. With `power` q the
+    loss of an image is (1 - p^q) / q instead of -log p, where p is the probability of its class:
+    images that are far from right then count less, which is good for networks that cannot fit all.
     """
 
     epochs: int = 40
