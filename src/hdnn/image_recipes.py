@@ -138,8 +138,8 @@ def hidden(data: str, network: str) -> Options:
         init, step = MNIST["ours"][network]["init"], models.MNIST_STEPS[network]
         return {"layers": LAYERS[data], "step": step, "activation": "tanh", "init": init}
     plain = {"layers": LAYERS[data], "step": 0.1, "activation": "relu", "init": "scaled"}
-    star = CIFAR_NETWORKS[network]["star"]
-    return {name: star.get(name, value) for name, value in plain.items()}
+    like = CIFAR_NETWORKS[network]["star"]
+    return {name: like.get(name, value) for name, value in plain.items()}
 
 
 def build(data: str, network: str, options: Options, seed: int, epochs: int) -> ImageModel:
