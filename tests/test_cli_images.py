@@ -585,6 +585,7 @@ def test_a_run_and_a_config_that_do_not_fit_are_refused(trained, capsys):
         lambda: models.mnist_conv("h1", 2, channels=(4, 6), norm="after"),
         lambda: models.hdnn_star("h2", 1, (4, 6), size=8, pool="mean", padding="halves"),
         lambda: models.hdnn_star("h1", 2, (4, 6), size=8, drop=0.3),
+        lambda: models.hdnn_star("h2", (3, 1), (4, 6), size=8, drop=0.3),
         lambda: models.resnet56(3, depth=8, drop=0.2),
     ],
 )

@@ -18,6 +18,7 @@ SMALL = {
     "mnist_net_none": lambda **o: models.mnist_net(None, 0, size=6, **o),
     "mnist_conv": lambda **o: models.mnist_conv(layers=1, channels=(4, 8), **o),
     "hdnn_star_h1": lambda **o: models.hdnn_star("h1", 2, (4, 8, 12), size=8, **o),
+    "hdnn_star_by_unit": lambda **o: models.hdnn_star("h1", [3, 1], (4, 8), size=8, **o),
     "hdnn_star_h2": lambda **o: models.hdnn_star(
         "h2", 2, (4, 8), size=8, norm="inside", stem_norm=True, padding="halves", pool="mean", **o
     ),
@@ -121,6 +122,8 @@ def test_layers_are_left_out_while_training_only(make):
 def test_later_layers_are_left_out_more_often():
     units = models.hdnn_star("h2", 2, (4, 6), size=8, drop=0.4).units
     assert [unit.drop for unit in units] == [(0.1, 0.2), (pytest.approx(0.3), 0.4)]
+    units = models.hdnn_star("h1", (3, 1), (4, 6), size=8, drop=0.4).units
+    assert [unit.drop for unit in units] == [(0.1, 0.2, pytest.approx(0.3)), (0.4,)]
     blocks = models.resnet56(depth=8, drop=0.3).blocks
     assert [block.drop for block in blocks] == pytest.approx([0.1, 0.2, 0.3])
 
@@ -204,6 +207,9 @@ def test_hdnn_star_compiles_into_one_graph(network):
         (lambda: models.mnist_net("h1", -1), "layers"),
         (lambda: models.hdnn_star(channels=(8, 4)), "must grow"),
         (lambda: models.hdnn_star(size=20), "halved 3 times"),
+        (lambda: models.hdnn_star(layers=(6, 6)), "layers has 2 entries for 3 units"),
+        (lambda: models.hdnn_star(layers=(6, 0, 6)), "layers must be a whole number >= 1"),
+        (lambda: models.hdnn_star(layers=2.5), "layers must be a whole number >= 1"),
         (lambda: models.hdnn_star(padding="start"), "not known"),
         (lambda: models.hdnn_star(pool="max"), "not known"),
         (lambda: models.resnet56(depth=10), "6 n"),

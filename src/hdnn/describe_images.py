@@ -15,7 +15,7 @@ from hdnn.errors import CheckpointError
 from hdnn.models import AlexNet, HDNNStar, ImageModel, MNISTNet, ResNet
 from hdnn.networks.unit import HamiltonianUnit
 
-UNIT = ("network", "layers", "activation", "norm", "reversible")  # alike in all units
+UNIT = ("network", "activation", "norm", "reversible")  # alike in all units
 
 
 def _mnist(model: MNISTNet) -> dict[str, Any]:
@@ -28,6 +28,8 @@ def _star(model: HDNNStar) -> dict[str, Any]:
     first = units[0]
     config: dict[str, Any] = {name: getattr(first, name) for name in UNIT}
     config["step"] = list(first.step) if isinstance(first.step, tuple) else first.step
+    layers = [unit.layers for unit in units]
+    config["layers"] = layers[0] if len(set(layers)) == 1 else layers
     config["channels"] = [unit.channels for unit in units]
     config["stem_norm"] = model.stem_norm is not None
     config["drop"] = units[-1].drop[-1]
@@ -71,8 +73,9 @@ def config(model: ImageModel) -> dict[str, Any]:
 def make(kind: str, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
     """A model of that kind; its weights are still to come."""
     # A file that promises more layers than it has tensors would be built for hours.
+    most = sum(len(t) if t.ndim > 2 else 1 for t in tensors.values())
     for name in ("depth", "layers"):
-        most = sum(len(t) if t.ndim > 2 else 1 for t in tensors.values())
-        if name in options and not options[name] <= 2 * most + 2:
-            raise CheckpointError(f"there are not as many weights as for {name} {options[name]}")
+        count = options.get(name, 0)
+        if not (max(count, default=0) if isinstance(count, list) else count) <= 2 * most + 2:
+            raise CheckpointError(f"there are not as many weights as for {name} {count}")
     return MAKERS[kind](**options)

@@ -7,7 +7,7 @@ the last linear layer sees; `units` are the Hamiltonian parts and `smoothness()`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class HDNNStar(ImageModel):
     def __init__(
         self,
         channels: Sequence[int],
-        layers: int,
+        layers: Sequence[int],
         options: dict[str, Any],
         *,
         stem_norm: bool,
@@ -171,10 +171,10 @@ class HDNNStar(ImageModel):
         self.padding, self.pool, self.inputs, self.size = padding, pool, inputs, size
         self.stem = make.conv(inputs, channels[0], 3, padding=1)
         self.stem_norm = make.norm(channels[0]) if stem_norm else None
-        drops = _rising(options.pop("drop"), layers * len(channels))
+        drops = iter(_rising(options.pop("drop"), sum(layers)))
         self.stages = nn.ModuleList(
-            HamiltonianUnit(C, layers, drop=drops[k * layers : (k + 1) * layers], **options)
-            for k, C in enumerate(channels)
+            HamiltonianUnit(C, N, drop=list(islice(drops, N)), **options)
+            for C, N in zip(channels, layers, strict=True)
         )
         pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
         self.linear = make.linear(channels[-1] * pixels, classes)
@@ -197,7 +197,7 @@ class HDNNStar(ImageModel):
 
 def hdnn_star(
     network: str = "h1",
-    layers: int = 6,
+    layers: int | Sequence[int] = 6,
     channels: Sequence[int] = (32, 64, 112),
     *,
     step: float = 0.1,
@@ -218,25 +218,28 @@ def hdnn_star(
 ) -> HDNNStar:
     """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
 
-    After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
-    next: behind all others (`padding="end"`), or behind those of p and behind those of q
-    ("halves"). The linear layer sees all pixels that are left (`pool="flatten"`), or these divided
-    by the root of their number, so that it can bear higher rates ("scaled"), or their "mean".
-    `drop` is how often the last layer is left out while training; the first hardly is. Other
-    options are those of `hdnn.HamiltonianUnit`.
+    `layers` are those of each unit, or one number for all. After each unit the image is averaged
+    over 2 x 2 pixels, and channels of zeros are added for the next: behind all others
+    (`padding="end"`), or behind those of p and behind those of q ("halves"). The linear layer sees
+    all pixels that are left (`pool="flatten"`), or these divided by the root of their number, so
+    that it can bear higher rates ("scaled"), or their "mean". `drop` is how often the last layer is
+    left out while training; the first hardly is. Other options are those of `hdnn.HamiltonianUnit`.
     """
     channels = [positive_int("channels", C) for C in channels]
     if not channels or any(a > b for a, b in pairwise(channels)):
         raise ShapeError(f"channels must grow from unit to unit, but got {tuple(channels)}.")
     if positive_int("size", size) % 2 ** len(channels):
         raise ShapeError(f"size {size} cannot be halved {len(channels)} times.")
+    depths = list(layers) if isinstance(layers, (list, tuple)) else [layers] * len(channels)
+    if len(depths) != len(channels):
+        raise ShapeError(f"layers has {len(depths)} entries for {len(channels)} units.")
     make = _Make(generator, dtype, device)
     options: dict[str, Any] = {"network": network, "step": step, "activation": activation}
     options |= {"norm": norm, "reversible": reversible, "init": init, **make.options}
     options["drop"] = probability("drop", drop)
     return HDNNStar(
         channels,
-        positive_int("layers", layers),
+        [positive_int("layers", N) for N in depths],
         options,
         stem_norm=flag("stem_norm", stem_norm),
         padding=choose("padding", padding, PADDINGS),
