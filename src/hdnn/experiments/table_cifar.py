@@ -172,10 +172,10 @@ def main(argv: list[str] | None = None) -> int:
         "--finished", action="store_true", help="a table of the trainings that are done, no more"
     )
     options = parser.parse_args(argv)
-    data = cifar10.load().to(options.device)
     jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
     if options.finished:
         jobs = runner.finished(jobs, options.runs)
+    data = cifar10.load().to(options.device)
     make = partial(training, data=data, device=options.device)
     measure = partial(result_of, folder=options.runs)
     found = runner.run_images(jobs, make, measure, options, together=TOGETHER)
