@@ -257,15 +257,12 @@ class ODENetwork(Network):
 
         return smoothness(*self._smooth(), self.h)
 
-    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]:
-        """Parameters whose jumps from layer to layer make up R_K, and how often each counts.
+    def smooth_leaves(self) -> list[tuple[str, float]]:
+        """Names of weights whose jumps from layer to layer make up R_K, and how often each counts.
 
-        Empty where R_K is not such a sum: for learned steps, tied or sparse weights.
+        Empty where R_K is not such a sum: for learned steps or tied weights.
         """
-        if self.learn_step or self.tied:
-            return []
-        leaves = [(self._parameters.get(name), times) for name, times in self._counted()]
-        return [] if any(p is None for p, _ in leaves) else leaves  # pyright: ignore[reportReturnType]
+        return [] if self.learn_step or self.tied else self._counted()
 
     def _counted(self) -> list[tuple[str, float]]:
         """The names of stacked parameters, and how often their entries are in K and b."""

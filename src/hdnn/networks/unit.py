@@ -221,14 +221,9 @@ class HamiltonianUnit(nn.Module):
         """The step: a float, or one a layer."""
         return self.step
 
-    def smooth_leaves(self) -> list[tuple[nn.Parameter, float]]:
-        """Parameters whose jumps from layer to layer make up R_K, once each.
-
-        Empty where K or b is no parameter itself: sparse, or parametrised by PyTorch.
-        """
-        found = [self._parameters.get(_name(n, half)) for half in self.halves for n in ("K", "b")]
-        given = [(p, 1.0) for p in found if p is not None]
-        return given if len(given) == len(found) else []
+    def smooth_leaves(self) -> list[tuple[str, float]]:
+        """Names of weights whose jumps from layer to layer make up R_K, once each."""
+        return [(_name(n, half), 1.0) for half in self.halves for n in ("K", "b")]
 
     def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
         """The spectral norm of each layer's K, (N,), on images of that size."""

@@ -84,8 +84,14 @@ class Smoothness:
 
 
 def _leaves(part: Any) -> list[tuple[nn.Parameter, float | Tensor]]:
-    """The parameters that R_K is a sum over, if it is one, and what their jumps count."""
-    found = part.smooth_leaves() if hasattr(part, "smooth_leaves") else []
+    """The parameters that R_K is a sum over, if it is one, and what their jumps count.
+
+    It is none where a weight is no parameter itself: sparse, or parametrised by PyTorch.
+    """
+    named = part.smooth_leaves() if hasattr(part, "smooth_leaves") else []
+    found = [(part._parameters.get(name), times) for name, times in named]
+    if any(p is None for p, _ in found):
+        return []
     return [(p, _weight(part.h, times, p)) for p, times in found]
 
 
