@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hdnn import image_recipes
+from hdnn.data import cifar10
 from hdnn.errors import DataError, OptionError
 from hdnn.experiments import (
     fig_cifar,
@@ -14,9 +18,12 @@ from hdnn.experiments import (
     fig_gradients,
     fig_planar,
     runner,
+    table_cifar,
     table_distributed,
     table_planar,
 )
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def double(job):
@@ -222,3 +229,101 @@ def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
     rows = (tmp_path / "fig-gradients-h2-4.csv").read_text().splitlines()
     assert rows[0].startswith("step,layer,smallest")
     assert len(rows) == 1 + 2 * 5
+
+
+# Table IV
+DROP = ["--networks", "resnet56_drop"]
+
+
+def cifar_row(network, mean):
+    like = {"parameters": 10, "epochs": 160, "paper": None, "drop": 0.0}
+    return {**like, "network": network, "test": runner.summary([mean - 0.1, mean + 0.1])}
+
+
+@pytest.mark.parametrize(("dropped", "lead"), [(90.6, "+0.40"), (89.6, "+0.90")])
+def test_the_lead_is_over_the_better_of_the_two_resnets(dropped, lead):
+    about = {"data": "X", "command": "", "device": "", "remark": "", "on": "", "picture": None}
+    rows = [cifar_row("resnet56", 90.1), cifar_row("resnet56_drop", dropped), cifar_row("h1", 91.0)]
+    page = table_cifar.markdown({**about, "rows": rows})
+    assert "| above the better ResNet-56 |" in page
+    assert f"(90.90 to 91.10) | {lead} |" in page
+    best = max(dropped, 90.1)
+    name = "ResNet-56 with a drop" if best == dropped else "ResNet-56"
+    assert f"The better of the two ResNet-56: {name}, {best:.2f}%." in page
+    alone = table_cifar.markdown({**about, "rows": rows[1:]})
+    assert "| above ResNet-56 |" in alone
+    assert "The better of" not in alone
+
+
+def test_resnet56_leaves_out_as_much_as_the_others_do_in_long_trainings():
+    long = image_recipes.LONG
+    assert "resnet56_drop" in table_cifar.networks_for(long)
+    assert "resnet56_drop" not in table_cifar.networks_for(long - 1)
+    jobs = table_cifar.jobs_for(["resnet56", "resnet56_drop", "h1"], 3, 160, validate=False)
+    first = {job["network"]: job for job in jobs if job["seed"] == 0}
+    assert len(jobs) == 9
+    assert first["resnet56"]["recipe"] == first["resnet56_drop"]["recipe"]
+    resnet, h1 = (table_cifar.network(first[name]) for name in ("resnet56_drop", "h1"))
+    assert resnet.drop == pytest.approx(h1.stages[-1].drop[-1]) == image_recipes.DROP
+    assert {image_recipes.drop(name, 160) for name in ("resnet56_drop", "h1", "h2")} == {0.3}
+    assert image_recipes.drop("resnet56", 160) == image_recipes.drop("h1", 40) == 0
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Table IV as it was before ResNet-56 had a drop."""
+    table = json.loads((RESULTS / "table-cifar-160.json").read_text())
+    table["rows"] = [row for row in table["rows"] if row["network"] != "resnet56_drop"]
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps(table))
+    return path
+
+
+def test_rows_of_a_recorded_cifar_table_are_not_trained_again(recorded, tmp_path, monkeypatch):
+    before = json.loads(recorded.read_text())
+    one = {"parameters": 7, "train": 99.0, "epoch_seconds": 1.0, "curve": [90.0] * 160}
+
+    def trained(jobs, *_, **__):
+        assert [(job["network"], job["seed"]) for job in jobs] == [
+            ("resnet56_drop", seed) for seed in range(3)
+        ]
+        return [(job, {**one, "test": 90.0 + job["seed"], "device": "a GPU"}) for job in jobs]
+
+    data = SimpleNamespace(name=before["data"], remark=before["remark"], to=lambda _: data)
+    monkeypatch.setattr(cifar10, "load", lambda **_: data)
+    monkeypatch.setattr(runner, "run_images", trained)
+    options = ["--epochs", "160", "--out", str(tmp_path), "--quiet"]
+    assert table_cifar.main([*options, *DROP, "--recorded", str(recorded)]) == 0
+    made = tmp_path / "table-cifar-160.json"
+    result, page = json.loads(made.read_text()), made.with_suffix(".md").read_text()
+    (new,) = [row for row in result["rows"] if row not in before["rows"]]
+    assert [row for row in result["rows"] if row != new] == before["rows"]
+    assert (new["network"], new["drop"], new["test"]["mean"]) == ("resnet56_drop", 0.3, 91.0)
+    assert result["device"] == f"{before['device']}, a GPU"
+    names = " ".join(row["network"] for row in result["rows"])
+    assert f"-- --epochs 160 --seeds 3 --finished --networks {names}`" in page
+
+    monkeypatch.setattr(cifar10, "load", None)  # a complete table needs no images
+    again = ["--epochs", "160", "--out", str(tmp_path / "again"), "--quiet", *DROP]
+    assert table_cifar.main([*again, "--recorded", str(made)]) == 0
+    for file in (made, made.with_suffix(".md")):
+        assert (tmp_path / "again" / file.name).read_text() == file.read_text()
+
+
+def test_a_recorded_table_of_other_trainings_is_refused(recorded, tmp_path, monkeypatch, capsys):
+    def told(*flags):
+        every = ["--out", str(tmp_path / "out"), *DROP, "--recorded", *flags]
+        assert runner.guarded(table_cifar.main, every) == 2
+        return capsys.readouterr().err
+
+    assert "a table of other trainings; give one of 40 epochs" in told(str(recorded))
+    long = (str(recorded), "--epochs", "160")
+    assert "other trainings" in told(*long, "--validate")
+    assert "cannot read" in told(str(tmp_path / "nothing.json"))
+    for text in ("{", "[]", '{"rows": []}', '{"rows": 3}', '"rows"'):
+        (tmp_path / "wrong.json").write_text(text)
+        assert "is no table of `hdnn reproduce table-cifar`" in told(str(tmp_path / "wrong.json"))
+    others = SimpleNamespace(name="CIFAR-10", remark="", to=lambda _: others)
+    monkeypatch.setattr(cifar10, "load", lambda **_: others)
+    assert "is a table of CIFAR-10 (JPEG q75), but the images here are CIFAR-10;" in told(*long)
+    assert not (tmp_path / "out").exists()

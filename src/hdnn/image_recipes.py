@@ -58,9 +58,11 @@ CIFAR: Options = {
 _STAR: Options = {"step": 0.5, "activation": "gelu", "norm": "after", "stem_norm": True}
 # "long" is what is different in a training that comes to fit all of its images.
 LONG = 100  # epochs
+DROP = 0.3  # how often the last layer is left out in a long training
 CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
     "resnet56": {"recipe": {}},
-    "h1": {"star": {"network": "h1", **_STAR}, "long": {"drop": 0.3}, "recipe": {"clip": 1.0}},
+    "resnet56_drop": {"recipe": {}},  # with the DROP of the others, to be compared with them
+    "h1": {"star": {"network": "h1", **_STAR}, "long": {"drop": DROP}, "recipe": {"clip": 1.0}},
     "h2": {
         "star": {
             "network": "h2",
@@ -70,7 +72,7 @@ CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
             "reversible": False,
             **_STAR,
         },
-        "long": {"channels": [96, 112, 144], "drop": 0.3},
+        "long": {"channels": [96, 112, 144], "drop": DROP},
         "recipe": {"clip": 1.0},
     },
     # The paper's own, which without the clipping does not come to its end.
@@ -125,6 +127,11 @@ def star(network: str, epochs: int) -> Options | None:
     return {**like["star"], **(like.get("long", {}) if epochs >= LONG else {})}
 
 
+def drop(network: str, epochs: int) -> float:
+    """How often the last layer or block of a network for CIFAR-10 is left out while training."""
+    return DROP if network == "resnet56_drop" else (star(network, epochs) or {}).get("drop", 0.0)
+
+
 def recipe(data: str, network: str, layers: int | None, epochs: int, seed: int) -> ImageRecipe:
     """How a network is trained on a set."""
     if data == "mnist":
@@ -166,4 +173,6 @@ def cifar_network(network: str, units: Options | None) -> ImageModel:
     """A network for CIFAR-10, with the options of its Hamiltonian units, if it has any."""
     if units is not None:
         return models.hdnn_star(**units)
+    if network == "resnet56_drop":
+        return models.resnet56(drop=DROP)
     return {"resnet56": models.resnet56, "alexnet": models.alexnet}[network]()

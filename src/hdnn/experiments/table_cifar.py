@@ -3,19 +3,23 @@
 ResNet-56, H1-DNN* and H2-DNN*, all by one recipe: minibatches of 250, SGD with Nesterov momentum, a
 rate that rises for a tenth of the steps and falls as a cosine, weight decay (not on
 normalisations), label smoothing, crops and flips. From 100 epochs on H1-DNN* and H2-DNN* leave
-layers out while training; in less it does not help. Then H1-DNN* as the paper trains it, but with
+layers out while training; in less it does not help. ResNet-56 is then trained without and with such
+a drop, and the lead is over the better of the two. Then H1-DNN* as the paper trains it, but with
 clipped gradients, and one short run of AlexNet. Accuracies are those after the last epoch. Variants
 are chosen on 5,000 training images kept aside (`--validate`), never on the test images. Where the
 images are JPEGs the table says so. A run may be broken off at any time, and goes on where it was.
+Networks whose rows a table has already are taken from it (`--recorded`) and not trained again.
 
     hdnn reproduce table-cifar
     hdnn reproduce table-cifar -- --finished
+    hdnn reproduce table-cifar -- --epochs 160 --recorded docs/results/table-cifar-160.json
     python -m hdnn.experiments.table_cifar --device cuda --epochs 40 --minutes 9
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,7 +33,7 @@ import hdnn
 from hdnn import image_recipes
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
-from hdnn.errors import require
+from hdnn.errors import DataError, require
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
 from hdnn.experiments.weights import save_weights
@@ -40,13 +44,15 @@ from hdnn.training.images import ImageRecipe, ImageTraining
 NAME = "table-cifar"
 TITLES = {
     "resnet56": "ResNet-56",
+    "resnet56_drop": "ResNet-56 with a drop",
     "h1": "H1-DNN*",
     "h2": "H2-DNN*",
     "h1_paper": "H1-DNN*, the paper's recipe",
     "alexnet": "AlexNet",
 }
 PAPER = {"resnet56": 93.68, "h1": 92.27, "h1_paper": 92.27, "alexnet": 91.55}
-COMPARED = ("resnet56", "h1", "h2")  # with the first
+RESNETS = ("resnet56", "resnet56_drop")  # with the better of which the others are compared
+COMPARED = (*RESNETS, "h1", "h2")
 SHORT = {"alexnet": 10}  # epochs, of one seed
 KEPT = 5000  # training images for the choice of variants
 TOGETHER = 3
@@ -101,20 +107,34 @@ def _job(name: str, seed: int, epochs: int, validate: bool) -> Job:
     return job | ({"star": star} if star else {}) | ({"validate": True} if validate else {})
 
 
+def networks_for(epochs: int) -> list[str]:
+    """Those of the table: ResNet-56 has a drop where the others have one."""
+    dropped = image_recipes.drop("h1", epochs) > 0
+    return [name for name in TITLES if dropped or name != "resnet56_drop"]
+
+
+def better_resnet(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of the ResNet-56, without or with a drop, whose mean is the higher one."""
+    found = [row for row in rows if row["network"] in RESNETS]
+    return max(found, key=lambda row: row["test"]["mean"], default=None)
+
+
 def markdown(result: dict[str, Any]) -> str:
     lines = [f"# Table IV: {result['data']}", ""]
     lines += [f"`{result['command']}`,"]
     lines += [f"{result['device']}.{runner.about_images(result['remark'])}"]
     lines += [f"Accuracy in % on {result['on']} after the last epoch, mean ± standard deviation"]
     lines += ["(worst to best); the paper's are for the original images and 160 epochs.", ""]
-    lines += ["| network | parameters | epochs | seeds | test | above ResNet-56 | the paper's |"]
+    both = len([row for row in result["rows"] if row["network"] in RESNETS]) > 1
+    best, over = better_resnet(result["rows"]), "the better ResNet-56" if both else "ResNet-56"
+    lines += [f"| network | parameters | epochs | seeds | test | above {over} | the paper's |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    means = {row["network"]: row["test"]["mean"] for row in result["rows"]}
     for row in result["rows"]:
         paper = "" if row["paper"] is None else f"{row['paper']:g}"
         test, name = row["test"], row["network"]
-        other = name in COMPARED[1:] and COMPARED[0] in means
-        above = f"{test['mean'] - means[COMPARED[0]]:+.2f}" if other else ""
+        above = ""
+        if best is not None and name in COMPARED and name not in RESNETS:
+            above = f"{test['mean'] - best['test']['mean']:+.2f}"
         spread = f" ± {test['std']:.2f} ({test['worst']:.2f} to {test['best']:.2f})"
         spread *= test["seeds"] > 1
         lines.append(
@@ -124,6 +144,9 @@ def markdown(result: dict[str, Any]) -> str:
     drops = [f"{TITLES[row['network']]} {row['drop']:g}" for row in result["rows"] if row["drop"]]
     if drops:
         lines += ["", f"Trained with layers left out (`drop`): {', '.join(drops)}."]
+    if both and best is not None:
+        lines += ["", f"The better of the two ResNet-56: {TITLES[best['network']]}, "]
+        lines[-1] += f"{best['test']['mean']:.2f}%."
     if result["picture"]:
         lines += ["", f"![Accuracy against the epoch]({result['picture']})"]
     return "\n".join(lines) + "\n"
@@ -153,60 +176,108 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _chosen(options: argparse.Namespace) -> str:
-    """The options that a table depends on."""
+def _chosen(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """The options that make this table from nothing, wherever its rows were taken from."""
     found = f"--epochs {options.epochs} --seeds {options.seeds}" + " --validate" * options.validate
-    found += " --finished" * options.finished
-    if options.networks != list(TITLES):
-        found += f" --networks {' '.join(options.networks)}"
-    return found
+    names = [row["network"] for row in rows]
+    fewer = any(row["test"]["seeds"] < options.seeds for row in rows if row["network"] not in SHORT)
+    found += " --finished" * (options.finished or fewer)
+    return found + f" --networks {' '.join(names)}" * (names != networks_for(options.epochs))
+
+
+def read_recorded(path: Path | None, on: str, epochs: int) -> dict[str, Any]:
+    """A table that was written before, by trainings of as many epochs, tested on the same."""
+    if path is None:
+        return {"rows": [], "device": ""}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        fits = all(isinstance(table[name], str) for name in ("data", "remark", "device"))
+        fits = fits and table["on"] == on
+        for row in table["rows"]:
+            name = row["network"]
+            fits = fits and row["epochs"] == min(epochs, SHORT.get(name, epochs))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no table of `hdnn reproduce {NAME}`.") from error
+    if not fits:
+        raise DataError(
+            f"{path} is a table of other trainings; give one of {epochs} epochs, tested on {on}."
+        )
+    return table
+
+
+def _row(name: str, some: list[Job]) -> dict[str, Any]:
+    """What the trainings of a network gave."""
+    epochs = len(some[0]["curve"])
+    return {
+        "network": name,
+        "parameters": some[0]["parameters"],
+        "drop": image_recipes.drop(name, epochs),
+        "paper": PAPER.get(name),
+        "epochs": epochs,
+        "train": runner.summary([one["train"] for one in some]),
+        "test": runner.summary([one["test"] for one in some]),
+        "epoch_seconds": min(one["epoch_seconds"] for one in some),
+        "curves": [one["curve"] for one in some],
+    }
+
+
+def _trained(
+    jobs: list[Job], recorded: dict[str, Any], options: argparse.Namespace
+) -> list[tuple[Job, Job]] | None:
+    """Jobs with their results; the name of the images and its remark go into `recorded`."""
+    if not jobs:
+        return []
+    data = cifar10.load().to(options.device)
+    if recorded.setdefault("data", data.name) != data.name:
+        raise DataError(
+            f"{options.recorded} is a table of {recorded['data']}, but the images here are "
+            f"{data.name}; give a table of these."
+        )
+    recorded["remark"] = data.remark
+    make = partial(training, data=data, device=options.device)
+    measure = partial(result_of, folder=options.runs)
+    return runner.run_images(jobs, make, measure, options, together=TOGETHER)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = runner.image_arguments(__doc__, NAME, seeds=3)
-    parser.add_argument("--networks", nargs="+", choices=list(CIFAR_NETWORKS), default=list(TITLES))
+    parser.add_argument("--networks", nargs="+", choices=list(CIFAR_NETWORKS))
     parser.add_argument(
         "--validate", action="store_true", help="test on training images kept aside"
     )
     parser.add_argument(
         "--finished", action="store_true", help="a table of the trainings that are done, no more"
     )
+    parser.add_argument(
+        "--recorded", type=Path, help="a table (JSON) whose networks are not trained again"
+    )
     options = parser.parse_args(argv)
-    jobs = jobs_for(options.networks, options.seeds, options.epochs, options.validate)
-    if options.finished:
+    options.networks = options.networks or networks_for(options.epochs)
+    on = f"{KEPT:,} training images kept aside" if options.validate else "the test images"
+    recorded = read_recorded(options.recorded, on, options.epochs)
+    known = {row["network"]: row for row in recorded["rows"]}
+    missing = [name for name in options.networks if name not in known]
+    jobs = jobs_for(missing, options.seeds, options.epochs, options.validate)
+    if options.finished and jobs:
         jobs = runner.finished(jobs, options.runs)
-    data = cifar10.load().to(options.device)
-    make = partial(training, data=data, device=options.device)
-    measure = partial(result_of, folder=options.runs)
-    found = runner.run_images(jobs, make, measure, options, together=TOGETHER)
+    found = _trained(jobs, recorded, options)
     if found is None:
         return 0
     by_network: dict[str, list[Job]] = {}
-    drops: dict[str, float] = {}
     for job, one in found:
         by_network.setdefault(job["network"], []).append(one)
-        drops[job["network"]] = job.get("star", {}).get("drop", 0.0)
-    rows = [
-        {
-            "network": name,
-            "parameters": some[0]["parameters"],
-            "drop": drops[name],
-            "paper": PAPER.get(name),
-            "epochs": len(some[0]["curve"]),
-            "train": runner.summary([one["train"] for one in some]),
-            "test": runner.summary([one["test"] for one in some]),
-            "epoch_seconds": min(one["epoch_seconds"] for one in some),
-            "curves": [one["curve"] for one in some],
-        }
-        for name, some in by_network.items()
-    ]
+    made = known | {name: _row(name, some) for name, some in by_network.items()}
+    rows = [made[name] for name in TITLES if name in made]
+    before = [{"device": device} for device in filter(None, recorded["device"].split(", "))]
     name = f"{NAME}-{options.epochs}" + "-kept-aside" * options.validate
     result = {
-        "command": f"hdnn reproduce {NAME} -- {_chosen(options)}",
-        "data": data.name,
-        "remark": data.remark,
-        "on": f"{KEPT:,} training images kept aside" if options.validate else "the test images",
-        "device": runner.devices(one for _, one in found),
+        "command": f"hdnn reproduce {NAME} -- {_chosen(options, rows)}",
+        "data": recorded["data"],
+        "remark": recorded["remark"],
+        "on": on,
+        "device": runner.devices([*before, *(one for _, one in found)]),
         "versions": {"hdnn": hdnn.__version__},
         "picture": f"{name}.png" if find_spec("matplotlib") else None,
         "rows": rows,
