@@ -193,6 +193,7 @@ class Group:
         *options: str,
         fault: Fault | None = None,
         version: str | None = None,
+        replicas: int = 1,
         **changes: Any,
     ) -> Process:
         """Start one part; `changes` are those of its config."""
@@ -201,6 +202,7 @@ class Group:
         config.write_text(replace(self.config, **changes).text())
         environment = {"HDNN_STORE": f"127.0.0.1:{self.store.port}"}
         environment |= {"HDNN_PARTS": str(self.parts), "HDNN_PART": str(part)}
+        environment |= {"HDNN_REPLICAS": str(replicas)}
         process = self.stem.fork(
             [str(config), "--timeout", str(self.timeout), *options],
             words,

@@ -16,12 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import graph_runs
 from graph_runs import BATCHES, EPOCHS, Fault, Group, Stem, Task, make_task, ring, until, write_data
 from hdnn.distributed import Gloo, launch, worker
 from hdnn.distributed.checkpoint import Shards
+from hdnn.distributed.graphfile import graph_of
+from hdnn.distributed.run import train
+from hdnn.errors import DataError
 from hdnn.serialization import read
 
 pytestmark = pytest.mark.skipif(
@@ -180,15 +185,29 @@ def test_parts_stop_if_the_store_goes_before_all_have_come(group):
         ({"graph": {**ring(NODES), "R": [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]}}, "graph"),
         ({"graph": {**ring(NODES), "R": [[0, 1], [1, 2], [3, 0]]}}, "graph"),
         ({"data": "fewer"}, "number of samples"),
+        ({"data": "tested"}, "number of test samples"),
+        ({"data": "shuffled"}, "order of samples"),
+        ({"data": "double_moons"}, "data set"),
+        ({"init": "scaled"}, "way to draw initial weights"),
         ({"version": "0.0.9"}, "version of hdnn"),
     ],
 )
 def test_all_parts_name_what_differs_and_where_before_any_step(stem, task, tmp_path, odd, what):
-    if "data" in odd:
-        write_data(tmp_path / "fewer", NODES, 199)
-        odd = {"data": str(tmp_path / "fewer")}
+    config = task.config
+    if (kind := odd.get("data")) == "double_moons":
+        config = replace(config, data="double_circles")
+    elif kind is not None:
+        data = tmp_path / kind
+        write_data(data, NODES, 199 if kind == "fewer" else 200)
+        if kind == "tested":
+            shutil.copytree(data / "train", data / "test")
+        if kind == "shuffled":
+            for file in (data / "train").iterdir():
+                _, tensors = read(file)
+                save_file({**tensors, "id": torch.arange(200).flip(0)}, file)
+        odd = {"data": str(data)}
     home = tmp_path / "out"
-    with Group(stem, task.config, NODES, timeout=10) as group:
+    with Group(stem, config, NODES, timeout=10) as group:
         all_ended = group.start_all("--out", str(home), odd=2, **odd).end()
     for ended in all_ended:
         found = re.fullmatch(
@@ -202,6 +221,34 @@ def test_all_parts_name_what_differs_and_where_before_any_step(stem, task, tmp_p
         assert ended.code == 2
         assert ended.epochs == []
     assert not shards(home)
+
+
+def test_replicas_with_different_data_name_each_other(stem, task, tmp_path):
+    with Group(stem, replace(task.config, graph=ring(2)), 4, timeout=10) as group:
+        write_data(tmp_path / "data", 2, 200)
+        write_data(tmp_path / "fewer", 2, 199)
+        for part in range(4):
+            data = str(tmp_path / ("data" if part < 2 else "fewer"))
+            group.start(part, replicas=2, data=data)
+        all_ended = group.end()
+    for ended in all_ended:
+        assert ended.code == 2
+        assert re.fullmatch(
+            r"the training did not start because node \d of replica (0|1) has another number of "
+            r"samples than node \d of replica (?!\1)\d: start all parts with the same\.",
+            ended.sentence,
+        )
+
+
+def test_files_of_one_part_with_different_samples_are_named(tmp_path):
+    task = make_task(tmp_path, 2)
+    for i, numbers in enumerate((torch.arange(200), torch.arange(200).flip(0))):
+        file = Path(task.config.data, "train", f"node-{i:05d}.safetensors")
+        save_file({**read(file)[1], "id": numbers}, file)
+    labels = Path(task.config.data, "train", "labels.safetensors")
+    save_file({**read(labels)[1], "id": torch.arange(200)}, labels)
+    with pytest.raises(DataError, match=r"node-00001\.safetensors has other samples than"):
+        train(task.config, graph_of(task.config.graph))
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ def launch(
     from hdnn import graph_tasks
     from hdnn.distributed.launch import launch as start
     from hdnn.distributed.run import name_of
+    from hdnn.training import meeting
     from hdnn.training.checkpoint import locked
 
     asked, timeout, save_every = _asked(given)
@@ -335,6 +336,7 @@ def launch(
     graph_tasks.check_data(asked)
     if done:
         return _tell(graph_tasks.metrics(asked.folder), asked, as_json)
+    meeting.check_loopback()
     _warn(asked.graph)
     bar = _EpochBar(asked.folder.name, asked.options["epochs"], not _silent(given))
     with _folder(asked.folder), locked(asked.folder), tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,7 @@
-"""Who is connected to whom? From /proc, on Linux: not what a program says, but what it does."""
+"""Who is connected to whom, and who listens where?
+
+From /proc, on Linux: not what a program says, but what it does.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,20 @@ from pathlib import Path
 End = tuple[str, int]  # address and port
 
 
+ESTABLISHED, LISTEN = "01", "0A"  # as the kernel writes them
+
+
 def connections(pid: int) -> set[tuple[End, End]]:
     """The TCP connections that a process has open, in whatever namespace: near end, far end."""
+    return _sockets(pid, ESTABLISHED)
+
+
+def listeners(pid: int) -> set[End]:
+    """Where a process waits for connections; 0.0.0.0 or :: is at all addresses of its machine."""
+    return {near for near, _ in _sockets(pid, LISTEN)}
+
+
+def _sockets(pid: int, wanted: str) -> set[tuple[End, End]]:
     held = set()
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed while we look
@@ -23,7 +38,7 @@ def connections(pid: int) -> set[tuple[End, End]]:
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 _, near, far, state, _, _, _, _, _, inode, *_ = line.split()
-                if state == "01" and f"socket:[{inode}]" in held:  # ESTABLISHED
+                if state == wanted and f"socket:[{inode}]" in held:
                     found.add((_end(near), _end(far)))
     return found
 

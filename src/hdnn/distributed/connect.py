@@ -14,13 +14,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed.rendezvous import rendezvous
-
 from hdnn.distributed.gloo import Gloo, PrefixStore, TCPStore
 from hdnn.distributed.mpi import Mpi, world
 from hdnn.distributed.replicas import Replicas
-from hdnn.distributed.transport import DistributedError, Local, Transport
+from hdnn.distributed.transport import DistributedError, Local, Transport, short
 from hdnn.errors import OptionError, choose
+from hdnn.training import meeting
 
 
 def parts_here() -> int:
@@ -60,11 +59,21 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
     if store.add(f"part-{number}", 1) > 1:
         raise DistributedError(f"{name(part)} was started twice; each part is one process.")
     near = PrefixStore(f"graph-{replica}", store)
-    transport = Gloo(part, parts, near, timeout=timeout, name=name, faults=store)
-    if replicas == 1:
-        return Process(transport)
-    alike = PrefixStore(f"alike-{part}", store)
-    return Process(transport, Replicas(replica, replicas, alike, timeout))
+    where = f" of replica {replica}" if replicas > 1 else ""
+    with meeting.kept_here(_on_one_machine()):
+        transport = Gloo(
+            part,
+            parts,
+            near,
+            timeout=timeout,
+            name=lambda p: name(p) + where,
+            faults=store,
+            everyone=parts * replicas,
+        )
+        if replicas == 1:
+            return Process(transport)
+        alike = PrefixStore(f"alike-{part}", store)
+        return Process(transport, Replicas(replica, replicas, alike, timeout))
 
 
 def _by_mpi() -> bool:
@@ -81,22 +90,28 @@ def _by_mpi() -> bool:
 
 def _store(number: int, processes: int, timeout: float) -> Any:
     """The store of this start: a restart must not find the addresses of the one before."""
-    wait = timedelta(seconds=timeout)
     where = os.environ.get("HDNN_STORE")
     restart = os.environ.get("HDNN_RESTART", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
         if where is not None:
             host, _, port = where.rpartition(":")
+            wait = timedelta(seconds=timeout)
             store = TCPStore(host, int(port), is_master=False, timeout=wait)
         else:
-            rank = _whole("RANK", number)
-            store, _, _ = next(rendezvous("env://", rank, processes, timeout=wait))
+            store = meeting.from_environment(_whole("RANK", number), processes, timeout)
     except (ValueError, RuntimeError) as error:
         raise DistributedError(
-            f"cannot reach the store {where or 'of torchrun'} "
-            f"({' '.join(str(error).split())[:120]})."
+            f"cannot reach the store {where or 'of torchrun'} ({short(error).removesuffix('.')})."
         ) from error
     return PrefixStore(f"hdnn-{restart}", store)
+
+
+def _on_one_machine() -> bool:
+    """Whether all processes are here: those of `hdnn launch` have their store on the loopback."""
+    where = os.environ.get("HDNN_STORE")
+    if where is None:
+        return meeting.on_one_machine()
+    return meeting.is_loopback(where.rpartition(":")[0])
 
 
 def _whole(name: str, otherwise: int) -> int:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import OptionError
+from hdnn.training.meeting import TCPStore as TCPStore
 
-TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 FAULT = "fault"  # where the store keeps what went wrong first
 PATIENCE = 2.0  # seconds to wait for what a part that is gone has said of others
@@ -51,8 +51,9 @@ class Gloo(Transport):
     """Point-to-point messages of one process for each part.
 
     `store` is a torch.distributed store that all parts reach; `timeout` are the seconds after
-    which a silent neighbour counts as lost, at the start too. `name` says how to call a part, and
-    `faults` is where the first fault is kept, by default the same store.
+    which a silent neighbour counts as lost, at the start too. `name` says how to call a part.
+    `faults` is where the first fault is kept, by default the same store; with several replicas of
+    the graph they share it, and `everyone` are the processes of all of them.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class Gloo(Transport):
         timeout: float = 60.0,
         name: Callable[[int], str] = "part {}".format,
         faults: Any = None,
+        everyone: int | None = None,
     ) -> None:
         super().__init__(part, parts)
         if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
         if not timeout > 0:
             raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-        self.store, self.faults = store, faults or store
+        self.store, self.faults, self.everyone = store, faults or store, everyone or parts
         self.name, self.timeout, self.met = name, timeout, False
         self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
         before = os.environ.get("TORCH_GLOO_LAZY_INIT")
@@ -101,33 +103,36 @@ class Gloo(Transport):
             pending.add(part, lambda p=part, t=tensor: self.group.send([t], p, 0))
         return pending
 
-    def first(self, card: list[int]) -> tuple[int, list[int]] | None:
+    def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
+        """The card that was shown first of all, in whatever replica."""
         try:
-            own = json.dumps([self.part, card])
-            part, theirs = json.loads(self.store.compare_set("card", "", own))
+            other, theirs = json.loads(
+                self.faults.compare_set("card", "", json.dumps([name, card]))
+            )
         except RuntimeError as error:
             raise LostError(f"the store is gone: {short(error)}") from error
-        return part, theirs
+        return [(other, theirs)]
 
     def _meet(self) -> None:
         """Wait for all parts, because gloo would wait much longer for one that never comes."""
         deadline, pause = time.monotonic() + self.timeout, 0.01
         try:
             self.store.set(f"here-{self.part}", "")
-            here = self.store.add("here", 1)
-            while here < self.parts:
+            here, there = self.store.add("here", 1), self.faults.add("everyone", 1)
+            while here < self.parts or there < self.everyone:
                 known = first_fault(self.faults)
                 if known is None and time.monotonic() > deadline:
                     absent = [p for p in range(self.parts) if not self.store.check([f"here-{p}"])]
                     names = ", ".join(map(self.name, absent[:4])) + ", .." * (len(absent) > 4)
-                    if absent:  # else the last has come just now
+                    names = names or "a part of another replica" * (there < self.everyone)
+                    if names:  # else the last has come just now
                         message = f"{names} did not start within {self.timeout:g} s"
                         known = self._report(message, True)
                 if known is not None:
                     raise _stopped("did not start", known)
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE)
-                here = self.store.add("here", 0)
+                here, there = self.store.add("here", 0), self.faults.add("everyone", 0)
         except RuntimeError as error:
             raise LostError(f"the store is gone: {short(error)}") from error
         self.met = True

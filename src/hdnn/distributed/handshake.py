@@ -7,6 +7,7 @@ size than expected would be cut off in silence, or end the process.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ import hdnn
 from hdnn.distributed.plan import Plan
 from hdnn.distributed.transport import DistributedError, Transport
 
-PROTOCOL = 1
+PROTOCOL = 2
 SLOTS = 16
+RELEASE = ".".join(torch.__version__.split(".")[:2])  # shuffles may differ between two of them
 WORDS = {
     "protocol": "protocol of messages",
     "version": "version of hdnn",
@@ -28,12 +30,18 @@ WORDS = {
     "batch": "batch size",
     "samples": "number of samples",
     "options": "options of training",
+    "torch": "release of PyTorch",
+    "data": "data set",
+    "order": "order of samples",
+    "test": "number of test samples",
+    "init": "way to draw initial weights",
 }
 
 
 def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
     """Numbers that differ where the facts do."""
-    known = {"protocol": PROTOCOL, "version": hdnn.__version__, "graph": plan.digest(), **facts}
+    known = {"protocol": PROTOCOL, "version": hdnn.__version__, "torch": RELEASE}
+    known |= {"graph": plan.digest(), **facts}
     numbers = torch.zeros(SLOTS, dtype=torch.int64)
     for k, name in enumerate(WORDS):
         digest = hashlib.sha256(repr(known.get(name)).encode()).digest()
@@ -41,26 +49,26 @@ def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
     return numbers
 
 
-def shake_hands(transport: Transport, plan: Plan, facts: dict[str, Any], name: Any) -> None:
-    """Open all links, compare fingerprints, and raise where a neighbour has another one."""
+def shake_hands(
+    transport: Transport, plan: Plan, facts: dict[str, Any], name: Callable[[int], str]
+) -> None:
+    """Open all links, compare fingerprints, and raise where another part has another one."""
     own = fingerprint(plan, facts)
+    me = name(transport.part)
     # Before links are opened: who has another graph would wait for one that has nothing to say.
-    first = transport.first(own.tolist())
-    if first is not None:
-        _compare(transport, own.tolist(), *first, name)
+    for other, theirs in transport.cards(me, own.tolist()):
+        _compare(transport, me, own.tolist(), other, theirs)
     received = [(peer, torch.empty_like(own)) for peer in plan.peers(transport.part)]
     transport.exchange([(peer, own) for peer, _ in received], received)
     for peer, theirs in received:
-        _compare(transport, own.tolist(), peer, theirs.tolist(), name)
+        _compare(transport, me, own.tolist(), name(peer), theirs.tolist())
 
 
-def _compare(transport: Transport, own: list[int], part: int, theirs: list[int], name: Any) -> None:
+def _compare(transport: Transport, me: str, own: list[int], other: str, theirs: list[int]) -> None:
     different = [word for word, a, b in zip(WORDS.values(), own, theirs, strict=False) if a != b]
     if different:
         what = " and another ".join(different)
-        message = (
-            f"{name(part)} has another {what} than {name(transport.part)}: "
-            "start all parts with the same"
+        first = transport.report(
+            f"{other} has another {what} than {me}: start all parts with the same"
         )
-        first = transport.report(message)
         raise DistributedError(f"the training did not start because {first}.")

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hdnn.distributed.gloo import PrefixStore, TCPStore, first_fault
+from hdnn.distributed.gloo import PrefixStore, first_fault
 from hdnn.errors import positive_int
+from hdnn.training import meeting
 
 GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
 MARK = "hdnn-progress "
@@ -45,13 +46,16 @@ def launch(
 ) -> Ended:
     """Run `command` once for each part; after a fault again, up to `restarts` times.
 
-    The store is kept by this process. `show` gets what the root tells of its progress; `started`
-    gets the processes.
+    The store is kept by this process; it and the parts listen on the loopback only. `show` gets
+    what the root tells of its progress; `started` gets the processes.
     """
     parts = positive_int("parts", parts)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting.check_loopback()
+    store = meeting.serve(wait_for_workers=False)
     common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    common |= {"HDNN_STORE": f"127.0.0.1:{store.port}", "HDNN_PARTS": str(parts)}
+    common |= {"HDNN_STORE": f"{meeting.LOOPBACK}:{store.port}", "HDNN_PARTS": str(parts)}
+    if (loopback := meeting.interface()) is not None:
+        common[meeting.INTERFACE] = loopback
     for restart in range(restarts + 1):
         watch = _Watch(parts, command, {**common, "HDNN_RESTART": str(restart)}, show)
         with contextlib.closing(watch):

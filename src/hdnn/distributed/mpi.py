@@ -18,6 +18,7 @@ import atexit
 import os
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,18 @@ class Mpi(Transport):
         every = sorted({*peers[0], *peers[1]})
         pending.add(every, lambda: graph.Ineighbor_alltoallw(self._where(out), self._where(into)))
         return pending
+
+    def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
+        """Those of all parts."""
+        own = array("q", card)
+        every = array("q", bytes(own.itemsize * len(own) * self.parts))
+        pending = _Pending(self, [], [])
+        others = [part for part in range(self.parts) if part != self.part]
+        kind = self.mpi.INT64_T
+        pending.add(others, lambda: self.comm.Iallgather([own, kind], [every, kind]))
+        pending.wait()
+        known = every.tolist()
+        return [(self.name(k), known[k * len(card) : (k + 1) * len(card)]) for k in others]
 
     def _meet(self, round: object, peers: list[list[int]]) -> tuple[object, Any]:
         """All parts agree on a communicator for a new round: one of the same peers, or a new one.

@@ -142,6 +142,12 @@ def train(
     owner = partition(graph, transport.parts) if owner is None else owner
     net = build(config, graph, owner, transport)
     train_set, test_set, classes = _data(config, net)
+    facts = {
+        "data": config.data if config.data in planar.SETS else "folder",
+        "order": [train_set.order, "" if test_set is None else test_set.order],
+        "test": None if test_set is None else test_set.x.shape[1],
+        "init": [config.init, config.gain],
+    }
     generator = torch.Generator().manual_seed(config.seed + 1)
     like: dict[str, Any] = {"generator": generator, "dtype": net.dtype}
     head = (
@@ -164,7 +170,8 @@ def train(
         save_every=save_every,
         replicas=replicas,
         tell=tell if is_first else None,
-        name=name_of(net.plan),
+        name=name_of(net.plan, replicas),
+        facts=facts,
         **{**OPTIONS, "solver": solver, "seed": config.seed, **config.options},
     )
     progress = training.run(resume)
@@ -241,14 +248,15 @@ def _data(config: Config, net: GraphNetwork) -> tuple[sources.Samples, sources.S
     return train_set, test_set, classes
 
 
-def name_of(plan: Plan) -> Callable[[int], str]:
-    """How to call a part: by its nodes."""
+def name_of(plan: Plan, replicas: Replicas | None = None) -> Callable[[int], str]:
+    """How to call a part: by its nodes, and by its replica where there are several."""
+    where = "" if replicas is None else f" of replica {replicas.index}"
 
     def name(part: int) -> str:
         nodes = plan.nodes_of[part]
         if len(nodes) == 1:
-            return f"node {nodes[0]}"
+            return f"node {nodes[0]}{where}"
         shown = ", ".join(map(str, nodes[:4])) + (", .." if len(nodes) > 4 else "")
-        return f"part {part} (nodes {shown})"
+        return f"part {part} (nodes {shown}){where}"
 
     return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,14 @@ LABELS = "labels.safetensors"
 
 @dataclass
 class Samples:
-    """The features (rows, samples) that a part owns, and at the root the labels of all samples."""
+    """The features (rows, samples) that a part owns, and at the root the labels of all samples.
+
+    `order` is the same where the samples are known to be the same ones in the same order.
+    """
 
     x: Tensor
     t: Tensor | None
+    order: str = ""
 
 
 def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor | None) -> Samples:
@@ -53,22 +58,38 @@ def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor 
 def of_folder(net: GraphNetwork, folder: str | Path, part: str = "train") -> Samples:
     """From PART/node-00003.safetensors, one a node, each read by its owner alone.
 
-    A file holds `x` (samples, own features); the root's labels are `t` in labels.safetensors.
+    A file holds `x` (samples, own features); the root's labels are `t` in labels.safetensors. Each
+    may hold `id` as well, whole numbers that say which sample is which: then all must be the same.
     """
     home = as_path(folder) / part
+    orders: dict[Path, str] = {}
+
+    def content(path: Path, name: str) -> Tensor:
+        _, tensors = read(path)
+        if name not in tensors:
+            raise DataError(f"{path} has no tensor named {name}.")
+        orders[path] = _order(tensors["id"]) if "id" in tensors else ""
+        return tensors[name]
 
     def features(node: int) -> Tensor:
-        return _tensor(home / f"node-{node:05d}.safetensors", "x")
+        return content(home / f"node-{node:05d}.safetensors", "x")
 
     is_root = net.plan.tree.root in net.part.nodes
-    return of_function(net, features, _tensor(home / LABELS, "t") if is_root else None)
+    found = of_function(net, features, content(home / LABELS, "t") if is_root else None)
+    (first, order), *others = orders.items()
+    for path, other in others:
+        if other != order:
+            raise DataError(
+                f"{path} has other samples than {first}, or another order of them, by their id; "
+                "give all files the same."
+            )
+    found.order = order
+    return found
 
 
-def _tensor(path: Path, name: str) -> Tensor:
-    _, tensors = read(path)
-    if name not in tensors:
-        raise DataError(f"{path} has no tensor named {name}.")
-    return tensors[name]
+def _order(numbers: Tensor) -> str:
+    """The same for the same numbers only."""
+    return hashlib.sha256(repr(numbers.reshape(-1).tolist()).encode()).hexdigest()
 
 
 def entry_points(net: GraphNetwork) -> list[int]:
@@ -88,6 +109,8 @@ def of_planar(net: GraphNetwork, data: planar.PlanarData) -> tuple[Samples, Samp
             zero = torch.zeros(len(x), dtype=x.dtype)
             return torch.stack([zero if c is None else x[:, c] for c in columns], 1)
 
-        return of_function(net, features, t if is_root else None)
+        found = of_function(net, features, t if is_root else None)
+        found.order = _order(t)
+        return found
 
     return samples(data.x_train, data.t_train), samples(data.x_test, data.t_test)

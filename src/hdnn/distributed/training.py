@@ -91,6 +91,7 @@ class Training:
         save_every: steps between two shards (default: an epoch).
         replicas: others that train the same nodes on other samples of each minibatch.
         tell: called by the root with a dict after each epoch.
+        facts: what must be the same in all parts beside the above, by the names of the handshake.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Training:
         replicas: Replicas | None = None,
         tell: Callable[[dict[str, Any]], None] | None = None,
         name: Callable[[int], str] = "part {}".format,
+        facts: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         unknown = sorted(set(options) - set(DEFAULTS))
@@ -139,7 +141,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(self.options["seed"])
         self.progress, self.sums, self.step = Progress(), [0.0, 0.0], 0
         self.save_every = save_every or self.batches
-        facts = {
+        own = {
             "network": [net.network, net.activation, net.steps, net.features, repr(head)],
             "layers": net.layers,
             "dtype": str(net.dtype),
@@ -147,8 +149,8 @@ class Training:
             "samples": self.samples,
             "options": {k: v for k, v in self.options.items() if k != "batch"},
         }
-        shake_hands(self.transport, net.plan, facts, name)
-        training = repr([net.plan.graph.digest(), net.plan.tree.root, sorted(facts.items())])
+        shake_hands(self.transport, net.plan, {**own, **(facts or {})}, name)
+        training = repr([net.plan.graph.digest(), net.plan.tree.root, sorted(own.items())])
         self.shards = None if folder is None else Shards(folder, self.part.nodes, training)
 
     def _check_data(self, head: Head, t: Tensor | None) -> None:

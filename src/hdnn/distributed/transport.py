@@ -70,9 +70,9 @@ class Transport:
         """Send and receive, and return when both are done."""
         self.start(out, into).wait()
 
-    def first(self, card: list[int]) -> tuple[int, list[int]] | None:
-        """The part that has shown its card first, and the card; None if that cannot be known."""
-        return None
+    def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
+        """Show a card; those of other parts that can be known before any link is open, by name."""
+        return []
 
     def report(self, message: str) -> str:
         """Make known what went wrong, unless something went wrong before; that is returned."""

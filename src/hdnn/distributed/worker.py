@@ -78,8 +78,8 @@ def work(
         tell = tell_launcher
     graph = graph_of(config.graph)
     owner = partition(graph, parts_here())
-    name = run.name_of(Plan(graph, owner))
-    process = connect(timeout=timeout, name=name)
+    plan = Plan(graph, owner)
+    process = connect(timeout=timeout, name=run.name_of(plan))
     transport = process.transport
     try:
         return run.train(
@@ -94,7 +94,8 @@ def work(
             tell=tell,
         )
     except HDNNError as error:
-        transport.report(f"{name(transport.part)} says: {str(error).removesuffix('.')}")
+        name = run.name_of(plan, process.replicas)(transport.part)
+        transport.report(f"{name} says: {str(error).removesuffix('.')}")
         raise
     finally:
         process.close()

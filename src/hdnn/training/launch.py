@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from hdnn.errors import OptionError, TrainingError
+from hdnn.training import meeting
 from hdnn.training.parallel import LostError, Made, Ranks
 
 T = TypeVar("T")
@@ -88,13 +88,14 @@ class Launch:
         if self.ranks is None:
             self._all_say("ready", self.timeout)
             try:
-                dist.init_process_group(
-                    "gloo" if here == name else "cpu:gloo,cuda:nccl",  # files and words by gloo
-                    store=self.store,
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=timedelta(seconds=self.timeout),
-                )
+                with meeting.kept_here(meeting.on_one_machine()):
+                    dist.init_process_group(
+                        "gloo" if here == name else "cpu:gloo,cuda:nccl",  # files, words by gloo
+                        store=self.store,
+                        rank=self.rank,
+                        world_size=self.size,
+                        timeout=timedelta(seconds=self.timeout),
+                    )
             except RuntimeError as error:
                 raise _unmet(error) from error
             self.ranks = Ranks()
@@ -250,15 +251,15 @@ def _store(limit: float) -> Any:
     """The store by which the processes meet, as the environment says."""
     if "store" not in _known:
         try:
-            found = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            _known["store"] = meeting.from_environment(rank, size, limit)
         except (RuntimeError, ValueError) as error:
             raise _unmet(error) from error
-        _known["store"] = found[0]
     return _known["store"]
 
 
 def _unmet(error: Exception) -> TrainingError:
-    reason = " ".join(str(error).split())[:160]
+    reason = " ".join(str(error).split())[:160].removesuffix(".")
     return LostError(
         f"the {os.environ['WORLD_SIZE']} processes of which the environment tells cannot meet "
         f"({reason}); start them by torchrun, or unset RANK and WORLD_SIZE."
