@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("typer")
 
+import numpy as np
 import torch
 
 import hdnn
 from hdnn import cli, tasks
 from hdnn.__main__ import main
+from hdnn.data.table import split
 from hdnn.runs import Run
 from hdnn.training import Moment, fit, fit_multilevel
 from said import files, told, trained_elsewhere
@@ -62,6 +64,101 @@ def trained(tmp_path_factory):
 
 
 # What works
+
+
+def hard_table(name):
+    """Data that no linear model can learn: 1000 rows, and which of them are classes."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    if name == "circles":
+        return datasets.make_circles(1000, noise=0.1, factor=0.5, random_state=0)
+    if name == "friedman1":
+        return datasets.make_friedman1(1000, noise=1.0, random_state=0)
+    X = np.random.default_rng(0).uniform(-1, 1, (1000, int(name[-1])))
+    return X, (X > 0).sum(1) % 2
+
+
+# At least so much better than a linear model, as a fraction of 1: accuracy, or R^2.
+HARD = {"circles": 0.4, "xor2": 0.4, "xor3": 0.35, "friedman1": 0.15}
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("name", HARD)
+def test_both_doors_learn_what_no_linear_model_can_and_agree(name, capsys):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    X, y = hard_table(name)
+    values = name == "friedman1"
+    cells = [*([f"{x:.9g}" for x in row] for row in X)]
+    lines = [",".join([*row, str(t)]) for row, t in zip(cells, y.tolist(), strict=True)]
+    header = ",".join([*(f"x{i}" for i in range(X.shape[1])), "target"])
+    Path("t.csv").write_text("\n".join([header, *lines]) + "\n")
+    door = hdnn.HDNNRegressor if values else hdnn.HDNNClassifier
+    line = linear_model.LinearRegression if values else linear_model.LogisticRegression
+    from_cli, from_python, linear = [], [], []
+    for seed in range(3):
+        flags = ["--data", "t.csv", "--target", "target", "--seed", str(seed), "--json"]
+        assert main(["train", *flags]) == 0
+        result = json.loads(capsys.readouterr().out)
+        from_cli.append(result["test_r2" if values else "test_accuracy"])
+        train, test = split(y, 0.2, seed, classes=not values)
+        ours = door(random_state=seed).fit(X[train], y[train])
+        from_python.append(ours.score(X[test], y[test]))
+        linear.append(line().fit(X[train], y[train]).score(X[test], y[test]))
+    cli_mean, python_mean = np.mean(from_cli), np.mean(from_python)
+    assert min(cli_mean, python_mean) > np.mean(linear) + HARD[name]
+    assert abs(cli_mean - python_mean) < 0.013
+
+
+OLD_RUN = """[train]
+data = "t.csv"
+target = "target"
+task = "classification"
+test-fraction = 0.2
+layers = 2
+features = 16
+T = 1.0
+init = "scaled"
+batch = 64
+epochs = 1
+learning-rate = 0.02
+weight-decay = 2.0
+solver = "newton"
+ridge = 0.01
+"""
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_of_before_goes_on_with_penalties_that_are_not_divided(capsys):
+    Path("t.csv").write_text(table())
+    Path("old").mkdir()
+    Path("old/config.toml").write_text(OLD_RUN)
+    options = Run("old").config().fit_options(32)
+    assert (options["weight_decay"], options["ridge"]) == (2.0, 0.01)
+    flags = ["--resume", "--out", "old", "--weight-decay", "2.0", "--json"]
+    assert main(["train", *flags]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["train", *flags, "--penalties", "sum"]) == 2
+    assert "has penalties = 'mean', not 'sum'" in told(capsys)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_penalties_of_a_file_mean_what_those_of_the_estimators_do_and_that_is_said(capsys):
+    Path("t.csv").write_text(table())
+    Path("old.toml").write_text(OLD_RUN)
+    train = ["train", "--data", "t.csv", "--target", "target", *QUICK, "--weight-decay", "2"]
+    for number, (flags, decay, words) in enumerate(
+        [
+            (train, 2 / 32, "are divided by its rows"),
+            ([*train, "--penalties", "sum"], 2 / 32, ""),
+            ([*train, "--penalties", "mean"], 2.0, ""),
+            (["train", "--config", "old.toml"], 2.0, "old.toml has weight-decay or ridge"),
+            (["train", "--config", "old.toml", "--penalties", "sum"], 2 / 32, ""),
+        ]
+    ):
+        assert main([*flags, "--out", f"run{number}", "--json"]) == 0
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == bool(words)
+        assert Run(f"run{number}").config().fit_options(32)["weight_decay"] == decay
 
 
 def test_a_planar_run_has_everything_in_its_folder(capsys):

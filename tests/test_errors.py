@@ -6,12 +6,13 @@ import inspect
 import math
 import re
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import hdnn
@@ -570,6 +571,59 @@ def test_a_bad_last_layer_is_refused_before_the_first_is_run(name, monkeypatch):
     assert ran
 
 
+# Checks inside a compiled graph
+
+COMPILED = {
+    **{kind: getattr(hdnn, kind) for kind in ("H1", "H2", "MS1", "MS2", "MS3", "MLP")},
+    "verlet": partial(hdnn.HamiltonianNet, integrator="verlet"),
+}
+
+
+def same_as_eager(compiled, net, batch):
+    y = torch.randn(batch, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for function in (compiled, net):
+        out = function(y)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [y, *net.parameters()])])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+# Dynamo itself makes an instance of each autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", COMPILED)
+def test_the_checks_of_steps_can_be_traced_with_sizes_and_steps_that_change(kind):
+    torch._dynamo.reset()
+    net = COMPILED[kind](4, 3, dtype=torch.float64)
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (5, 2, 9):
+        same_as_eager(compiled, net, batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_networks_that_differ_in_T_compile_one_after_the_other():
+    torch._dynamo.reset()
+    for T in (0.5, 1.0, 2.0, 3.0):
+        net = hdnn.H2(4, 3, T=T, dtype=torch.float64)
+        same_as_eager(torch.compile(net, fullgraph=True, backend="aot_eager"), net, 5)
+
+
+def test_a_compiled_function_takes_any_step_and_refuses_one_that_is_none():
+    torch._dynamo.reset()
+    weights = {k: v for k, v in hdnn.H2(4, 3).weights().items() if k != "h"}
+    y = torch.randn(5, 4)
+
+    def plain(h):
+        with torch.no_grad():
+            return functional.h2(y, **weights, h=h)
+
+    compiled = torch.compile(plain, dynamic=True, backend="eager")
+    for h in (0.1, 0.2, 0.3, 1):
+        torch.testing.assert_close(compiled(h), plain(h))
+    for h in (-0.1, 0.0, NAN, INF):
+        with pytest.raises(StepError):
+            compiled(h)
+
+
 # The small tools
 
 
@@ -582,13 +636,35 @@ def test_positive_float_takes_exactly_the_finite_positive_numbers(value):
             errors.positive_float("h", value)
 
 
+@example(10**60)
 @given(st.integers())
-def test_positive_int_takes_exactly_the_counting_numbers(value):
-    if value >= 1:
+def test_positive_int_takes_exactly_the_counting_numbers_that_an_index_can_hold(value):
+    if 1 <= value < 2**63:
         assert errors.positive_int("N", value) == value
     else:
         with refused(ShapeError, "N", str(value)):
             errors.positive_int("N", value)
+
+
+def test_messages_stay_readable_whatever_they_quote():
+    for wrong in (
+        lambda: hdnn.H2(4, 10**5000),
+        lambda: hdnn.H2(4, -(10**5000)),
+        lambda: hdnn.H2(10**400, 2),
+        lambda: hdnn.H2(4, 2, step=10**5000),
+        lambda: hdnn.H2(4, 2, step=[0.1] * 10**5),
+        lambda: hdnn.H2(4, 2, activation="x" * 10**5),
+        lambda: hdnn.H2(4, 2, init="x" * 10**5),
+        lambda: hdnn.load("x" * 10**5),
+        lambda: errors.probability("p", 10**5000),
+        lambda: errors.flag("f", 10**5000),
+        lambda: errors.choose("option", 10**5000, ["a"]),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(hdnn.HDNNError) as caught:
+            wrong()
+        assert len(str(caught.value)) < 500
+    path = "/a/" * 40
+    assert path in str(hdnn.HDNNError(f"cannot read {path}"))
 
 
 @given(st.text(), st.sets(st.text(min_size=1), min_size=1))

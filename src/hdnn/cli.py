@@ -287,7 +287,8 @@ def train(
     ] = None,
     step: Annotated[float | None, _network("h itself, instead of T")] = None,
     activation: Annotated[
-        str | None, _network("tanh (default; for cifar10 its recipe's), relu, sigmoid ..")
+        str | None,
+        _network("tanh (default), relu (default for a file), sigmoid ..; cifar10: its recipe's"),
     ] = None,
     init: Annotated[
         str | None,
@@ -311,16 +312,25 @@ def train(
     schedule: Annotated[str | None, _training("cosine (default) or constant")] = None,
     warmup: Annotated[float | None, _training("fraction of steps with a rising rate")] = None,
     weight_decay: Annotated[
-        float | None, _training("of hidden layers (default: 0; for a file 2)")
+        float | None, _training("of hidden layers (default: 0; for a file 0.05, for values 2)")
     ] = None,
     clip: Annotated[float | None, _training("largest gradient norm")] = None,
     solver: Annotated[
         str | None, _training("of the output layer: auto, newton (default), adam or joint")
     ] = None,
     ridge: Annotated[
-        float | None, _training("on the output layer (default: 1e-4; for a file 0.01)")
+        float | None, _training("on the output layer (default: 1e-4; for a file 1, for values 3)")
     ] = None,
-    smoothness: Annotated[float | None, _training("of weights over layers (default: 5e-4)")] = None,
+    penalties: Annotated[
+        str | None,
+        _training(
+            "weight decay and ridge stand beside the mean of the losses, or beside their sum "
+            "(default for a file: they are divided by its rows)"
+        ),
+    ] = None,
+    smoothness: Annotated[
+        float | None, _training("of weights over layers (default: 5e-4; for a file 5e-3)")
+    ] = None,
     smoothing: Annotated[str | None, _training("that is constant (default) or cosine")] = None,
     seed: Annotated[int | None, _run("of split, weights and shuffle (default: 0)")] = None,
     seeds: Annotated[int | None, _run("that many runs: seed, seed + 1 ..")] = None,
@@ -544,11 +554,35 @@ def _asked(
     if "as_json" in given:
         given["json"] = given.pop("as_json")
     file = given.pop("config", None)
-    options = {**({} if file is None else runs.read_config(file)), **given}
+    options = {} if file is None else runs.read_config(file)
+    before = runs.before_penalties(options) and "penalties" not in given
+    options |= given
     asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
+    if (
+        runs.before_penalties(options)
+        and runs.is_table(options.get("data"))
+        and not asked["resume"]
+    ):
+        if before:
+            options["penalties"] = "mean"
+        _say(_told_penalties(file if before else None))
     chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
     cli_images.check(chosen)
     return asked, chosen
+
+
+def _told_penalties(file: str | None) -> str:
+    """What weight decay and ridge are taken for, where it was another thing once."""
+    if file is None:
+        return (
+            "note: weight-decay and ridge of a file are divided by its rows, as the estimators "
+            "do; --penalties mean takes them undivided, as before, and --penalties sum says "
+            "nothing."
+        )
+    return (
+        f"note: {file} has weight-decay or ridge without penalties, so they are not divided by "
+        'the rows, as before; write penalties = "sum" for what the estimators do, or "mean".'
+    )
 
 
 def _chosen_runs(

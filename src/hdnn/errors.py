@@ -8,13 +8,22 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import re
+import sys
 from collections.abc import Iterable
 from numbers import Integral, Real
 from types import ModuleType
 
+LARGEST = sys.float_info.max
+MOST = 2**63 - 1  # that a size, a count or a seed may be: what an index can hold
+QUOTED = 160  # letters of a word in a message: a path or a number may have thousands
+
 
 class HDNNError(ValueError):
     """Base class of every error that `hdnn` raises on purpose."""
+
+    def __init__(self, *said: object) -> None:
+        super().__init__(*(readable(one) if isinstance(one, str) else one for one in said))
 
 
 class ShapeError(HDNNError):
@@ -61,13 +70,31 @@ class MissingExtraError(HDNNError):
     """An optional dependency that is not installed."""
 
 
+def readable(message: str) -> str:
+    """The same with each word that is too long to read cut in its middle."""
+    return re.sub(rf"\S{{{QUOTED + 1},}}", lambda word: _cut(word[0]), message)
+
+
+def quoted(value: object) -> str:
+    """What was given, as a message shows it: never more than a line."""
+    try:
+        return _cut(repr(value))
+    except ValueError:  # Python does not write such numbers
+        return "a number of thousands of digits"
+
+
+def _cut(text: str) -> str:
+    half = QUOTED // 2 - 2
+    return text if len(text) <= QUOTED else f"{text[:half]}...{text[-half:]}"
+
+
 def choose(what: str, given: str, known: Iterable[str]) -> str:
     """Return `given` if it is one of `known`, else raise an error that suggests the nearest."""
     options = sorted(known)
     if isinstance(given, str) and given in options:
         return given
-    message = f"{what} {given!r} is not known; choose one of {', '.join(options)}"
-    near = difflib.get_close_matches(str(given).lower(), options, n=1)
+    message = f"{what} {quoted(given)} is not known; choose one of {', '.join(options)}"
+    near = difflib.get_close_matches(quoted(given).strip("'").lower(), options, n=1)
     raise OptionError(f"{message}. Did you mean {near[0]!r}?" if near else f"{message}.")
 
 
@@ -85,9 +112,11 @@ def positive_float(name: str, value: object) -> float:
     """Return `value` as a float > 0, else raise `StepError`."""
     number = as_float(value)
     if number is None:
-        raise StepError(f"{name} must be a number > 0, but got {value!r}.")
-    if not (math.isfinite(number) and number > 0):
-        raise StepError(f"{name} must be finite and > 0, but got {value}; choose e.g. {name}=0.1.")
+        raise StepError(f"{name} must be a number > 0, but got {quoted(value)}.")
+    if not 0 < number <= LARGEST:  # which torch.compile can trace, unlike isfinite
+        raise StepError(
+            f"{name} must be finite and > 0, but got {quoted(value)}; choose e.g. {name}=0.1."
+        )
     return number
 
 
@@ -95,7 +124,7 @@ def probability(name: str, value: object) -> float:
     """Return `value` as a float in [0, 1), else raise `OptionError`."""
     number = as_float(value)
     if number is None or not 0 <= number < 1:
-        raise OptionError(f"{name} must be at least 0 and below 1, but got {value!r}.")
+        raise OptionError(f"{name} must be at least 0 and below 1, but got {quoted(value)}.")
     return number
 
 
@@ -105,16 +134,19 @@ def positive_int(name: str, value: object) -> int:
 
 
 def int_from(least: int, name: str, value: object) -> int:
-    """Return `value` as an int >= `least`, else raise `ShapeError`."""
+    """Return `value` as an int from `least` to 2^63 - 1, else raise `ShapeError`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ShapeError(f"{name} must be a whole number >= {least}, but got {value!r}.")
-    return int(value)
+        raise ShapeError(f"{name} must be a whole number >= {least}, but got {quoted(value)}.")
+    number = int(value)
+    if number > MOST:
+        raise ShapeError(f"{name} must be a whole number <= {MOST}, but got {quoted(value)}.")
+    return number
 
 
 def flag(name: str, value: object) -> bool:
     """Return `value` if it is True or False, else raise `OptionError`: any word would be true."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, but got {value!r}.")
+        raise OptionError(f"{name} must be True or False, but got {quoted(value)}.")
     return value
 
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, training
-from hdnn.errors import DataError, OptionError, choose, positive_int, require
+from hdnn.errors import DataError, OptionError, as_float, choose, positive_int, require
 from hdnn.heads import (
     Augment,
     LinearHead,
     RegressionHead,
     SigmoidHead,
     SoftmaxHead,
-    roomy_width,
 )
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore
+from hdnn.table_recipe import CLASSES, VALUES, share, solver_of, width
 from hdnn.training import History
 
 try:
@@ -53,7 +53,6 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     "implicit_h2": partial(HamiltonianNet, integrator="semi_implicit_euler_full"),  # has an engine
 }
 
-NEWTON_OUTPUTS = 10  # up to which "auto" solves the output layer for every minibatch
 CHUNK = 4096  # samples that go through the network at once
 CERTIFIED = 100  # training points that a certificate looks at, at most
 CERTIFICATE_NUMBERS = 4 * 2**20  # entries of all its matrices, at most
@@ -111,11 +110,7 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             "dtype": torch.float64,
             "device": self.device,
         }
-        n = (
-            roomy_width(inputs)
-            if self.features is None
-            else positive_int("features", self.features)
-        )
+        n = width(inputs) if self.features is None else positive_int("features", self.features)
         kind = choose("network", self.network, NETWORKS)
         options: dict[str, Any] = {"activation": self.activation, **made}
         if kind != "mlp":
@@ -152,17 +147,15 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self
 
     def _share(self, name: str) -> Any:
-        """A penalty beside the mean loss, from one beside the sum: the more data, the less."""
-        given = _plain(getattr(self, name))
-        number = isinstance(given, (int, float)) and not isinstance(given, bool)
-        return given / float(np.max(self.scaler_.n_samples_seen_)) if number else given
+        """A penalty as `fit` takes it; what is no number goes there as it is, and is refused."""
+        given, rows = _plain(getattr(self, name)), float(np.max(self.scaler_.n_samples_seen_))
+        number = as_float(given)
+        return given if number is None else share(number, rows)
 
     def _whole(self, X: np.ndarray, t: Any, weight: np.ndarray | None) -> Self:
         """All epochs of `fit`."""
-        head, solver = self.model_.head, self.solver
-        if solver == "auto":
-            enough = positive_int("batch", self.batch) >= 2 * head.features
-            solver = "newton" if enough and head.outputs <= NEWTON_OUTPUTS else "joint"
+        head, batch = self.model_.head, positive_int("batch", self.batch)
+        solver = solver_of(self.solver, batch=batch, features=head.features, outputs=head.outputs)
         return self._learn(X, t, weight, epochs=_plain(self.epochs), solver=solver)
 
     def _once(self, X: np.ndarray, t: Any, weight: np.ndarray | None) -> Self:
@@ -258,17 +251,17 @@ class HDNNClassifier(ClassifierMixin, _HDNN):
         self,
         network: str = "h2",
         *,
-        layers: int = 4,
+        layers: int = CLASSES["layers"],
         features: int | None = None,
-        activation: str = "relu",
-        T: float = 1.0,
-        epochs: int = 50,
-        batch: int = 64,
-        learning_rate: float = 2e-2,
-        weight_decay: float = 0.05,
-        solver: str = "auto",
-        ridge: float = 1.0,
-        smoothness: float = 5e-3,
+        activation: str = CLASSES["activation"],
+        T: float = CLASSES["T"],
+        epochs: int = CLASSES["epochs"],
+        batch: int = CLASSES["batch"],
+        learning_rate: float = CLASSES["learning_rate"],
+        weight_decay: float = CLASSES["weight_decay"],
+        solver: str = CLASSES["solver"],
+        ridge: float = CLASSES["ridge"],
+        smoothness: float = CLASSES["smoothness"],
         class_weight: Any = None,
         engine: str = "auto",
         device: str = "cpu",
@@ -391,17 +384,17 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _HDNN):
         self,
         network: str = "h2",
         *,
-        layers: int = 8,
+        layers: int = VALUES["layers"],
         features: int | None = None,
-        activation: str = "relu",
-        T: float = 1.0,
-        epochs: int = 50,
-        batch: int = 64,
-        learning_rate: float = 2e-2,
-        weight_decay: float = 2.0,
-        solver: str = "auto",
-        ridge: float = 3.0,
-        smoothness: float = 5e-3,
+        activation: str = VALUES["activation"],
+        T: float = VALUES["T"],
+        epochs: int = VALUES["epochs"],
+        batch: int = VALUES["batch"],
+        learning_rate: float = VALUES["learning_rate"],
+        weight_decay: float = VALUES["weight_decay"],
+        solver: str = VALUES["solver"],
+        ridge: float = VALUES["ridge"],
+        smoothness: float = VALUES["smoothness"],
         engine: str = "auto",
         device: str = "cpu",
         random_state: Any = None,

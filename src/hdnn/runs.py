@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from hdnn import activations
+from hdnn import activations, table_recipe
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
 from hdnn.files import finite, write_atomically
-from hdnn.heads import roomy_width
 from hdnn.initial import INITS
 from hdnn.networks import BY_NAME
 from hdnn.training import fit
@@ -40,21 +39,20 @@ if TYPE_CHECKING:
 DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 IMAGE_SETS = ("mnist", "cifar10")  # see `hdnn.image_runs`
 
-# For a file: what `hdnn.estimators` found to serve most tables.
+# For a file: what serves most tables. What depends on the task is filled in by `resolved`.
+_PENALTIES = ("weight_decay", "ridge")
 TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     {
-        "layers": 8,
+        **{k: v for k, v in table_recipe.CLASSES.items() if k not in ("T", *_PENALTIES)},
+        **dict.fromkeys(_PENALTIES),
+        "layers": table_recipe.RUN_LAYERS,
+        "penalties": "sum",
         "init": "scaled",
-        "batch": 64,
-        "learning_rate": 2e-2,
-        "weight_decay": 2.0,
-        "solver": "auto",
-        "ridge": 1e-2,
         "test_fraction": 0.2,
     }
 )
-TABLE_T, PLANAR_T = 1.0, 2.4
-NEWTON_WEIGHTS = 256  # of the output layer, up to which "auto" solves it for every minibatch
+PLANAR_T = 2.4
+PENALTIES = ("mean", "sum")  # of the losses, beside which weight decay and ridge stand
 
 # What a config file may hold besides the options of the training itself.
 RUN_OPTIONS: MappingProxyType[str, type] = MappingProxyType(
@@ -89,10 +87,11 @@ class TrainConfig:
     learning_rate: float = 5e-2
     schedule: str = "cosine"
     warmup: float = 0.0
-    weight_decay: float = 0.0
+    weight_decay: float | None = 0.0
     clip: float | None = None
     solver: str = "newton"
-    ridge: float = 1e-4
+    ridge: float | None = 1e-4
+    penalties: str = "mean"  # "sum": weight decay and ridge are divided by the rows to train on
     smoothness: float = 5e-4
     smoothing: str = "constant"
     seed: int = 0
@@ -102,18 +101,22 @@ class TrainConfig:
     @property
     def is_table(self) -> bool:
         """Whether the data are a file."""
-        return self.data not in planar.SETS
+        return is_table(self.data)
 
     @property
     def refinements(self) -> list[int]:
         """How many times the layers of the level before each further level of training has."""
         return [] if self.multilevel is None else [int(k) for k in self.multilevel.split(",")]
 
-    def fit_options(self) -> dict[str, Any]:
-        """The arguments of `hdnn.training.fit`."""
+    def fit_options(self, rows: int = 1) -> dict[str, Any]:
+        """The arguments of `hdnn.training.fit`, for so many rows to train on."""
         names = ("epochs", "batch", "optimizer", "learning_rate", "schedule", "warmup")
         names += ("weight_decay", "clip", "solver", "ridge", "smoothness", "smoothing", "seed")
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        if self.penalties == "sum":
+            given = [name for name in _PENALTIES if options[name] is not None]
+            options |= {name: table_recipe.share(options[name], rows) for name in given}
+        return options
 
     def checked(self) -> Self:
         """The same with the network's plain name, or an error before any work is done."""
@@ -148,8 +151,9 @@ class TrainConfig:
             raise OptionError(
                 f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
             )
-        solver = "newton" if self.solver == "auto" else self.solver
-        check_training({**self.fit_options(), "solver": solver})
+        choose("penalties", self.penalties, PENALTIES)
+        given = {k: v for k, v in self.fit_options().items() if v is not None}
+        check_training({**given, "solver": "newton" if self.solver == "auto" else self.solver})
         self._check_data()
         return replace(self, network=network, multilevel=levels)
 
@@ -190,26 +194,29 @@ class TrainConfig:
             )
         if "images" in options:
             raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
-        blanks = {} if options["data"] in planar.SETS else TABLE_DEFAULTS
+        blanks = TABLE_DEFAULTS if is_table(options["data"]) else {}
         return cls(**{**blanks, **options}).checked()
 
-    def resolved(self, columns: table.Columns) -> Self:
-        """The same with all blanks filled in, now that the data are known."""
+    def resolved(self, columns: table.Columns, rows: int = 1) -> Self:
+        """The same with all blanks filled in, now that columns and rows to train on are known."""
         inputs, outputs = len(columns.names), max(len(columns.classes), 1)
         outputs = 1 if outputs == 2 else outputs
         features = self.features
         if features is None:
-            features = roomy_width(inputs) if self.is_table else 4
+            features = table_recipe.width(inputs) if self.is_table else 4
         elif features < inputs:
             raise OptionError(
                 f"features must be at least {inputs}, one for each input, but got {features}."
             )
         T = self.T
         if T is None and self.step is None and self.network != "mlp":
-            T = TABLE_T if self.is_table else PLANAR_T
-        solver = self.solver
-        if solver == "auto":
-            solver = "newton" if outputs * features <= NEWTON_WEIGHTS else "joint"
+            T = table_recipe.CLASSES["T"] if self.is_table else PLANAR_T
+        recipe = table_recipe.CLASSES if columns.classes else table_recipe.VALUES
+        rows = 1 if self.penalties == "sum" else rows
+        blanks = [name for name in _PENALTIES if getattr(self, name) is None]
+        solver = table_recipe.solver_of(
+            self.solver, batch=self.batch, features=features, outputs=outputs
+        )
         return replace(
             self,
             data=os.path.abspath(self.data) if self.is_table else self.data,
@@ -218,7 +225,18 @@ class TrainConfig:
             features=features,
             T=T,
             solver=solver,
+            **{name: table_recipe.share(recipe[name], rows) for name in blanks},
         )
+
+
+def is_table(data: str | None) -> bool:
+    """Whether data of that name are a file."""
+    return data is not None and data not in (*planar.SETS, *IMAGE_SETS)
+
+
+def before_penalties(options: dict[str, Any]) -> bool:
+    """Whether options of a file are of a time when no penalty was divided by the rows."""
+    return "penalties" not in options and any(name in options for name in _PENALTIES)
 
 
 def config_of(options: dict[str, Any]) -> TrainConfig | ImageConfig:
@@ -424,7 +442,10 @@ class Run:
                 f"{self.folder} is not the folder of a run: it has no config.toml; "
                 "make one by hdnn train."
             )
-        return config_of(read_config(self.config_file))
+        options = read_config(self.config_file)
+        if before_penalties(options) and is_table(options.get("data")):
+            options["penalties"] = "mean"
+        return config_of(options)
 
     def resumed(self, given: dict[str, Any]) -> TrainConfig | ImageConfig:
         """The same, unless the options that were given ask for something else."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from hdnn.errors import ShapeError, StepError, positive_float
+from hdnn.errors import LARGEST, ShapeError, StepError, positive_float
 
 Step = float | Tensor | Sequence[float]
 
@@ -108,7 +107,7 @@ def per_layer(constant: Tensor | None, N: int) -> Sequence[Tensor | None]:
 def check_tolerance(where: str, tol: float | None, max_iter: int) -> None:
     """Check the options of an implicit scheme."""
     number = isinstance(tol, Real) and not isinstance(tol, bool)
-    if tol is not None and not (number and math.isfinite(tol) and tol > 0):
+    if tol is not None and not (number and 0 < tol <= LARGEST):
         raise StepError(f"{where}: tol must be a number > 0 or None, but got {tol!r}.")
     if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
         raise StepError(f"{where}: max_iter must be a whole number >= 1, but got {max_iter!r}.")

@@ -86,7 +86,7 @@ def prepare(config: TrainConfig) -> Problem:
         t, config.test_fraction or 0.0, config.seed, classes=bool(columns.classes)
     )
     columns = columns.standardised(x[train], t[train])
-    config = config.resolved(columns)
+    config = config.resolved(columns, len(train))
     x = torch.from_numpy(columns.inputs(x)).to(dtype)
     if columns.classes:
         t = torch.from_numpy(t)
@@ -228,7 +228,7 @@ def _fit(
     """Train as the config says, in levels or not; the last model, and one history of all."""
     config = problem.config
     data = problem.x_train.to(device), problem.t_train.to(device)
-    options = {**config.fit_options(), "folder": run.folder, "resume": True, **options}
+    options = {**config.fit_options(len(data[0])), "folder": run.folder, "resume": True, **options}
     options["progress"] = False
     if not config.refinements:
         return model, fit(model, *data, **options)
