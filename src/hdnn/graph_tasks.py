@@ -53,7 +53,8 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
-from hdnn.runs import Run, check_memory, read_json
+from hdnn.memory import check_memory
+from hdnn.runs import Run, read_json
 from hdnn.serialization import read
 from hdnn.sparsity import Breach
 from hdnn.training.checks import check_options

@@ -15,7 +15,8 @@ from hdnn import activations, image_recipes
 from hdnn.errors import OptionError, choose
 from hdnn.image_recipes import NETWORKS
 from hdnn.initial import INITS
-from hdnn.runs import check_memory, check_training, to_toml
+from hdnn.memory import check_memory
+from hdnn.runs import check_training, to_toml
 from hdnn.training.checks import whole_number
 from hdnn.training.images import ImageRecipe
 

@@ -28,6 +28,7 @@ from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionErr
 from hdnn.errors import require as require_extra
 from hdnn.files import write_atomically
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.memory import check_memory
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import BY_NAME, Network
@@ -35,7 +36,6 @@ from hdnn.runs import (
     DTYPES,
     Run,
     TrainConfig,
-    check_memory,
     find_device,
     usable_folder,
     write_json,
@@ -87,12 +87,11 @@ def prepare(config: TrainConfig) -> Problem:
     )
     columns = columns.standardised(x[train], t[train])
     config = config.resolved(columns, len(train))
-    x = torch.from_numpy(columns.inputs(x)).to(dtype)
+    x = torch.from_numpy(columns.of(source, x)).to(dtype)
     if columns.classes:
         t = torch.from_numpy(t)
     else:
-        scaled = (t - columns.target_mean) / columns.target_scale
-        t = torch.from_numpy(scaled).to(dtype)[:, None]
+        t = torch.from_numpy(columns.values(source, t)).to(dtype)
     return Problem(config, columns, x[train], t[train], x[test], t[test], None)
 
 

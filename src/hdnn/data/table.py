@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import csv
 import difflib
-import io
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 
-from hdnn.errors import CheckpointError, DataError, choose, require
+from hdnn.errors import CheckpointError, DataError, HDNNError, choose, require
+from hdnn.memory import check_memory
 
 CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
 MISSING = ("", "na", "n/a", "nan", "null", "none")
 BOOLEANS = {"true": 1.0, "false": 0.0}
 TASKS = ("auto", "classification", "regression")
 WHOLE = r"[+-]?[0-9]{1,18}"
+LONGEST = 2**24  # letters of a line: a million columns
+PIECE = 1024  # rows of a Parquet file that are unpacked at once
 FEW = 20  # different whole numbers, up to which a target is taken for classes
 
 
@@ -118,27 +123,68 @@ def read(path: str | os.PathLike[str]) -> Table:
     if suffix not in (*CSV, *PARQUET):
         raise DataError(f"{path} ends in {suffix or 'nothing'!r}; give a .csv or a .parquet file.")
     try:
-        content = path.read_bytes()
+        check_file(path)
+        return _read_csv(path) if suffix in CSV else _read_parquet(path)
+    except HDNNError:
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"cannot read {path}: {reason}; check its name and folder.") from error
-    if not content.strip():
-        raise _empty(path)
-    return _read_csv(path, content) if suffix in CSV else _read_parquet(path, content)
 
 
-def _read_csv(path: Path, content: bytes) -> Table:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, line {line}: the text is not UTF-8; convert it.") from error
-    if not text.strip():
+def check_file(path: Path) -> None:
+    """Refuse what is no plain file: others may be endless, or wait for somebody to write."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise DataError(f"cannot read {path}: it is a folder; name a file in it.")
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(
+            f"cannot read {path}: it is a device, a pipe or a socket; copy its content to a file."
+        )
+    if not found.st_size:
         raise _empty(path)
-    first = text.lstrip().splitlines()[0]
-    delimiter = next((d for d in (",", ";", "\t") if d in first), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows, lines, header = [], [], []
+
+
+def _read_csv(path: Path) -> Table:
+    # A cell of a few letters is an object of Python, of some 60 bytes.
+    check_memory(16 * path.stat().st_size, f"the cells of {path}", "rows or columns")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            return _csv_table(path, _lines(path, file))
+        except UnicodeDecodeError as error:
+            line = _undecodable(path)
+            raise DataError(f"{path}, line {line}: the text is not UTF-8; convert it.") from error
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    """The lines of a file, each of a length that a table of a million columns may have."""
+    while line := file.readline(LONGEST):
+        if len(line) == LONGEST:
+            raise DataError(f"{path} has a line of more than {LONGEST:,} letters: this is no CSV.")
+        yield line
+
+
+def _undecodable(path: Path) -> int:
+    """The number of the first line that is not UTF-8."""
+    with path.open("rb") as file:
+        number, line = 1, file.readline(LONGEST)
+        with suppress(UnicodeDecodeError):
+            while line.decode():
+                number, line = number + 1, file.readline(LONGEST)
+    return number
+
+
+def _csv_table(path: Path, lines: Iterator[str]) -> Table:
+    start: list[str] = []
+    for line in lines:
+        start.append(line)
+        if line.strip():
+            break
+    else:
+        raise _empty(path)
+    delimiter = next((d for d in (",", ";", "\t") if d in start[-1]), ",")
+    reader = csv.reader(itertools.chain(start, lines), delimiter=delimiter, strict=True)
+    rows, numbers, header = [], [], []
     try:
         for row in reader:
             if not any(cell.strip() for cell in row) and len(row) <= 1:
@@ -153,44 +199,66 @@ def _read_csv(path: Path, content: bytes) -> Table:
                     f"{len(header)} columns; mend the line."
                 )
             rows.append(row)
-            lines.append(reader.line_num)
+            numbers.append(reader.line_num)
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: this is no CSV ({error}).") from error
     if not rows:
         raise DataError(f"{path} has a line of column names, but no rows below it.")
     columns = {name: [row[i] for row in rows] for i, name in enumerate(header)}
-    return Table(path, columns, lines)
+    return Table(path, columns, numbers)
 
 
 def _empty(path: Path) -> DataError:
     return DataError(f"{path} is empty; its first line must name the columns.")
 
 
-def _read_parquet(path: Path, content: bytes) -> Table:
+def _read_parquet(path: Path) -> Table:
     arrow = require("pyarrow", extra="cli")
     parquet = require("pyarrow.parquet", extra="cli")
     try:
-        table = parquet.read_table(arrow.BufferReader(content))
-        names = [str(name) for name in table.column_names]
-        columns = [column.to_pylist() for column in table.columns]
+        with parquet.ParquetFile(path) as file:
+            about = file.metadata
+            _check_names(path, [str(name) for name in file.schema_arrow.names])
+            _check_cells(path, about.num_rows * max(about.num_columns, 1))
+            columns = _parquet_columns(path, file)
     except (arrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, HDNNError):
+            raise
         reason = " ".join(str(error).split())[:120].rstrip(".")
         raise DataError(f"{path} cannot be read as a Parquet file ({reason}).") from error
-    _check_names(path, names)
-    if not columns or not columns[0]:
+    if not columns or not next(iter(columns.values())):
         raise DataError(f"{path} has no rows.")
-    return Table(path, dict(zip(names, columns, strict=True)), [])
+    return Table(path, columns, [])
+
+
+def _parquet_columns(path: Path, file: Any) -> dict[str, list[Any]]:
+    """Read piece by piece: what is packed in a few bytes may be a text of a million letters."""
+    columns: dict[str, list[Any]] = {str(name): [] for name in file.schema_arrow.names}
+    unpacked = 0
+    for piece in file.iter_batches(batch_size=PIECE, use_threads=False):
+        unpacked += piece.nbytes
+        check_memory(2 * unpacked, f"the values of {path}", "rows or columns")
+        for values, column in zip(columns.values(), piece.columns, strict=True):
+            values += column.to_pylist()
+    return columns
+
+
+def _check_cells(path: Path, cells: int) -> None:
+    # A value is an object of Python, of some 32 bytes, in a list, and again as a number.
+    check_memory(64 * cells, f"the {cells:,} values of {path}", "rows or columns")
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
+    before: dict[str, int] = {}
+    for index, name in enumerate(names, 1):
         if not name:
-            raise DataError(f"{path}: column {index + 1} has no name in the first line.")
-        if name in names[:index]:
+            raise DataError(f"{path}: column {index} has no name in the first line.")
+        if name in before:
             raise DataError(
-                f"{path}: columns {names.index(name) + 1} and {index + 1} have the same name, "
-                f"{name!r}; rename one."
+                f"{path}: columns {before[name]} and {index} have the same name, {name!r}; "
+                "rename one."
             )
+        before[name] = index
 
 
 @dataclass(frozen=True)
@@ -244,19 +312,17 @@ class Columns:
 
     def inputs(self, x: np.ndarray) -> np.ndarray:
         """Rows (B, d) of a table as inputs of the model."""
-        return (x - np.array(self.mean)) / np.array(self.scale)
+        return _scaled(x, self.mean, self.scale)
 
-    def of(self, table: Table) -> np.ndarray:
-        """The inputs (B, d) of all rows of another table that has these columns."""
-        x = self.inputs(np.stack([table.numbers(name) for name in self.names], 1))
-        far = np.abs(x) > 1e30  # beyond what float32 can go on with
-        if far.any():
-            row, column = (int(i[0]) for i in far.nonzero())
-            raise DataError(
-                f"{table.path}, {table.where(row)}, column {self.names[column]!r}: the value is "
-                "too far from all that the model was trained on."
-            )
-        return x
+    def of(self, table: Table, x: np.ndarray | None = None) -> np.ndarray:
+        """The inputs (B, d) of all rows of a table; `x`: its numbers, where they are known."""
+        x = np.stack([table.numbers(name) for name in self.names], 1) if x is None else x
+        return _near(table, self.names, self.inputs(x))
+
+    def values(self, table: Table, t: np.ndarray) -> np.ndarray:
+        """Numbers (B,) of the target as outputs (B, 1) of the model."""
+        scaled = _scaled(t[:, None], [self.target_mean], [self.target_scale])
+        return _near(table, [self.target], scaled)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -343,6 +409,23 @@ def _moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         mean, deviation = x.mean(0), x.std(0)
     constant = deviation <= 1e-12 * np.abs(mean)
     return mean, np.where(constant, 1.0, deviation)
+
+
+def _scaled(x: np.ndarray, mean: list[float], scale: list[float]) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (x - np.array(mean)) / np.array(scale)
+
+
+def _near(table: Table, names: list[str], x: np.ndarray) -> np.ndarray:
+    """The same numbers, if float32 can go on with them."""
+    far = ~(np.abs(x) <= 1e30)
+    if far.any():
+        row, column = (int(i[0]) for i in far.nonzero())
+        raise DataError(
+            f"{table.path}, {table.where(row)}, column {names[column]!r}: the value is "
+            "too far from all that the model was trained on."
+        )
+    return x
 
 
 def _number(value: Any) -> float | None:
