@@ -361,19 +361,6 @@ def find_device(name: str) -> str:
     return name
 
 
-def check_memory(needed: float, what: str, less: str) -> None:
-    """Refuse what this machine cannot hold: it would be killed, not stopped by an error."""
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # pragma: no cover - not on this system
-        return
-    if needed > there:
-        raise OptionError(
-            f"{what} need about {needed / 2**30:.0f} GiB, but this machine has "
-            f"{there / 2**30:.0f} GiB; take fewer {less}."
-        )
-
-
 @dataclass(frozen=True, init=False)
 class Run:
     """The folder of one run."""
