@@ -266,7 +266,8 @@ def saved(unit, y):
 
 @pytest.mark.parametrize("norm", ["none", "inside", "after"])
 def test_the_memory_of_a_reversible_unit_does_not_grow_with_depth(norm):
-    small, large = (saved(make("h2", layers=N, norm=norm), image()) for N in (6, 60))
+    options = {"norm": norm, "reversible": True}
+    small, large = (saved(make("h2", layers=N, **options), image()) for N in (6, 60))
     assert small == large
     stored = [saved(make("h2", layers=N, reversible=False), image())[1] for N in (6, 60)]
     assert stored[1] > 5 * stored[0]
@@ -497,9 +498,10 @@ def test_compiles_with_the_default_backend(network):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["none", "inside", "after"])
-def test_on_a_gpu_the_memory_of_a_training_step_does_not_grow_with_depth(norm):
+def test_on_a_gpu_the_memory_of_a_reversible_step_does_not_grow_with_depth(norm):
     def peak(layers):
-        unit = HamiltonianUnit(32, layers, network="h2", norm=norm, step=0.1, device="cuda")
+        options = {"norm": norm, "step": 0.1, "reversible": True, "device": "cuda"}
+        unit = HamiltonianUnit(32, layers, network="h2", **options)
         unit = unit.to(memory_format=torch.channels_last)
         y = torch.randn(128, 32, 32, 32, device="cuda").to(memory_format=torch.channels_last)
         torch.cuda.reset_peak_memory_stats()
@@ -513,9 +515,9 @@ def test_on_a_gpu_the_memory_of_a_training_step_does_not_grow_with_depth(norm):
     assert peak(60) < 1.2 * peak(6)
 
 
-@pytest.mark.parametrize("reversible", [True, False])
-def test_jacobians_by_vmap(reversible):
-    unit = make("h2", reversible=reversible).requires_grad_(False)
+@pytest.mark.parametrize("backprop", ["stored", "checkpoint", "reversible"])
+def test_jacobians_by_vmap(backprop):
+    unit = make("h2", backprop=backprop).requires_grad_(False)
     y = image(size=2, batch=1)
     found = torch.func.jacrev(unit)(y)
     close(found, torch.autograd.functional.jacobian(unit, y))
@@ -547,9 +549,12 @@ def test_a_scaled_start_keeps_the_size_of_K_y():
 def test_the_step_is_h_or_T_over_N():
     assert HamiltonianUnit(2, 6, T=1.2).step == pytest.approx(0.2)
     assert HamiltonianUnit(2, 2, step=[0.1, 0.2]).step == (0.1, 0.2)
-    text = repr(HamiltonianUnit(4, 2, network="h2", step=[0.1, 0.2], groups=2, norm="after"))
+    options = {"network": "h2", "step": [0.1, 0.2], "groups": 2, "norm": "after"}
+    text = repr(HamiltonianUnit(4, 2, reversible=True, **options))
     for word in ("h2", "one a layer", "2 groups", "norm after", "reversible"):
         assert word in text
+    assert "reversible" not in repr(HamiltonianUnit(4, 2, **options))
+    assert "backprop checkpoint" in repr(HamiltonianUnit(4, 2, backprop="checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -564,6 +569,10 @@ def test_the_step_is_h_or_T_over_N():
         ({"padding": -1}, "padding must be a whole number >= 0"),
         ({"padding": "same"}, "padding must be a whole number >= 0"),
         ({"reversible": True}, "no explicit inverse"),
+        ({"backprop": "reversible"}, "no explicit inverse"),
+        ({"backprop": "backwards"}, "not known"),
+        ({"reversible": "no"}, "reversible must be True or False"),
+        ({"reversible": False, "backprop": "checkpoint"}, "give one of them"),
         ({"drop": 1.0}, "drop must be at least 0 and below 1"),
         ({"drop": "often"}, "drop must be at least 0 and below 1"),
         ({"drop": [0.1, 0.2, 0.3]}, "3 entries for 2 layers"),

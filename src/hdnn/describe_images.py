@@ -15,7 +15,7 @@ from hdnn.errors import CheckpointError
 from hdnn.models import AlexNet, HDNNStar, ImageModel, MNISTNet, ResNet
 from hdnn.networks.unit import HamiltonianUnit
 
-UNIT = ("network", "activation", "norm", "reversible")  # alike in all units
+UNIT = ("network", "activation", "norm", "backprop")  # alike in all units
 
 
 def _mnist(model: MNISTNet) -> dict[str, Any]:
@@ -78,4 +78,5 @@ def make(kind: str, options: dict[str, Any], tensors: Mapping[str, Tensor]) -> A
         count = options.get(name, 0)
         if not (max(count, default=0) if isinstance(count, list) else count) <= 2 * most + 2:
             raise CheckpointError(f"there are not as many weights as for {name} {count}")
+    options.pop("reversible", None)  # before `backprop` that was the default of H2, not a choice
     return MAKERS[kind](**options)

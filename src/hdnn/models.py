@@ -204,6 +204,7 @@ def hdnn_star(
     activation: str = "relu",
     norm: str = "none",
     reversible: bool | None = None,
+    backprop: str = "auto",
     drop: float = 0.0,
     init: str = "scaled",
     stem_norm: bool = False,
@@ -235,7 +236,8 @@ def hdnn_star(
         raise ShapeError(f"layers has {len(depths)} entries for {len(channels)} units.")
     make = _Make(generator, dtype, device)
     options: dict[str, Any] = {"network": network, "step": step, "activation": activation}
-    options |= {"norm": norm, "reversible": reversible, "init": init, **make.options}
+    options |= {"norm": norm, "reversible": reversible, "backprop": backprop}
+    options |= {"init": init, **make.options}
     options["drop"] = probability("drop", drop)
     return HDNNStar(
         channels,

@@ -12,6 +12,7 @@ may have its own factor of c.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,8 +21,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hdnn import memory
+from hdnn.engine.drift import check_reversal, drift_of
 from hdnn.engine.pixels import Pixels, Step, images
 from hdnn.operators import conv
+
+SHARE = 1 / 32  # of the memory of a GPU, or of the machine, that the states of one unit may take
+IMAGES = 5  # as many as a state is large, that the backward pass of a layer needs
+
+
+_MACHINE = memory.there()
+
+
+def stored_limit(device: torch.device) -> float:
+    """How many bytes of states are stored at most; of more, checkpoints are."""
+    if device.type == "cuda":
+        return SHARE * torch.cuda.get_device_properties(device).total_memory
+    return SHARE * _MACHINE
+
+
+def segment(N: int) -> int:
+    """Layers between two of about sqrt(N) checkpoints.
+
+    It is half of sqrt(N), since within a segment a layer takes several times what a state does.
+    """
+    return max(1, math.isqrt(N) // 2)
 
 
 class Shear(NamedTuple):
@@ -44,13 +68,18 @@ class Schedule:
     normed: bool
     eps: float
     work: torch.dtype
-    reversible: bool  # whether states are rebuilt from y_N, and not kept
+    backprop: str  # "stored", "checkpoint" or "reversible"
+    check: bool  # whether the end of a reversal is looked at
     reference: Callable[..., Tensor]  # y_N by plain PyTorch, for gradients of gradients
+
+    @property
+    def count(self) -> int:
+        """Of shears in a layer, and of halves that take turns: two, or one that is all of y."""
+        return 1 + self.shears[-1].target
 
     def halves(self, y: Tensor) -> list[Tensor]:
         """What takes turns in moving: p and q, or all of y."""
-        count = 1 + max(shear.target for shear in self.shears)
-        return [images(half) for half in y.chunk(count, 1)]
+        return [images(half) for half in y.chunk(self.count, 1)]
 
 
 class Weights(NamedTuple):
@@ -74,8 +103,6 @@ class Kept(NamedTuple):
     s: Tensor  # (2B, ...): s, then g~
     z: Tensor  # (2B, ...): d, then sigma
     x: Tensor
-    K: Tensor
-    normal: Tensor | None
 
 
 def run(
@@ -88,56 +115,53 @@ def run(
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
         if torch.is_grad_enabled() and any(t.requires_grad for t in (y, *weights)):
             return _UnitStack.apply(y, schedule, factors, *weights)
-        memory = Memory(schedule, factors, keep=False)
-        return _forward(y, schedule, grouped(schedule, weights), memory)
-
-
-class Memory:
-    """What the backward pass will need of the forward pass: of each shear, or of the end alone."""
-
-    def __init__(self, schedule: Schedule, factors: Tensor | None, *, keep: bool = True) -> None:
-        self.factors = None if factors is None else factors.to(torch.float32).contiguous()
-        self.rebuilds = keep and schedule.reversible
-        self.stores = keep and not schedule.reversible
-        self.shears: list[Kept] = []
-        self.end: list[Tensor] = []  # the halves of y_N in float32
-        self.normals: list[Tensor] = []  # (4, C) of each shear
-
-    def step(self, shear: Shear, sign: int = 1) -> Step:
-        """What the shear moves by."""
-        return sign * shear.c, None if self.factors is None else self.factors[shear.layer]
+        unit = _Unit(y, schedule, weights, factors)
+        halves = unit.ahead(schedule.halves(y), end=y.dtype)
+        return _joined(halves, y.dtype), *unit.statistics()
 
 
 class _UnitStack(torch.autograd.Function):
+    """A unit as one step of autograd.
+
+    Besides the inputs, it saves what its way back starts from, none of which is the output: that
+    may be changed in place.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, schedule: Schedule, factors: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.schedule, ctx.memory = schedule, Memory(schedule, factors)
-        ctx.save_for_backward(y, *weights)
-        out, *statistics = _forward(y, schedule, grouped(schedule, weights), ctx.memory)
+        unit, kept = _Unit(y, schedule, weights, factors), []
+        halves = schedule.halves(y)
+        if schedule.backprop == "stored":
+            halves = unit.ahead(halves, kept=kept, end=y.dtype)
+            kept = [t for one in kept for t in one]
+        elif schedule.backprop == "checkpoint":
+            for first, last in unit.segments:
+                kept += halves if first else []
+                halves = unit.ahead(halves, first, last, end=y.dtype if last == unit.M else None)
+        else:
+            halves = unit.ahead(halves, wide=kept, end=y.dtype)
+        out, statistics = _joined(halves, y.dtype), unit.statistics()
+        ctx.schedule, ctx.weights, ctx.normals = schedule, len(weights), len(unit.normals)
+        ctx.save_for_backward(y, unit.factors, *weights, *unit.normals, *kept)
         ctx.mark_non_differentiable(*statistics)
         return out, *statistics
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        y, *weights = ctx.saved_tensors
+        y, factors, *rest = ctx.saved_tensors
         schedule: Schedule = ctx.schedule
+        weights, rest = rest[: ctx.weights], rest[ctx.weights :]
         if torch.is_grad_enabled():  # gradients of these gradients will be asked for
             asked = [t for t in (y, *weights) if t.requires_grad]
-            out = schedule.reference(y, ctx.memory.factors, *weights)
+            out = schedule.reference(y, factors, *weights)
             found = iter(torch.autograd.grad(out, asked, grads[0], create_graph=True))
             g_y, *rest = (next(found) if t.requires_grad else None for t in (y, *weights))
             return g_y, None, None, *rest
-        g, rest = _backward(grads[0], schedule, ctx.memory, grouped(schedule, weights))
+        unit = _Unit(y, schedule, weights, factors, rest[: ctx.normals])
+        g, *rest = _backward(grads[0], y, unit, rest[ctx.normals :])
         return g, None, None, *rest
-
-
-def _twice(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for twice as many images."""
-    shape = (2 * len(like), *like.shape[1:])
-    layout: Any = {"memory_format": torch.channels_last, "device": like.device}
-    return torch.empty(shape, dtype=dtype, **layout)
 
 
 def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -146,90 +170,170 @@ def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return images(K.flatten(0, 1), dtype).unflatten(0, (N, r)).unbind(0)
 
 
-def _forward(
-    y: Tensor, schedule: Schedule, weights: list[Weights], memory: Memory
-) -> tuple[Tensor, ...]:
-    """y_N and the statistics."""
-    work, turn = schedule.work, "w" if schedule.turn else ""
-    halves = schedule.halves(y)
-    pixels, B, last = Pixels(halves[0], schedule.activation), len(y), len(schedule.shears) - 1
-    Ks = [_kernels(one.K, work) for one in weights]
-    s = _twice(halves[0], work)
-    s[:B].copy_(halves[schedule.shears[0].source])
-    for i, shear in enumerate(schedule.shears):
-        _, target, kind, layer, _ = shear
-        K, one = Ks[kind][layer], weights[kind]
-        x, z = conv.apply(K, s[:B]), _twice(halves[0], work)
-        normal = None
-        if one.gamma is not None and one.beta is not None:
-            normal = pixels.normalise(x, one.gamma[layer], one.beta[layer], schedule.eps)
-            memory.normals.append(normal)
-        _activate(pixels, x, z[B:], one.a[layer], normal)
-        w = conv.adjoint(K, z[B:])
-        if memory.stores:
-            memory.shears.append(Kept(s, z, x, K, normal))
-        # What has moved is what the next shear reads; the last leaves it as y has it.
-        s = _twice(halves[0], work) if i < last else s
-        room = s[:B] if i < last else torch.empty_like(halves[0], dtype=y.dtype)
-        done = i == last or (room.dtype == y.dtype and i > last - len(halves))
-        keep = memory.rebuilds or not done
-        by = memory.step(shear)
-        new = pixels.move(halves[target], w, room, by=by, turn=turn, keep=keep)
-        if memory.rebuilds and i > last - len(halves):
-            memory.end.append(new)
-        halves[target] = room if done else new
-    y_N = _joined(halves, y.dtype)
-    if not memory.normals:
-        return (y_N,)
-    mean, rstd = torch.stack([normal[:2] for normal in memory.normals], 1)
-    a = torch.stack([weights[shear.kind].a[shear.layer] for shear in schedule.shears])
-    return y_N, mean + a, rstd
+class _Unit:
+    """The shears of a unit with their weights, for one batch.
+
+    `normals` (4, C) of each shear are known when it runs a second time.
+    """
+
+    def __init__(
+        self,
+        y: Tensor,
+        schedule: Schedule,
+        weights: Sequence[Tensor],
+        factors: Tensor | None,
+        normals: Sequence[Tensor] = (),
+    ) -> None:
+        self.schedule, self.shears, self.M = schedule, schedule.shears, len(schedule.shears)
+        self.weights = grouped(schedule, weights)
+        self.Ks = [_kernels(one.K, schedule.work) for one in self.weights]
+        self.factors = None if factors is None else factors.to(torch.float32).contiguous()
+        self.normals = list(normals)
+        self.count, self.like = schedule.count, y.chunk(schedule.count, 1)[0]
+        self.pixels, self.B = Pixels(self.like, schedule.activation), len(y)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The shears between checkpoints, or all of them."""
+        size = self.M
+        if self.schedule.backprop == "checkpoint":
+            size = self.count * segment(self.M // self.count)
+        return [(first, min(first + size, self.M)) for first in range(0, self.M, size)]
+
+    def room(self) -> Tensor:
+        """For twice as many images, in the precision of the convolutions."""
+        return self.empty(2 * self.B, self.schedule.work)
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        layout: Any = {"memory_format": torch.channels_last, "device": self.like.device}
+        return torch.empty((count, *self.like.shape[1:]), dtype=dtype, **layout)
+
+    def start(self, source: Tensor) -> Tensor:
+        """Room with the source in it, rounded as between two shears."""
+        s = self.room()
+        self.pixels.move(source, None, s[: self.B])
+        return s
+
+    def step(self, i: int, sign: int = 1) -> Step:
+        """What a shear moves by."""
+        shear = self.shears[i]
+        return sign * shear.c, None if self.factors is None else self.factors[shear.layer]
+
+    def K(self, i: int) -> Tensor:
+        return self.Ks[self.shears[i].kind][self.shears[i].layer]
+
+    def normal(self, i: int) -> Tensor | None:
+        return self.normals[i] if self.schedule.normed else None
+
+    def inner(self, i: int, s: Tensor) -> Kept:
+        """From the source of a shear to sigma."""
+        one, layer = self.weights[self.shears[i].kind], self.shears[i].layer
+        x, z = conv.apply(self.K(i), s[: self.B]), self.room()
+        if one.gamma is None or one.beta is None:
+            self.pixels.activate(x, z[self.B :], one.a[layer])
+            return Kept(s, z, x)
+        if i == len(self.normals):
+            eps = self.schedule.eps
+            self.normals.append(self.pixels.normalise(x, one.gamma[layer], one.beta[layer], eps))
+        normal = self.normals[i]
+        self.pixels.activate(x, z[self.B :], normal[3], normal[2])
+        return Kept(s, z, x)
+
+    def ahead(
+        self,
+        halves: list[Tensor],
+        first: int = 0,
+        last: int | None = None,
+        *,
+        kept: list[Kept] | None = None,
+        end: torch.dtype | None = None,
+        wide: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The halves behind the shears from `first` to before `last`; `kept`: of each of them.
+
+        In float32, or in the dtype `end` of y_N, and then for `wide` in float32 besides. With
+        `kept` and without `end` they are run again for what is kept: the last not to its end.
+        """
+        last = self.M if last is None else last
+        halves, turn = list(halves), "w" if self.schedule.turn else ""
+        s = self.start(halves[self.shears[first].source])
+        for i in range(first, last):
+            target, final = self.shears[i].target, i == last - 1
+            inner = self.inner(i, s)
+            if kept is not None:
+                kept.append(inner)
+                if final and end is None:
+                    break
+            w = conv.adjoint(self.K(i), inner.z[self.B :])
+            # What has moved is what the next shear reads.
+            s = s if final else self.room()
+            room = self.empty(self.B, end or torch.float32) if final else s[: self.B]
+            done = final or (room.dtype == end and i >= last - self.count)
+            keep, by = wide is not None or not done, self.step(i)
+            new = self.pixels.move(halves[target], w, room, by=by, turn=turn, keep=keep)
+            if wide is not None and i >= last - self.count:
+                wide.append(new)
+            halves[target] = room if done else new
+        return halves
+
+    def statistics(self) -> list[Tensor]:
+        """Mean and 1 / deviation of what each shear has normalised."""
+        if not self.schedule.normed:
+            return []
+        mean, rstd = torch.stack([normal[:2] for normal in self.normals], 1)
+        a = torch.stack([self.weights[shear.kind].a[shear.layer] for shear in self.shears])
+        return [mean + a, rstd]
 
 
-def _activate(pixels: Pixels, x: Tensor, z: Tensor, a: Tensor, normal: Tensor | None) -> None:
-    if normal is None:
-        pixels.activate(x, z, a)
-    else:
-        pixels.activate(x, z, normal[3], normal[2])
-
-
-def _backward(
-    g_N: Tensor, schedule: Schedule, memory: Memory, weights: list[Weights]
-) -> tuple[Tensor, list[Tensor | None]]:
-    turn = "s" if schedule.turn else ""
-    g, shears = schedule.halves(g_N), schedule.shears
-    pixels, B, last = Pixels(g[0], schedule.activation), len(g_N), shears[-1]
+def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> list[Any]:
+    """The gradients of y and of the weights, from that of y_N."""
+    schedule, shears, B = unit.schedule, unit.shears, unit.B
+    g, turn = schedule.halves(g_N), "s" if schedule.turn else ""
+    pixels, stores = unit.pixels, schedule.backprop == "stored"
     like: dict[str, Any] = {"dtype": torch.float32, "device": g_N.device}
+    rebuilds = schedule.backprop == "reversible"
     # What is rebuilt is soon given away again, which a second stream would have to be waited for.
-    aside = _Aside(None if memory.rebuilds else g_N.device)
-    past = _Rebuilt(schedule, memory, weights, pixels) if memory.rebuilds else _Stored(memory)
-    dK: list[list[Tensor]] = [[] for _ in weights]
-    sums: list[list[Tensor]] = [[] for _ in weights]
-    end = past.s(len(shears) - 1)[B:]
-    pixels.move(g[last.target], None, end, times=memory.step(last), turn=turn)
-    for i in range(len(shears) - 1, -1, -1):
-        source, _, kind, layer, _ = shears[i]
-        s, z, x, K, normal = past.shear(i)
-        d_z = conv.apply(K, s[B:])
-        if normal is None:
-            partial = torch.empty(pixels.programs, pixels.C, **like)
-            pixels.slope(x, d_z, z[:B], weights[kind].a[layer], partial)
-            # Those of many layers would need room: then each is added up at once.
-            sums[kind].append(partial.sum(0, keepdim=True) if memory.rebuilds else partial)
+    aside = _Aside(None if rebuilds else g_N.device)
+    dK: list[list[Tensor]] = [[] for _ in unit.weights]
+    sums: list[list[Tensor]] = [[] for _ in unit.weights]
+    rebuilt: list[Tensor] = []
+    for first, last in reversed(unit.segments):
+        if stores:
+            past = _Stored(first, [Kept(*kept[k : k + 3]) for k in range(0, len(kept), 3)])
+        elif rebuilds:
+            past = _Rebuilt(unit, kept)
+            rebuilt = past.halves
         else:
-            sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
-        with aside():
-            dK[kind].append(conv.gradient(s, z, K))
-        d_s = conv.adjoint(K, z[:B])
-        if i:  # which is what the shear before this one starts from
-            before, times = past.s(i - 1)[B:], memory.step(shears[i - 1])
-            g[source] = pixels.move(g[source], d_s, before, times=times, turn=turn)
-        else:
-            room = torch.empty_like(d_s, dtype=g_N.dtype)
-            g[source] = pixels.move(g[source], d_s, room, keep=False)
-    aside.join()
-    found: list[Tensor | None] = []
-    for one, grads, totals in zip(weights, dK, sums, strict=True):
+            at = (first // unit.segments[0][1] - 1) * unit.count
+            start = list(kept[at : at + unit.count]) if first else schedule.halves(y)
+            past = _Stored(first, [])
+            unit.ahead(start, first, last, kept=past.kept)
+        end, times = past.s(last - 1)[B:], unit.step(last - 1)
+        pixels.move(g[shears[last - 1].target], None, end, times=times, turn=turn)
+        for i in range(last - 1, first - 1, -1):
+            source, _, kind, layer, _ = shears[i]
+            (s, z, x), K, normal = past.shear(i), unit.K(i), unit.normal(i)
+            d_z = conv.apply(K, s[B:])
+            if normal is None:
+                partial = torch.empty(pixels.programs, pixels.C, **like)
+                pixels.slope(x, d_z, z[:B], unit.weights[kind].a[layer], partial)
+                # Those of many layers would need room: then each is added up at once.
+                sums[kind].append(partial if stores else partial.sum(0, keepdim=True))
+            else:
+                sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
+            with aside():
+                dK[kind].append(conv.gradient(s, z, K))
+            d_s = conv.adjoint(K, z[:B])
+            if i > first:  # which is what the shear before this one starts from
+                before, times = past.s(i - 1)[B:], unit.step(i - 1)
+                g[source] = pixels.move(g[source], d_s, before, times=times, turn=turn)
+            else:
+                room = torch.empty_like(d_s, dtype=torch.float32 if i else g_N.dtype)
+                g[source] = pixels.move(g[source], d_s, room, keep=False)
+        aside.join()  # before the segment is given away, and the next one takes its room
+        del past
+    found: list[Tensor | None] = [_joined(g, g_N.dtype)]
+    for one, grads, totals in zip(unit.weights, dK, sums, strict=True):
         found.append(torch.stack(grads[::-1]).to(one.K.dtype))
         total = torch.stack(totals[::-1])
         if one.gamma is None:
@@ -237,51 +341,44 @@ def _backward(
         else:  # the mean that is taken off takes the bias with it
             d_gamma, d_beta = total[:, 1].to(one.gamma.dtype), total[:, 0].to(one.gamma.dtype)
             found += [torch.zeros_like(one.a), d_gamma, d_beta]
-    return _joined(g, g_N.dtype), found
+    if rebuilds and schedule.check:
+        y_1 = unit.ahead(schedule.halves(y), 0, unit.count)
+        states = (schedule.halves(y), y_1, rebuilt, kept)
+        ends = [_joined(list(halves), torch.float32) for halves in states]
+        return check_reversal(drift_of(*ends), found)
+    return found
 
 
 class _Stored:
-    """The shears as the forward pass has kept them."""
+    """The shears from `first` on, as they were kept."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, first: int, kept: list[Kept]) -> None:
+        self.first, self.kept = first, kept
 
     def s(self, i: int) -> Tensor:
-        return self.memory.shears[i].s
+        return self.kept[i - self.first].s
 
     def shear(self, i: int) -> Kept:
-        return self.memory.shears[i]
+        return self.kept[i - self.first]
 
 
 class _Rebuilt:
     """The same from the end of the state: each shear is undone, since its source has not moved."""
 
-    def __init__(
-        self, schedule: Schedule, memory: Memory, weights: list[Weights], pixels: Pixels
-    ) -> None:
-        self.schedule, self.memory, self.weights, self.pixels = schedule, memory, weights, pixels
-        self.Ks = [_kernels(one.K, schedule.work) for one in weights]
-        self.halves = list(memory.end)
-        self.B, self.next = len(self.halves[0]), self._room()
-        self.next[: self.B].copy_(self.halves[schedule.shears[-1].source])
-
-    def _room(self) -> Tensor:
-        return _twice(self.halves[0], self.schedule.work)
+    def __init__(self, unit: _Unit, end: Sequence[Tensor]) -> None:
+        self.unit, self.halves = unit, list(end)
+        self.next = unit.start(self.halves[unit.shears[-1].source])
 
     def s(self, i: int) -> Tensor:
         return self.next
 
     def shear(self, i: int) -> Kept:
-        shear = self.schedule.shears[i]
-        _, target, kind, layer, _ = shear
-        s, z, K, B = self.next, self._room(), self.Ks[kind][layer], self.B
-        x, self.next = conv.apply(K, s[:B]), self._room()
-        normal = self.memory.normals[i] if self.memory.normals else None
-        _activate(self.pixels, x, z[B:], self.weights[kind].a[layer], normal)
-        w, room = conv.adjoint(K, z[B:]), self.next[:B]
-        by = self.memory.step(shear, -1)
-        self.halves[target] = self.pixels.move(self.halves[target], w, room, by=by)
-        return Kept(s, z, x, K, normal)
+        unit, target = self.unit, self.unit.shears[i].target
+        inner, self.next = unit.inner(i, self.next), unit.room()
+        w, room = conv.adjoint(unit.K(i), inner.z[unit.B :]), self.next[: unit.B]
+        by = unit.step(i, -1)
+        self.halves[target] = unit.pixels.move(self.halves[target], w, room, by=by)
+        return inner
 
 
 class _Aside:

@@ -7,12 +7,16 @@ adds f(y) to y; H2 adds f(q) to p, then f(p) to q.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hdnn.activations import Activation
+from hdnn.engine.drift import check_reversal, drift_of
+from hdnn.engine.units import segment
 from hdnn.operators import conv
 from hdnn.shapes import per_layer
 
@@ -59,41 +63,53 @@ class Statistics(NamedTuple):
     scale: Tensor  # (M, r), 1 / sqrt(var + eps)
 
 
+Layer: TypeAlias = tuple[tuple[Part, ...], Tensor | None]  # and the factors of its step
+Passed: TypeAlias = tuple[list[Tensor], Statistics | None]  # states, and batch statistics
+
+
+class Inner(NamedTuple):
+    """A s + a and what follows from it, up to sigma."""
+
+    s: Tensor
+    x: Tensor  # A s + a
+    v: Tensor  # x normalised, or x itself
+    used: list[Tensor]  # the batch statistics, if there are any
+
+
 def shear(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
     """f(s) = B^T sigma(A s + a), and the batch statistics that it used."""
-    x, used = _inner(s, part, kind)
-    f = kind.adjoint(part.B, kind.sigma(x))
-    return (turned(f) if kind.swap else f), used
+    inner = _inner(s, part, kind)
+    return _outer(inner, part, kind), inner.used
 
 
-def shear_backward(s: Tensor, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Tensor, Part]:
-    """From s and the gradient g of f: f itself, the gradient of s, and those of the weights."""
-    A, a, B, gamma, _ = part
-    s, g = s.to(A.dtype), g.to(A.dtype)
+def _inner(s: Tensor, part: Part, kind: Kind) -> Inner:
+    A, a, _, gamma, beta = part
+    s = s.to(A.dtype)
     x = kind.apply(A, s, a)
-    v, mean, scale = x, None, None
-    if gamma is not None:
-        v, (mean, scale) = _normalised(x, part)
-    z = kind.sigma(v)
-    d_v = kind.apply(B, g) * kind.sigma.slope(v)
-    d_x, d_gamma, d_beta = d_v, None, None
+    if gamma is None:
+        return Inner(s, x, x, [])
+    v, *used = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, EPS)
+    return Inner(s, x, v, used)
+
+
+def _outer(inner: Inner, part: Part, kind: Kind) -> Tensor:
+    f = kind.adjoint(part.B, kind.sigma(inner.v))
+    return turned(f) if kind.swap else f
+
+
+def shear_backward(inner: Inner, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Part]:
+    """From the gradient g of f: that of s, and those of the weights."""
+    s, x, v, used = inner
+    A, _, B, gamma, _ = part
+    g = g.to(A.dtype)
+    d_x = kind.apply(B, g) * kind.sigma.slope(v)
+    d_gamma = d_beta = None
     if gamma is not None:
         d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_v, x, gamma, None, None, mean, scale, True, EPS, [True, True, True]
+            d_x, x, gamma, None, None, *used, True, EPS, [True, True, True]
         )
-    d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, z, B)
-    found = Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
-    return kind.adjoint(B, z), kind.adjoint(A, d_x), found
-
-
-def _inner(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
-    x = kind.apply(part.A, s.to(part.A.dtype), part.a)
-    return (x, []) if part.gamma is None else _normalised(x, part)
-
-
-def _normalised(x: Tensor, part: Part) -> tuple[Tensor, list[Tensor]]:
-    v, mean, scale = torch.native_batch_norm(x, part.gamma, part.beta, None, None, True, 0.0, EPS)
-    return v, [mean, scale]
+    d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, kind.sigma(v), B)
+    return kind.adjoint(A, d_x), Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
 
 
 def turned(f: Tensor) -> Tensor:
@@ -102,22 +118,7 @@ def turned(f: Tensor) -> Tensor:
     return torch.cat([-f_q, f_p], 1)
 
 
-def h1(
-    y: Tensor, part: Part, kind: Kind, factors: Tensor | None = None, *, keep: bool = False
-) -> tuple[list[Tensor], Statistics | None]:
-    """y + J K^T sigma(K y + b), layer by layer: y_N, or all states, and the batch statistics.
-
-    `factors` (N, B) of the steps are for each layer and each image.
-    """
-    states, used = [y], []
-    for one, by in zip(part.layers(), _each(factors, len(part.a)), strict=True):
-        f, seen = shear(states[-1], one, kind)
-        states = (states if keep else []) + [states[-1] + _times(by, f)]
-        used += seen
-    return states, _statistics(used)
-
-
-def h2(
+def run(
     y: Tensor,
     parts: Sequence[Part],
     kind: Kind,
@@ -125,36 +126,78 @@ def h2(
     *,
     inverse: bool = False,
     keep: bool = False,
-) -> tuple[list[Tensor], Statistics | None]:
-    """p + f(q), then q + f(p), layer by layer, or back from y_N; `parts`: of q, then of p."""
-    halves, states, used = list(y.chunk(2, 1)), [y] * keep, []
-    for layer, by in _h2_layers(parts, factors, back=inverse):
-        for half in (1, 0) if inverse else (0, 1):
-            f, seen = shear(halves[1 - half], layer[half], kind)
-            move = _times(by, f)
-            halves[half] = halves[half] - move if inverse else halves[half] + move
-            used += seen
+) -> Passed:
+    """y_N layer by layer, or y_0 from it; or all states. The batch statistics besides.
+
+    `parts` are that of H1, or those of q and of p for H2. `factors` (N, B) of the steps are for
+    each layer and each image.
+    """
+    halves, states, used = list(y.chunk(len(parts), 1)), [y] * keep, []
+    layers = _layers(parts, factors)
+    for layer in reversed(layers) if inverse else layers:
+        used += _through(halves, layer, kind, inverse=inverse)
         if keep:
-            states.append(torch.cat(halves, 1))
-    return (states if keep else [torch.cat(halves, 1)]), _statistics(used)
+            states.append(_joined(halves))
+    return (states if keep else [_joined(halves)]), _statistics(used)
 
 
-def _h2_layers(
-    parts: Sequence[Part], factors: Tensor | None, *, back: bool
-) -> list[tuple[tuple[Part, Part], Tensor | None]]:
-    """Both parts of each layer, and the factors of its step, first to last or `back`."""
+def checkpointed(
+    y: Tensor, parts: Sequence[Part], kind: Kind, factors: Tensor | None = None
+) -> Passed:
+    """As `run`, but only about sqrt(N) states are kept.
+
+    What lies between two of them is run again when the backward pass comes to it.
+    """
+    layers, n, used = _layers(parts, factors), len(parts), []
+    halves, size = y.chunk(n, 1), segment(len(layers))
+    for first in range(0, len(layers), size):
+        again = partial(_segment, layers[first : first + size], kind)
+        out = checkpoint(again, *halves, use_reentrant=False, preserve_rng_state=False)
+        assert out is not None
+        halves, used = out[:n], used + out[n:]
+    return [_joined(halves)], _statistics(used)
+
+
+def _segment(layers: Sequence[Layer], kind: Kind, *halves: Tensor) -> list[Tensor]:
+    moved = list(halves)
+    used = [one for layer in layers for one in _through(moved, layer, kind)]
+    return moved + used
+
+
+def _through(
+    halves: list[Tensor],
+    layer: Layer,
+    kind: Kind,
+    *,
+    inverse: bool = False,
+    read: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """Move the halves through a layer, or back; the batch statistics. `read`: what shears read."""
+    (parts, by), used = layer, []
+    for target in range(len(parts))[:: -1 if inverse else 1]:
+        source = halves[len(parts) - 1 - target]  # H2 is moved by the other half
+        if read is not None:
+            read.append(source)
+        f, seen = shear(source, parts[target], kind)
+        move = _times(by, f)
+        halves[target] = halves[target] - move if inverse else halves[target] + move
+        used += seen
+    return used
+
+
+def _layers(parts: Sequence[Part], factors: Tensor | None) -> list[Layer]:
+    """The parts of each layer, and the factors of its step: (B, 1, 1, 1)."""
     layers = list(zip(*(part.layers() for part in parts), strict=True))
-    found = list(zip(layers, _each(factors, len(layers)), strict=True))
-    return found[::-1] if back else found
-
-
-def _each(factors: Tensor | None, N: int) -> Sequence[Tensor | None]:
-    """The factors of each layer: (B, 1, 1, 1)."""
-    return per_layer(None if factors is None else factors[:, :, None, None, None], N)
+    each = per_layer(None if factors is None else factors[:, :, None, None, None], len(layers))
+    return list(zip(layers, each, strict=True))
 
 
 def _times(by: Tensor | None, f: Tensor) -> Tensor:
     return f if by is None else by * f
+
+
+def _joined(halves: Sequence[Tensor]) -> Tensor:
+    return halves[0] if len(halves) == 1 else torch.cat(list(halves), 1)
 
 
 def _statistics(used: list[Tensor]) -> Statistics | None:
@@ -162,57 +205,87 @@ def _statistics(used: list[Tensor]) -> Statistics | None:
 
 
 class _Reversible(torch.autograd.Function):
-    """A stack of H2 layers that keeps y_N only; the backward pass rebuilds the rest from it.
+    """A stack of H2 layers that keeps y_0 and y_N only; the backward pass rebuilds the rest.
 
-    Made of differentiable operations, so that gradients of gradients are right as well.
+    It comes back to a y_0 that is compared with the true one. Gradients of gradients are taken
+    from y_0 on: what is kept of y_N is no output, so that the output may be changed in place.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        y: Tensor, kind: Kind, factors: Tensor | None, *weights: Tensor
+        y: Tensor, kind: Kind, check: bool, factors: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        states, used = h2(y, _paired(weights), kind, factors)
-        return (states[-1],) if used is None else (states[-1], *used)
+        halves, layers, used = list(y.chunk(2, 1)), _layers(_paired(weights), factors), []
+        for layer in layers:
+            used += _through(halves, layer, kind)
+        return _joined(halves), *halves, *(_statistics(used) or ())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, ctx.kind, factors, *weights = inputs
-        ctx.save_for_backward(output[0], factors, *weights)
+        y, ctx.kind, ctx.check, factors, *weights = inputs
+        ctx.save_for_backward(y, *output[1:3], factors, *weights)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        y, factors, *weights = ctx.saved_tensors
+        y, p, q, factors, *weights = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
-            halves, g = list(y.chunk(2, 1)), list(grads[0].chunk(2, 1))
+            layers, kind = _layers(_paired(weights), factors), ctx.kind
+            halves, g = [p, q], list(grads[0].chunk(2, 1))
             found: tuple[list[Part], list[Part]] = ([], [])
-            for layer, by in _h2_layers(_paired(weights), factors, back=True):
-                for half in (1, 0):
-                    s = halves[1 - half]
-                    f, d_s, d_part = shear_backward(s, _times(by, g[half]), layer[half], ctx.kind)
-                    halves[half] = halves[half] - _times(by, f)
-                    g[1 - half] = g[1 - half] + d_s
-                    found[half].append(d_part)
+            # Gradients of these gradients will be asked for, which y_N alone could not give.
+            states = _sources(y, layers, kind) if torch.is_grad_enabled() else None
+            for parts, by in reversed(layers):
+                for target in (1, 0):
+                    source, part = 1 - target, parts[target]
+                    s = halves[source] if states is None else states.pop()
+                    inner = _inner(s, part, kind)
+                    d_s, d_part = shear_backward(inner, _times(by, g[target]), part, kind)
+                    g[source] = g[source] + d_s
+                    found[target].append(d_part)
+                    if states is None:
+                        move = _times(by, _outer(inner, part, kind))
+                        halves[target] = halves[target] - move
             stacks = [
                 torch.stack(one[::-1])
                 for of_half in found
                 for one in zip(*of_half, strict=True)
                 if one[0] is not None
             ]
-            return torch.cat(g, 1), None, None, *stacks
+            gradients = [_joined(g), *stacks]
+            if states is None and ctx.check and y.numel():
+                first = list(y.chunk(2, 1))
+                _through(first, layers[0], kind)
+                ends = _joined(first), _joined(halves), torch.cat([p, q], 1)
+                gradients = check_reversal(drift_of(y, *ends), gradients)
+            return gradients[0], None, None, None, *gradients[1:]
 
 
-def h2_rebuilt(
-    y: Tensor, parts: Sequence[Part], kind: Kind, factors: Tensor | None = None
-) -> tuple[list[Tensor], Statistics | None]:
-    """As `h2`, but the backward pass rebuilds all states from the last."""
+def _sources(y: Tensor, layers: Sequence[Layer], kind: Kind) -> list[Tensor]:
+    """What each shear reads."""
+    halves, found = list(y.chunk(2, 1)), []
+    for layer in layers:
+        _through(halves, layer, kind, read=found)
+    return found
+
+
+def rebuilt(
+    y: Tensor,
+    parts: Sequence[Part],
+    kind: Kind,
+    factors: Tensor | None = None,
+    *,
+    check: bool = True,
+) -> Passed:
+    """As `run` for H2, but the backward pass rebuilds all states from the last."""
     weights = [t for part in parts for t in part if t is not None]
-    return ended(*_Reversible.apply(y, kind, factors, *weights))
+    y_N, _, _, *statistics = _Reversible.apply(y, kind, check, factors, *weights)
+    return ended(y_N, *statistics)
 
 
-def ended(y: Tensor, *statistics: Tensor) -> tuple[list[Tensor], Statistics | None]:
+def ended(y: Tensor, *statistics: Tensor) -> Passed:
     """What a pass gives that knows its last state only."""
     return [y], Statistics(*statistics) if statistics else None
 

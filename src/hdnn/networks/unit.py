@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.engine import dispatch, pixels, units
+from hdnn.engine import OPTIONS, Settings, current, dispatch, pixels, units
 from hdnn.errors import (
     NotInvertibleError,
     OptionError,
@@ -26,9 +26,10 @@ from hdnn.errors import (
     probability,
 )
 from hdnn.initial import Initial
+from hdnn.networks import shears
 from hdnn.networks.base import _step
 from hdnn.networks.norm import BatchNorm
-from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended, h1, h2, h2_rebuilt
+from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
 from hdnn.operators import block_sparse, conv
 from hdnn.shapes import autocasting
 from hdnn.sparsity import Sparsity
@@ -50,11 +51,20 @@ class HamiltonianUnit(nn.Module):
     K pads images with `padding` zeros, by default (k - 1) / 2; states have one shape for any.
 
     `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
-    "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `reversible`
-    (h2, the default there) rebuilds states in the backward pass, so memory does not grow with N.
-    `drop` is the probability with which a layer, or each by its own, is left out for an image while
-    training; where it is not, its step is h / (1 - drop), so that its mean is h. What holds for any
-    steps, as the theorem does, holds for those.
+    "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `drop` is the
+    probability with which a layer, or each by its own, is left out for an image while training;
+    where it is not, its step is h / (1 - drop), so that its mean is h. What holds for any steps, as
+    the theorem does, holds for those.
+
+    `backprop` says what the backward pass starts from: "stored" states of all layers, or a
+    "checkpoint" every few layers, with the layers between run a second time, so that memory grows
+    with sqrt(N). Both give the same gradients for any weights. "auto" stores while that takes less
+    than 1/32 of the memory of the GPU, or of the machine, and takes checkpoints beyond; what
+    `hdnn.engine.use(backprop=...)` asks for comes first. "reversible" (h2; `reversible=True` for
+    short) rebuilds states from y_N, so that memory does not grow at all, but rounding grows by what
+    the layers expand. Each time, the rebuilt y_0 is compared with y_0: gradients that are inexact
+    are a `ReversalWarning`, worthless ones a `TrainingError`. `reversible=False` is "stored".
+    Inside of transforms of `torch.func` states are stored unless they are rebuilt.
 
     `sparsity` is a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
     group of channels of p and the same of q: K is zero between nodes that R does not link.
@@ -77,6 +87,7 @@ class HamiltonianUnit(nn.Module):
         padding: int | None = None,
         norm: str = "none",
         reversible: bool | None = None,
+        backprop: str = "auto",
         drop: float | Sequence[float] = 0.0,
         sparsity: Sparsity | Tensor | None = None,
         init: str = "scaled",
@@ -93,7 +104,7 @@ class HamiltonianUnit(nn.Module):
         self.activation = activations.registered(activation).name
         self.step = _step(step, T, self.layers)
         split = network == "h2"
-        self.reversible = split if reversible is None else flag("reversible", reversible)
+        self.backprop = _backprop(backprop, reversible)
         self.drop = _probabilities(drop, self.layers)
         self._check(split)
         self.halves = ("q", "p") if split else ("",)  # whose weights the shears use, in order
@@ -121,8 +132,15 @@ class HamiltonianUnit(nn.Module):
         if (C // 2 if split else C) % G:
             what = f"C/2 = {C // 2}" if split else f"C = {C}"
             raise ShapeError(f"{what} channels do not split into {G} groups.")
-        if self.reversible and not split:
-            raise OptionError("an H1 layer has no explicit inverse; reversible=True is for h2.")
+        if self.reversible:
+            self._check_inverse()
+
+    def _check_inverse(self) -> None:
+        if self.network == "h1":
+            raise OptionError(
+                'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
+                '"checkpoint" to save memory.'
+            )
 
     def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
         """The free entries of K (r, n, k, k)."""
@@ -152,6 +170,15 @@ class HamiltonianUnit(nn.Module):
                 self.register_parameter(_name(name, half), nn.Parameter(initial.like(value)))
             for name, value in (("mean", zeros), ("var", ones)):
                 self.register_buffer(_name(name, half), initial.like(value))
+
+    @property
+    def reversible(self) -> bool:
+        """Whether states are rebuilt from the last: `backprop="reversible"`."""
+        return self.backprop == "reversible"
+
+    @reversible.setter
+    def reversible(self, value: bool | None) -> None:
+        self.backprop = _backprop("auto", value)
 
     # The weights
 
@@ -266,16 +293,36 @@ class HamiltonianUnit(nn.Module):
     ) -> tuple[list[Tensor], Statistics | None]:
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
+            way = "stored" if options else self._way(y, work)
             if not options and wide is torch.float32 and self._fuses(y):
-                return ended(*units.run(y, self._schedule(work), self._raw(), factors))
-            state = y.to(wide)
-            parts, kind = self._parts(work, self._raw()), self._kind()
-            factors = None if factors is None else factors.to(wide)
-            if self.network == "h1":
-                return h1(state, parts[0], kind, factors, **options)
-            if options or not (self.reversible and torch.is_grad_enabled()):
-                return h2(state, parts, kind, factors, **options)
-            return h2_rebuilt(state, parts, kind, factors)
+                return ended(*units.run(y, self._schedule(work, way), self._raw(), factors))
+            given = self._given(y.to(wide), work, self._raw(), factors)
+            if options or way == "stored" or not torch.is_grad_enabled():
+                return shears.run(*given, **options)
+            if way == "checkpoint":
+                return shears.checkpointed(*given)
+            return shears.rebuilt(*given, check=_settings().check)
+
+    def _given(
+        self, y: Tensor, work: torch.dtype, raw: Sequence[Tensor], factors: Tensor | None
+    ) -> tuple[Tensor, list[Part], Kind, Tensor | None]:
+        """What the functions of `hdnn.networks.shears` take."""
+        factors = None if factors is None else factors.to(y.dtype)
+        return y, self._parts(work, raw), self._kind(), factors
+
+    def _way(self, y: Tensor, work: torch.dtype) -> str:
+        """What the backward pass starts from: "stored", "checkpoint" or "reversible"."""
+        way = _settings().backprop if self.backprop == "auto" else self.backprop
+        if way == "reversible":
+            self._check_inverse()
+        if way == "auto":
+            size = max(math.prod(y.shape[2:]), math.prod(self._inner_size(y)))
+            states = units.IMAGES * self.layers * len(y) * self.channels * size * work.itemsize
+            way = "stored" if states <= units.stored_limit(y.device) else "checkpoint"
+        if way == "checkpoint" and not torch.compiler.is_compiling():
+            # PyTorch cannot run a segment again inside of its transforms.
+            return "stored" if dispatch.transformed() or dispatch.watched() else way
+        return way
 
     # On a GPU
 
@@ -294,25 +341,25 @@ class HamiltonianUnit(nn.Module):
         names = ("K", "b", "gamma", "beta") if self.normed else ("K", "b")
         return [self.weight(_name(name, half)) for half in self.halves for name in names]
 
-    def _schedule(self, work: torch.dtype) -> units.Schedule:
+    def _schedule(self, work: torch.dtype, way: str) -> units.Schedule:
         h = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
         if self.network == "h1":
-            shears = [units.Shear(0, 0, 0, j, h[j]) for j in range(self.layers)]
+            order = [units.Shear(0, 0, 0, j, h[j]) for j in range(self.layers)]
         else:  # q moves p, then p moves q
-            shears = [
+            order = [
                 units.Shear(1 - half, half, half, j, (-h[j], h[j])[half])
                 for j in range(self.layers)
                 for half in (0, 1)
             ]
-        how = (self.activation, self.network == "h1", self.normed, EPS, work, self.reversible)
-        return units.Schedule(tuple(shears), *how, lambda *given: self._plain(work, *given))
+        how = (self.activation, self.network == "h1", self.normed, EPS, work, way)
+        return units.Schedule(
+            tuple(order), *how, _settings().check, lambda *given: self._plain(work, *given)
+        )
 
     def _plain(self, work: torch.dtype, y: Tensor, factors: Tensor | None, *raw: Tensor) -> Tensor:
         """y_N layer by layer, from weights in the order of `_raw`."""
-        parts, state = self._parts(work, raw), y.to(torch.float32)
-        if self.network == "h1":
-            return h1(state, parts[0], self._kind(), factors)[0][-1].to(y.dtype)
-        return h2(state, parts, self._kind(), factors)[0][-1].to(y.dtype)
+        given = self._given(y.to(torch.float32), work, raw, factors)
+        return shears.run(*given)[0][-1].to(y.dtype)
 
     def _kind(self) -> Kind:
         swap = self.network == "h1" and self.groups > 1
@@ -402,7 +449,28 @@ class HamiltonianUnit(nn.Module):
         parts += [f"{self.groups} groups"] * (self.groups > 1) + ["sparse"] * self.sparse
         parts += [f"norm {self.norm}"] * (self.norm != "none")
         parts += [f"drop to {max(self.drop):.4g}"] * any(self.drop)
-        return ", ".join(parts + ["reversible"] * self.reversible)
+        if self.backprop != "auto":
+            parts += ["reversible" if self.reversible else f"backprop {self.backprop}"]
+        return ", ".join(parts)
+
+
+def _settings() -> Settings:
+    """What `hdnn.engine.use` asks for, which `torch.compile` cannot see."""
+    return Settings() if torch.compiler.is_compiling() else current()
+
+
+def _backprop(backprop: str, reversible: bool | None) -> str:
+    """What is asked for of the backward pass, by one option or the other."""
+    asked = choose("backprop", backprop, OPTIONS["backprop"])
+    if reversible is None:
+        return asked
+    short = "reversible" if flag("reversible", reversible) else "stored"
+    if asked not in ("auto", short):
+        raise OptionError(
+            f'reversible={reversible} is backprop="{short}", but backprop="{asked}" is given too; '
+            "give one of them."
+        )
+    return short
 
 
 def _probabilities(drop: float | Sequence[float], layers: int) -> tuple[float, ...]:

@@ -1,0 +1,67 @@
+"""Whether a backward pass that rebuilt its states came back to where the forward pass began.
+
+To undo layers one by one lets rounding grow by what the layers expand. Where it ends is known, so
+each reversal is checked: gradients that are a little off are a warning, worthless ones an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.engine.dispatch import transformed
+from hdnn.engine.stacks import ReversalWarning
+from hdnn.errors import TrainingError
+
+WORTHLESS = 0.1  # of a state, by which the rebuilt one is off
+ADVICE = (
+    'leave `reversible` out or take backprop="checkpoint", whose gradients are those of stored '
+    "states, or take smaller steps or weights"
+)
+
+
+def noticeable(dtype: torch.dtype) -> float:
+    """From how large a drift on gradients are said to be inexact."""
+    return torch.finfo(dtype).eps ** 0.5
+
+
+def drift_of(y_0: Tensor, y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
+    """By how much the rebuilt y_0 is off: a part of the larger of y_0 and y_1, the worst sample's.
+
+    Not of y_0 alone, which may be next to nothing beside what the first biases make of it. It is
+    infinite where the rebuilt state is not finite, and NaN if y_N is not: nothing leads back.
+    """
+    largest = [t.abs().flatten(1).amax(1) for t in (rebuilt - y_0, y_0, y_1, y_N)]
+    off, size, end = largest[0], torch.maximum(largest[1], largest[2]), largest[3]
+    off = torch.where(off == 0, 0.0, off / size).nan_to_num(torch.inf, torch.inf).max()
+    return torch.where(end.isfinite().all(), off, torch.nan)
+
+
+def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
+    """The gradients, if the drift is small; else with a warning, or an error if it is too large.
+
+    Where nothing can be read, in a CUDA graph, in `torch.compile` and under the transforms of
+    `torch.func`, worthless gradients become NaN; and so they do where y_N is not finite.
+    """
+    recorded = drift.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or recorded or transformed():
+        return [None if g is None else torch.where(drift < WORTHLESS, g, torch.nan) for g in grads]
+    found, wide = float(drift), drift.dtype
+    if found <= noticeable(wide):
+        return list(grads)
+    if found != found:
+        return [None if g is None else torch.full_like(g, torch.nan) for g in grads]
+    advice = ADVICE if wide is torch.float64 else f"{ADVICE}, or float64"
+    what = (
+        "the backward pass rebuilt its states from the last, as reversible=True asks for, and came "
+        f"back to a y_0 that is off by {found:.2g} of its size"
+    )
+    if found >= WORTHLESS:
+        raise TrainingError(f"{what}, so the gradients would be worthless; {advice}.")
+    message = f"{what}, so the gradients are inexact; {advice}."
+    warnings.warn(message, ReversalWarning, stacklevel=2)
+    return list(grads)
