@@ -382,13 +382,13 @@ def implicit_h2(
         p, q = y
         K_p, K_q = K.chunk(2, -1)
         where = f"implicit_h2, layer {j}"
+        B = -h * times_X(K_q, X, adjoint=True).mT
         if inverse:
-            a = p @ K_p.mT + b
-            q = implicit.solve(q, -h * times_X(K_p, X).mT, K_q, a, sigma, where=where, **newton)
+            a, B_q = p @ K_p.mT + b, -h * times_X(K_p, X).mT
+            q = implicit.solve(q, B_q, K_q, a, sigma, where=where, undo=(p, B, K_p), **newton)
             p = p + h * times_X(sigma(a + q @ K_q.mT) @ K_q, X, adjoint=True)
         else:
             a = q @ K_q.mT + b
-            B = -h * times_X(K_q, X, adjoint=True).mT
             p = implicit.solve(p, B, K_p, a, sigma, where=where, **newton)
             q = q + h * times_X(sigma(a + p @ K_p.mT) @ K_p, X)
         return p, q
@@ -422,8 +422,9 @@ def midpoint(
     half = -0.5 if inverse else 0.5
 
     def layer(y: Tensor, j: int, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
-        B = (half * h) * times_J(K, J).mT
-        middle = implicit.solve(y, B, K, b, sigma, where=f"midpoint, layer {j}", **newton)
+        B, where = (half * h) * times_J(K, J).mT, f"midpoint, layer {j}"
+        undo = (None, -B, K) if inverse else None
+        middle = implicit.solve(y, B, K, b, sigma, where=where, undo=undo, **newton)
         return 2 * middle - y
 
     steps = layer_steps("midpoint", h, len(K))
