@@ -7,6 +7,10 @@ import inspect
 import json
 import os
 import pickle
+import random
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
+from torch.nn.utils import parametrizations, prune
 
 import hdnn
-from hdnn import Augment, Model
+from hdnn import Augment, Model, models
 from hdnn.errors import CheckpointError
 from hdnn.serialization import FORMAT
+from hdnn.training import checkpoint
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
@@ -409,9 +415,10 @@ def saved(tmp_path) -> Path:
 
 
 def rewritten(path: Path, config=None, tensors=None, text: str | None = None) -> Path:
-    """The same file with another config, other tensors or another text in its metadata."""
+    """The same file with another config, other tensors or another text, and without a checksum."""
     old_config, old_tensors = read(path)
-    text = json.dumps(old_config if config is None else config) if text is None else text
+    config = {k: v for k, v in (config or old_config).items() if k != "sha256"}
+    text = json.dumps(config) if text is None else text
     path.write_bytes(
         to_safetensors(old_tensors if tensors is None else tensors, metadata={"hdnn": text})
     )
@@ -615,3 +622,322 @@ def test_a_loaded_network_does_not_hang_on_its_file(tmp_path):
     with open(tmp_path / "n", "r+b") as file:
         file.write(bytes(os.path.getsize(tmp_path / "n")))
     assert_same(net, again)
+
+
+# Checksums
+
+
+def of_every_kind() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    return {
+        "network": hdnn.H2(4, 2, X=torch.eye(2), learn_step=True, dtype=torch.bfloat16),
+        "model": model(),
+        "images": models.mnist_net("h1", 1, channels=2, size=4, classes=2),
+    }
+
+
+def same_contents(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return (
+        repr(a) == repr(b)
+        and hdnn.serialization.describe(a) == hdnn.serialization.describe(b)
+        and all(torch.equal(bits(first[name]), bits(second[name])) for name in first)
+    )
+
+
+@pytest.mark.parametrize("kind", ["network", "model", "images"])
+def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path, kind):
+    saved, path = of_every_kind()[kind], tmp_path / "flipped"
+    hdnn.save(saved, path)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    assert same_contents(hdnn.load(path), saved)
+    draw = random.Random(0)
+    places = [draw.randrange(8 * header) for _ in range(300)]
+    places += [draw.randrange(8 * header, 8 * len(whole)) for _ in range(200)]
+    refused = 0
+    for place in places:
+        broken = bytearray(whole)
+        broken[place // 8] ^= 1 << place % 8
+        path.write_bytes(broken)
+        try:
+            assert same_contents(hdnn.load(path), saved), place
+        except CheckpointError:
+            refused += 1
+    assert refused > 450  # names of fields that nobody needs are harmless
+
+
+@pytest.mark.parametrize("kind", ["network", "model", "images"])
+def test_a_file_from_before_there_were_checksums_is_loaded(tmp_path, kind):
+    saved = of_every_kind()[kind]
+    hdnn.save(saved, tmp_path / "m")
+    config, _ = read(tmp_path / "m")
+    assert len(config["sha256"]) == 64
+    assert same_contents(hdnn.load(rewritten(tmp_path / "m")), saved)
+    assert "sha256" not in read(tmp_path / "m")[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t | {"K_p": t["K_q"], "K_q": t["K_p"]},
+        lambda t: t | {"b_p": torch.full_like(t["b_p"], torch.nan)},
+        lambda t: t | {"K_p": t["K_p"].double()},
+    ],
+)
+def test_tensors_that_were_changed_afterwards_are_refused(saved, change):
+    config, tensors = read(saved)
+    content = to_safetensors(change(tensors), metadata={"hdnn": json.dumps(config)})
+    saved.write_bytes(content)
+    with pytest.raises(CheckpointError, match="net is damaged: its contents do not have the check"):
+        hdnn.load(saved)
+
+
+# Files that promise more than they hold
+
+HUGE = """
+import json, resource, sys
+from safetensors import safe_open
+from safetensors.torch import save
+import hdnn
+
+sized = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (sized + 200 * 2**20, -1))
+for line in sys.stdin:
+    path, where, value = json.loads(line)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+        config = json.loads(file.metadata()["hdnn"])
+    config.pop("sha256", None)
+    inner = config
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    open(path + ".huge", "wb").write(save(tensors, metadata={"hdnn": json.dumps(config)}))
+    try:
+        hdnn.load(path + ".huge")
+        print("loaded", where, value)
+    except hdnn.errors.CheckpointError as error:
+        words = str(error)
+        print(words if "memory" in words or "allocate" in words else "refused")
+    except BaseException as error:
+        print(type(error).__name__, where, value, error)
+"""
+
+C = "config"
+PROMISES = {
+    "h2": [
+        ([C, "features"], 10**9),
+        ([C, "features"], 40_000),
+        ([C, "features"], 10**30),
+        ([C, "layers"], 3 * 10**8),
+        ([C, "layers"], 10**400),
+        (["constants", "X"], [30_000, 30_000]),
+        (["constants", "X"], [10**9, 2, 2]),
+        ([C], {"features": 10**5, "layers": 1, "tied": True, "step": 0.1}),
+        ([C, "sparsity"], {"R": [[1, 0], [0, 1]], "sizes": [10**9, 10**9]}),
+    ],
+    "h1": [([C, "features"], 60_000)],
+    "ms2": [([C, "features"], 60_000), ([C, "layers"], 10**9)],
+    "mlp": [([C, "features"], 60_000)],
+    "model": [
+        (["parts", "augment", C], {"inputs": 10**9, "features": 10**9}),
+        (["parts", "head", C], {"features": 4, "classes": 10**10}),
+        (["parts", "head", C], {"features": 10**10, "classes": 3}),
+        (["parts", "net", C, "layers"], 10**9),
+    ],
+    "star": [
+        ([C, "channels"], [10**5]),
+        ([C, "classes"], 10**12),
+        ([C, "size"], 2**40),
+        ([C, "layers"], 10**9),
+        ([C, "layers"], [10**9]),
+        ([C, "inputs"], 10**12),
+        (["kind"], "AlexNet"),
+    ],
+    "resnet": [([C, "depth"], 6 * 10**8 + 2), ([C, "classes"], 10**9), ([C], {"classes": 10**9})],
+    "mnist": [
+        ([C, "channels"], 10**8),
+        ([C, "size"], 10**6),
+        (["parts", "net", C, "features"], 10**9),
+        (["kind"], "AlexNet"),
+    ],
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system tells no sizes")
+def test_a_config_is_compared_with_the_weights_before_there_is_memory_for_it(tmp_path):
+    made = {
+        "h2": hdnn.H2(4, 2, X=torch.eye(2)),
+        "h1": hdnn.H1(4, 2, learn_J=True),
+        "ms2": hdnn.MS2(4, 2),
+        "mlp": hdnn.MLP(4, 2, tied=True),
+        "model": model(),
+        "star": models.hdnn_star("h2", 2, (4,), size=4),
+        "resnet": models.resnet56(depth=8),
+        "mnist": models.mnist_net("h1", 1, channels=2, size=4, classes=2),
+    }
+    changes = []
+    for name, net in made.items():
+        hdnn.save(net, tmp_path / name)
+        changes += [(str(tmp_path / name), *change) for change in PROMISES[name]]
+    done = subprocess.run(
+        [sys.executable, "-c", HUGE],
+        input="".join(json.dumps(change) + "\n" for change in changes),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["refused"] * len(changes)
+
+
+def test_a_tied_network_of_any_depth_is_loaded_in_no_time(tmp_path):
+    net = hdnn.H2(4, 10**12, tied=True, learn_step=True)
+    hdnn.save(net, tmp_path / "n")
+    assert hdnn.load(tmp_path / "n").layers == 10**12
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**20, 2**40, 2**63, 2**64 - 1])
+def test_a_header_of_an_absurd_length_is_refused(saved, length):
+    whole = saved.read_bytes()
+    saved.write_bytes(length.to_bytes(8, "little") + whole[8:])
+    with pytest.raises(CheckpointError, match="net cannot be read"):
+        hdnn.load(saved)
+
+
+def test_a_config_that_is_nested_without_end_is_refused(saved):
+    for text in ("[" * 10**5, '{"format": 1, "a": ' + "[" * 200 + "]" * 200 + "}"):
+        (saved.parent / "deep").write_bytes(to_safetensors(read(saved)[1], metadata={"hdnn": text}))
+        with pytest.raises(CheckpointError, match="deep is a safetensors file of another kind"):
+            hdnn.load(saved.parent / "deep")
+
+
+def test_a_tensor_that_is_there_twice_is_one_sentence_or_one_tensor(saved):
+    whole = saved.read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    text = json.dumps(header)[:-1] + f', "K_q": {json.dumps(header["K_p"])}}}'
+    content = len(text).to_bytes(8, "little") + text.encode()
+    saved.write_bytes(content + whole[8 + int.from_bytes(whole[:8], "little") :])
+    with pytest.raises(CheckpointError, match="net"):
+        hdnn.load(saved)
+
+
+def test_a_file_of_holes_is_refused_before_it_is_read(tmp_path):
+    """Four TiB of zeros on a disk, as large as its header says, and nothing of it in memory."""
+    size = 2**42
+    tensors = {"K_p": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    tensors["__metadata__"] = {"hdnn": "{}", "hdnn-training": '{"format": 1, "options": {}}'}
+    header = json.dumps(tensors).encode()
+    for name in ("file", checkpoint.NAME):
+        with open(tmp_path / name, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            try:
+                file.truncate(8 + len(header) + size)
+            except OSError:
+                pytest.skip("this disk takes no such files")
+    for read_it in (
+        lambda: hdnn.serialization.read(tmp_path / "file"),
+        lambda: checkpoint.read(tmp_path, {}),
+    ):
+        with pytest.raises(CheckpointError, match="memory"):
+            read_it()
+
+
+def test_what_is_no_plain_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, what in ((tmp_path / "pipe", "a pipe"), ("/dev/zero", "a device"), ("a\0b", "null")):
+        with pytest.raises(CheckpointError, match=f"cannot be read.*{what}"):
+            hdnn.load(path)
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="link does not exist"):
+        hdnn.load(tmp_path / "link")
+
+
+def test_a_link_to_a_file_is_that_file(saved):
+    link = saved.parent / "link"
+    link.symlink_to(saved)
+    hdnn.save(hdnn.H1(2, 1), link)
+    assert link.is_symlink()
+    assert isinstance(hdnn.load(saved), hdnn.H1)
+
+
+def test_a_file_that_may_not_grow_keeps_the_old_one(saved):
+    before, limits = saved.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+        with pytest.raises(CheckpointError, match=r"net: File too large.*unchanged"):
+            hdnn.save(hdnn.H2(8, 3), saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == ["net"]
+
+
+# Weights that others compute
+
+
+def pruned(net):
+    prune.l1_unstructured(net, "K_p", 0.5)
+    prune.random_unstructured(net, "K_p", 0.3)
+    prune.l1_unstructured(net, "b_q", 0.5)
+    with torch.no_grad():
+        net.K_p_orig.mul_(2)  # as an optimiser does: K_p itself is old until the next call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pruned,
+        lambda net: parametrizations.orthogonal(net, "K_p"),
+        lambda net: parametrizations.weight_norm(net, "K_q"),
+        lambda net: parametrizations.spectral_norm(net, "K_p"),
+        lambda net: torch.nn.utils.spectral_norm(net, "K_p"),
+    ],
+)
+@pytest.mark.parametrize("in_model", [False, True])
+def test_pruned_and_parametrised_weights_are_saved_as_they_are_used(tmp_path, change, in_model):
+    torch.manual_seed(0)
+    net = hdnn.H2(4, 3)
+    change(net)
+    saved = Model(None, net, hdnn.SoftmaxHead(4, 2)) if in_model else net
+    state = {name: t.clone() for name, t in saved.state_dict().items()}
+    hdnn.save(saved, tmp_path / "n")
+    assert saved.training
+    for name, t in saved.state_dict().items():
+        assert torch.equal(t, state[name]), name  # not even the iteration of a spectral norm
+    again, y = hdnn.load(tmp_path / "n"), torch.randn(5, 4)
+    assert type(again.net if in_model else again) is hdnn.H2
+    saved.eval()
+    assert torch.equal(again(y), saved(y))
+
+
+def test_pruned_layers_of_images_are_saved_as_they_are_used(tmp_path):
+    saved = models.hdnn_star("h2", 1, (4,), size=4, norm="both", stem_norm=True)
+    prune.l1_unstructured(saved.stages[0], "K_q", 0.5)
+    prune.l1_unstructured(saved.linear, "weight", 0.5)
+    parametrizations.spectral_norm(saved.stem)
+    hdnn.save(saved.eval(), tmp_path / "n")
+    x = torch.randn(2, 3, 4, 4)
+    assert torch.equal(hdnn.load(tmp_path / "n").eval()(x), saved(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda net: net.register_buffer("extra", torch.ones(1)), "extra is no weight of this H2"),
+        (lambda net: net.add_module("more", torch.nn.Linear(1, 1)), "more.bias is no weight"),
+        (lambda net: setattr(net, "K_p", torch.nn.Parameter(torch.ones(3, 5, 5))), "K_p has shape"),
+        (lambda net: net.to("meta"), "no data"),
+        (lambda net: delattr(net, "b_p"), "b_p is missing"),
+        (lambda net: setattr(net, "features", 10), "has shape"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_refused_before_anything_is_written(
+    tmp_path, change, words
+):
+    net = hdnn.H2(4, 3)
+    change(net)
+    with pytest.raises(CheckpointError, match=f"this H2 cannot be saved.*{words}"):
+        hdnn.save(net, tmp_path / "n")
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,11 +14,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
 
 import hdnn
+from hdnn import models
 from hdnn.data import planar
+from hdnn.data.images import ImageData
+from hdnn.distributed.checkpoint import Shards
 from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
-from hdnn.training import checkpoint, coordinate, fit, loop, output, small_heads, small_steps
+from hdnn.training import (
+    EarlyStopping,
+    WellPosed,
+    checkpoint,
+    coordinate,
+    fit,
+    loop,
+    output,
+    small_heads,
+    small_steps,
+)
+from hdnn.training.images import ImageRecipe, ImageTraining
 
 DATA = planar.double_moons(400, seed=1)
 SOLVERS = ("newton", "adam", "joint")
@@ -129,6 +146,346 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot make the folder"):
         quick(model_of(), folder=tmp_path / "file" / "run")
+
+
+def interrupted(folder, model=None, step=6, callbacks=(), **options) -> bytes:
+    """The checkpoint of a training that was stopped."""
+
+    def stop(moment):
+        if moment.step == step:
+            press_it()
+
+    with pytest.raises(KeyboardInterrupt):
+        quick(model or model_of(), folder=folder, callbacks=[*callbacks, stop], **options)
+    return (folder / checkpoint.NAME).read_bytes()
+
+
+def as_before(path: Path, change=None, lost=()) -> None:
+    """A checkpoint as earlier versions wrote it: no checksum, and little of what it is."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        state = json.loads(file.metadata()["hdnn-training"])
+    state.pop("sha256", None)
+    known = ("epochs", "batch", "optimizer", "learning_rate", "schedule", "warmup", "weight_decay")
+    known += ("clip", "solver", "ridge", "smoothness", "smoothing", "seed", "data", "model")
+    state["options"] = {name: state["options"][name] for name in known}
+    if change is not None:
+        change(state, tensors)
+    path.write_bytes(to_safetensors(tensors, metadata={"hdnn-training": json.dumps(state)}))
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_refused_or_changes_nothing(tmp_path):
+    whole = model_of()
+    quick(whole)
+    content = interrupted(tmp_path)
+    header = 8 + int.from_bytes(content[:8], "little")
+    draw = random.Random(0)
+    places = [draw.randrange(8 * header) for _ in range(60)]
+    places += [draw.randrange(8 * header, 8 * len(content)) for _ in range(60)]
+    refused = 0
+    for place in places:
+        broken = bytearray(content)
+        broken[place // 8] ^= 1 << place % 8
+        (tmp_path / checkpoint.NAME).write_bytes(broken)
+        model = model_of(seed=3)
+        try:
+            quick(model, folder=tmp_path, resume=True)
+            assert same(model, whole), place
+        except CheckpointError:
+            refused += 1
+            assert (tmp_path / checkpoint.NAME).read_bytes() == broken  # nothing is lost
+    assert refused > 110
+
+
+def test_a_flipped_bit_of_a_shard_is_refused_or_changes_nothing(tmp_path):
+    shards = Shards(tmp_path, (0,), "a training")
+    shards.prepare()
+    tensors = {"w.K": torch.randn(2, 3), "m.K": torch.randn(2, 3)}
+    shards.save(0, 5, tensors, {"sums": [0.5, 1.0]})
+    (path,) = tmp_path.rglob("*.safetensors")
+    content = path.read_bytes()
+    for place in range(0, 8 * len(content), 5):
+        broken = bytearray(content)
+        broken[place // 8] ^= 1 << place % 8
+        path.write_bytes(broken)
+        try:
+            found, note = shards.load(0, 5)
+        except CheckpointError:
+            continue
+        assert note == {"sums": [0.5, 1.0]}
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_checkpoint_of_an_earlier_version_goes_on_to_the_same_bits(solver, tmp_path):
+    whole = model_of()
+    quick(whole, solver=solver)
+    interrupted(tmp_path, solver=solver)
+    as_before(tmp_path / checkpoint.NAME)
+    again = model_of(seed=3)
+    quick(again, solver=solver, folder=tmp_path, resume=True)
+    assert same(again, whole)
+    interrupted(tmp_path / "b", solver=solver)
+    as_before(tmp_path / "b" / checkpoint.NAME)
+    with pytest.raises(CheckpointError, match="its batch is 50, not 40"):
+        quick(model_of(), solver=solver, folder=tmp_path / "b", resume=True, batch=40)
+
+
+def frozen(name: str):
+    def freeze(model):
+        model.get_parameter(name).requires_grad_(False)
+
+    return freeze
+
+
+def replaced(**parts):
+    def replace(model):
+        for name, part in parts.items():
+            setattr(model, name, part)
+
+    return replace
+
+
+def asked_for(**options):
+    def ask(model):
+        for name, value in options.items():
+            setattr(model.net, name, value)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (replaced(augment=hdnn.Augment(2, 4, "first")), "its augment.placement is 'split', not"),
+        (replaced(augment=hdnn.Augment(2, 4, [1, 0])), "its augment.placement"),
+        (replaced(head=hdnn.SoftmaxHead(4, 2)), "its head.kind is 'SigmoidHead', not 'Softmax"),
+        (replaced(net=hdnn.H2(4, 4, step=0.6 + 1e-7)), r"its net.step is 0\.6, not 0\.60000009"),
+        (replaced(net=hdnn.H2(4, 4, activation="relu")), "its model is"),
+        (replaced(net=hdnn.MS3(4, 4)), "its model is"),
+        (asked_for(engine="reference"), "its net.engine is 'auto', not 'reference'"),
+        (asked_for(backprop="stored"), "its net.backprop is 'auto', not 'stored'"),
+        (frozen("net.K_p"), r"its frozen weights is \[\], not \['net.K_p'\]"),
+        (frozen("head.weight"), "its frozen weights"),
+    ],
+)
+def test_a_training_of_another_model_does_not_go_on(change, words, tmp_path):
+    before = interrupted(tmp_path)
+    other = model_of()
+    change(other)
+    with pytest.raises(CheckpointError, match=f"is of another training: {words}"):
+        quick(other, folder=tmp_path, resume=True)
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+
+
+def test_a_training_that_began_with_a_frozen_weight_goes_on_with_it_only(tmp_path):
+    whole, part, again = model_of(), model_of(), model_of(seed=3)
+    for model in (whole, part, again):
+        frozen("net.K_p")(model)
+    with torch.no_grad():
+        again.net.K_p.copy_(whole.net.K_p)
+    quick(whole)
+    interrupted(tmp_path, part)
+    with pytest.raises(CheckpointError, match="frozen weights"):
+        quick(model_of(), folder=tmp_path, resume=True)
+    quick(again, folder=tmp_path, resume=True)
+    assert same(again, whole)
+
+
+DIFFERENT = {
+    "epochs": 4,
+    "batch": 40,
+    "optimizer": "sgd",
+    "learning_rate": 0.03,
+    "schedule": "constant",
+    "warmup": 0.1,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "solver": "adam",
+    "ridge": 1e-3,
+    "smoothness": 1e-3,
+    "smoothing": "cosine",
+    "seed": 1,
+}
+
+
+def test_a_training_with_any_other_option_or_other_data_does_not_go_on(tmp_path):
+    interrupted(tmp_path)
+    x, t = DATA.x_train, DATA.t_train
+    for name, value in DIFFERENT.items():
+        with pytest.raises(CheckpointError, match=f"of another training: its {name} is"):
+            quick(model_of(), folder=tmp_path, resume=True, **{name: value})
+    moved = x.clone()
+    moved[17, 1] += 1e-6
+    for data in ({"x": moved}, {"t": 1 - t}, {"weight": torch.ones(len(x))}):
+        with pytest.raises(CheckpointError, match="of another training: its data is"):
+            quick(model_of(), folder=tmp_path, resume=True, **data)
+
+
+def test_data_of_the_same_bytes_in_another_form_are_other_data(tmp_path):
+    model = hdnn.Model(None, hdnn.H2(2, 2), hdnn.RegressionHead(2, 1))
+    x = torch.rand(40, 2)
+    interrupted(tmp_path, model, x=x, t=x[:, :1].clone(), step=2, batch=20)
+    again = hdnn.Model(None, hdnn.H2(2, 2), hdnn.RegressionHead(2, 1))
+    both = torch.cat([x.flatten(), x[:, 0]])  # the same row of bytes, cut elsewhere
+    other = {"x": both[:60].view(30, 2), "t": both[60:90].view(30, 1), "weight": both[90:]}
+    with pytest.raises(CheckpointError, match=r"its shapes is '.*\(40, 2\).*', not '.*\(30, 2\)"):
+        quick(again, folder=tmp_path, resume=True, batch=20, **other)
+
+
+def test_a_training_does_not_go_on_under_other_settings_of_the_engine(tmp_path):
+    interrupted(tmp_path)
+    with (
+        hdnn.engine.use(engine="reference"),
+        pytest.raises(CheckpointError, match=r"its engine.engine is None, not 'reference'"),
+    ):
+        quick(model_of(), folder=tmp_path, resume=True)
+    precise = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with pytest.raises(CheckpointError, match=f"its matmul precision is '{precise}', not"):
+            quick(model_of(), folder=tmp_path, resume=True)
+    finally:
+        torch.set_float32_matmul_precision(precise)
+    with hdnn.engine.use(check=False):  # which changes no bit
+        quick(model_of(), folder=tmp_path, resume=True)
+
+
+def test_callbacks_that_have_a_say_must_be_the_same_until_the_end(tmp_path):
+    implicit = {"kind": "ImplicitH2", "layers": 2}
+    interrupted(tmp_path, model_of(**implicit), callbacks=[WellPosed(0.5), EarlyStopping(9)])
+    others = ([WellPosed(0.5)], [WellPosed(0.6), EarlyStopping(9)], [])
+    others += ([WellPosed(0.5), EarlyStopping(9, x=DATA.x_test, t=DATA.t_test)],)
+    for callbacks in others:
+        with pytest.raises(CheckpointError, match="of another training: its callbacks is"):
+            quick(model_of(**implicit), folder=tmp_path, resume=True, callbacks=callbacks)
+    seen = []
+    kept = [seen.append, WellPosed(0.5), EarlyStopping(9)]
+    quick(model_of(**implicit), folder=tmp_path, resume=True, callbacks=kept)
+    assert len(seen) == 6
+    quick(model_of(**implicit), folder=tmp_path, resume=True)  # it is over
+
+
+def set_state(name, value):
+    def change(state, tensors):
+        state[name] = value
+
+    return change
+
+
+def set_tensor(name, make):
+    def change(state, tensors):
+        tensors[name] = make(tensors.get(name))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_state("epoch", "1"),
+        set_state("epoch", -1),
+        set_state("epoch", 99),
+        set_state("k", 1000),
+        set_state("k", 1.5),
+        set_state("sums", [1.0]),
+        set_state("sums", "ab"),
+        set_state("sums", [None, 1]),
+        set_state("history", {"loss": 3}),
+        set_state("history", []),
+        set_state("history", {"loss": ["x"]}),
+        set_state("history", {"nonsense": [1.0]}),
+        set_state("stopped", "no"),
+        set_state("callbacks", 3),
+        set_state("options", [1]),
+        lambda state, tensors: state.pop("history"),
+        lambda state, tensors: state.pop("k"),
+        set_tensor("optimizer.0.exp_avg", lambda t: t[:1]),
+        set_tensor("optimizer.0.exp_avg", lambda t: t.flatten()),
+        set_tensor("optimizer.0.exp_avg_sq", lambda t: t.long()),
+        set_tensor("optimizer.0.step", lambda t: torch.zeros(3)),
+        set_tensor("optimizer.9.exp_avg", lambda _: torch.zeros(3)),
+        set_tensor("optimizer.x.exp_avg", lambda _: torch.zeros(3)),
+        set_tensor("model.net.K_p", lambda t: t[:1]),
+        set_tensor("model.more", lambda _: torch.zeros(3)),
+        set_tensor("callback.none.x", lambda _: torch.zeros(3)),
+        set_tensor("generator", lambda t: t[:9]),
+        set_tensor("generator", lambda t: t.float()),
+        lambda state, tensors: tensors.pop("generator"),
+        lambda state, tensors: tensors.pop("optimizer.0.exp_avg_sq"),
+        lambda state, tensors: tensors.pop("model.net.b_q"),
+    ],
+)
+def test_a_checkpoint_without_sense_is_one_sentence(change, tmp_path):
+    interrupted(tmp_path)
+    as_before(tmp_path / checkpoint.NAME, change)
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    with pytest.raises(CheckpointError, match=checkpoint.NAME):
+        quick(model_of(), folder=tmp_path, resume=True)
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+
+
+def test_a_folder_or_a_pipe_in_place_of_a_checkpoint_is_one_sentence(tmp_path):
+    (tmp_path / "a" / checkpoint.NAME).mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    os.mkfifo(tmp_path / "b" / checkpoint.NAME)
+    for folder, what in (("a", "a folder"), ("b", "a pipe")):
+        with pytest.raises(CheckpointError, match=f"cannot be read: it is {what}"):
+            quick(model_of(), folder=tmp_path / folder, resume=True)
+
+
+# Trainings on images
+
+
+def halves(seed=0, **changes) -> ImageData:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 200, (60, 1, 6, 6), generator=generator).to(torch.uint8)
+    t = torch.arange(60) % 2
+    parts = {"images_train": x[:40], "t_train": t[:40], "images_test": x[40:], "t_test": t[40:]}
+    known = {"name": "Halves", "classes": ("0", "1"), "mean": (0.4,), "std": (0.2,)}
+    return ImageData(**{**known, **parts, **changes})
+
+
+def image_training(change=None, data=None, smooth=True, **options) -> ImageTraining:
+    torch.manual_seed(0)
+    net = models.mnist_net("h2", 2, channels=4, size=6, classes=2)
+    if change is not None:
+        change(net)
+    recipe = {"epochs": 2, "batch": 20, "optimizer": "adam", "smoothness": 0.1, **options}
+    return ImageTraining(
+        net, data or halves(), ImageRecipe(**recipe), smooth=(net.net,) if smooth else ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"data": halves(1)}, "its images is"),
+        ({"data": halves(mean=(0.5,))}, "its normalisation is"),
+        ({"data": halves(t_test=torch.zeros(20, dtype=torch.int64))}, "its images is"),
+        ({"change": lambda net: net.net.K_p.requires_grad_(False)}, "its frozen weights is"),
+        ({"change": asked_for(engine="reference")}, "its net.engine is"),
+        ({"change": asked_for(step=0.5 + 1e-7)}, "its net.step is 0.5"),
+        ({"smooth": False}, r"its smooth parts is \['net'\], not \[\]"),
+        ({"batch": 10}, "its batch is"),
+        ({"flip": True}, "its flip is"),
+    ],
+)
+def test_another_training_on_images_does_not_go_on(other, words, tmp_path):
+    image_training().run(folder=tmp_path, until=0.0, progress=False)
+    before = (tmp_path / checkpoint.NAME).read_bytes()
+    with pytest.raises(CheckpointError, match=f"of another training: {words}"):
+        image_training(**other).run(folder=tmp_path, resume=True, progress=False)
+    assert (tmp_path / checkpoint.NAME).read_bytes() == before
+    image_training().run(folder=tmp_path, resume=True, progress=False)
+
+
+def test_a_loaded_image_model_has_its_weights_in_the_same_order(tmp_path):
+    """Moments in a checkpoint are known by the number of their weight."""
+    net = image_training().model
+    hdnn.save(net, tmp_path / "m")
+    names = [name for name, _ in hdnn.load(tmp_path / "m").named_parameters()]
+    assert names == [name for name, _ in net.named_parameters()]
 
 
 KILLED = """

@@ -1,16 +1,31 @@
-"""Writing files so that a crash, a full disk or a second writer never leaves half of one."""
+"""Writing files so that a crash, a full disk or a second writer never leaves half of one.
+
+And reading them so that whatever lies there is bounded, and refused in one sentence.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
+import stat
 import uuid
 from pathlib import Path
 from typing import Any
 
 from hdnn.errors import CheckpointError
+
+MOST = 2**28  # bytes of a file of text
+DEEPEST = 50  # lists in lists of a JSON file
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -65,6 +80,60 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is no plain file: a pipe may wait for ever, a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a zero byte in its name
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}.") from error
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "no plain file")
+        raise CheckpointError(f"{path} cannot be read: it is {kind}; name a file.")
+
+
+def read_bytes(path: Path, most: int = MOST) -> bytes:
+    """The content of a plain file, if it is not larger than all that could be meant."""
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+    if len(content) > most:
+        raise CheckpointError(
+            f"cannot read {path}: it is larger than {most // 2**20} MiB, and not what hdnn wrote."
+        )
+    return content
+
+
+def read_json(path: Path, most: int = MOST) -> Any:
+    """What a JSON file holds."""
+    content = read_bytes(path, most)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {path}: {error}.") from error
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text, or a ValueError: also for one that nobody can walk through."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its lists are nested too deeply") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if _holds(one)]
+        level = [entry for one in inner for entry in one]
+        if not level:
+            return value
+    raise ValueError("its lists are nested too deeply")
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def finite(value: Any) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 import hdnn
-from hdnn import describe_images
+from hdnn import describe_images, tensorfile
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.files import as_path, write_atomically
 from hdnn.heads import HEADS, Augment
@@ -23,23 +25,40 @@ from hdnn.networks import KINDS, Network
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
+LITTLE = 2**20  # numbers, for which there is always room
+# What a config that does not fit together, or a shape that no tensor has, makes PyTorch raise.
+WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
 
 
 def save(model: Model | Network | ImageModel, path: str | os.PathLike[str]) -> None:
-    """Write a model or a network to one file, all of it or nothing."""
+    """Write a model or a network to one file, all of it or nothing.
+
+    Of weights that are pruned or parametrised (`torch.nn.utils`) the values are written that the
+    network uses: what is loaded is a plain network with the same outputs.
+    """
+    write(model, path)
+
+
+def write(
+    model: Model | Network | ImageModel, path: str | os.PathLike[str], note: Any = None
+) -> None:
+    """`save`, with a note that `read_note` finds again."""
     if not isinstance(model, (Model, Network, ImageModel)):
         raise CheckpointError(
             f"only a hdnn.Model or a network can be saved, but got {type(model).__name__}; "
             "for other modules save their state_dict()."
         )
     config = {"format": FORMAT, "version": hdnn.__version__, **describe(model)}
-    # Copies, because parameters may share their storage, and safetensors takes none that do.
-    tensors = {
-        name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, t in model.state_dict().items()
-    }
-    # Sorted keys and no time stamp: the same model is the same bytes.
-    content = to_safetensors(tensors, metadata={"hdnn": json.dumps(config, sort_keys=True)})
+    config |= {} if note is None else {"note": note}
+    tensors = weights(model)
+    try:
+        _check_fit(config, tensors)
+        content = tensorfile.packed(tensors, "hdnn", config)
+    except (HDNNError, *WRONG) as error:
+        raise CheckpointError(
+            f"this {type(model).__name__} cannot be saved, because it could not be loaded again: "
+            f"{tensorfile.said(error).rstrip('.')}; save its state_dict()."
+        ) from error
     write_atomically(path, content)
 
 
@@ -48,59 +67,130 @@ def load(
 ) -> Model | Network | ImageModel:
     """Read back what `save` wrote, with its dtype, onto `device` (default: the CPU)."""
     path = as_path(path)
-    metadata, tensors = read(path)
+    with tensorfile.opened(path) as file:
+        config = _config(file)
+        try:
+            _check_fit(config, file.tensors)
+            tensors = file.load(config)
+            model = restore(config, tensors)
+            model.load_state_dict(tensors, assign=True)  # with the dtype that each had
+        except CheckpointError as error:
+            if str(path) in str(error):
+                raise
+            raise CheckpointError(f"{path} is damaged or was edited: {error}") from error
+        except HDNNError as error:
+            raise CheckpointError(
+                f"{path} describes a model that cannot be made: {error}"
+            ) from error
+        except WRONG as error:
+            raise CheckpointError(
+                f"{path} does not hold the weights that its config describes; it is damaged or was "
+                f"edited ({tensorfile.said(error)})."
+            ) from error
+    return model if device is None else model.to(device)
+
+
+def read_note(path: str | os.PathLike[str]) -> Any:
+    """The note that `write` left in a file, or None."""
+    with tensorfile.opened(as_path(path)) as file:
+        return _config(file).get("note")
+
+
+def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of any safetensors file."""
+    with tensorfile.opened(path) as file:
+        return file.metadata, file.load()
+
+
+def _config(file: tensorfile.Mapped) -> dict[str, Any]:
+    """What a file says of itself, if this version knows it."""
     try:
-        config = json.loads(metadata["hdnn"])
+        config = file.about("hdnn")
         number = config["format"]
         if type(number) is not int or number < 1:
             raise ValueError(number)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is a safetensors file of another kind: hdnn did not write it."
+            f"{file.path} is a safetensors file of another kind: hdnn did not write it."
         ) from error
     if number > FORMAT:
         raise CheckpointError(
-            f"{path} was written by hdnn {config.get('version')} in format {number}, newer than "
-            f"format {FORMAT} of this hdnn {hdnn.__version__}; install a newer hdnn."
+            f"{file.path} was written by hdnn {config.get('version')} in format {number}, newer "
+            f"than format {FORMAT} of this hdnn {hdnn.__version__}; install a newer hdnn."
         )
+    return config
+
+
+def _check_fit(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that the model of a config does not have, before any of it is made."""
     numbers = {name for name, t in tensors.items() if t.is_floating_point()}
     wrong = [name for name in tensors if name not in numbers and not name.endswith(COUNTER)]
     if wrong or not numbers:
         what = f"{wrong[0]} is not of a floating-point type" if wrong else "it holds no weights"
-        raise CheckpointError(f"{path} is damaged or was edited: {what}.")
-    try:
-        model = restore(config, tensors)
-        model.load_state_dict(tensors, assign=True)  # with the dtype that each had
-    except HDNNError as error:
-        raise CheckpointError(f"{path} describes a model that cannot be made: {error}") from error
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} does not hold the weights that its config describes; it is damaged or was "
-            f"edited ({' '.join(str(error).split())[:200]})."
-        ) from error
-    return model if device is None else model.to(device)
+        raise CheckpointError(f"{what}.")
+    wanted = restore(config, tensors, device="meta").state_dict()
+    for name in sorted({*wanted, *tensors}):
+        if name not in wanted:
+            raise CheckpointError(f"{name} is no weight of this {config['kind']}.")
+        if name not in tensors:
+            raise CheckpointError(f"the weight {name} is missing.")
+        shape, given = tuple(wanted[name].shape), tuple(tensors[name].shape)
+        if shape != given:
+            raise CheckpointError(f"{name} has shape {given}, but {shape} is needed.")
 
 
-def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of a safetensors file."""
+# Weights
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """All that is saved, by the names that a plain network has for it.
+
+    Pruned and parametrised weights are given as they are used, in evaluation mode.
+    """
+    state, modes = model.state_dict(), [(part, part.training) for part in model.modules()]
     try:
-        with safe_open(path, framework="pt") as file:
-            # Copies: what is read is mapped from the file, and would change or die with it.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            return file.metadata() or {}, tensors
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; check its name and folder.") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
-            f"kind ({' '.join(str(error).split())[:200]})."
-        ) from error
+        with torch.no_grad():
+            for prefix, part in model.named_modules():
+                start = f"{prefix}." if prefix else ""
+                part.training = False
+                for name, value, replaced in _computed(part):
+                    for key in [key for key in state if key.startswith(start)]:
+                        if key.removeprefix(start).startswith(replaced):
+                            del state[key]
+                    state[f"{start}{name}"] = value
+    finally:
+        for part, training in modes:
+            part.training = training
+    return state
+
+
+def _computed(part: nn.Module) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+    """Weights that a module computes from others: name, value, and what those are called."""
+    if parametrize.is_parametrized(part):
+        assert isinstance(part.parametrizations, nn.ModuleDict)
+        part.parametrizations.eval()
+        for name in part.parametrizations:
+            yield name, getattr(part, name), (f"parametrizations.{name}.",)
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, prune.BasePruningMethod):
+            name = hook._tensor_name
+            yield name, hook.apply_mask(part), (f"{name}_orig", f"{name}_mask")
+        elif isinstance(hook, WeightNorm):
+            name = hook.name
+            yield name, hook.compute_weight(part), (f"{name}_g", f"{name}_v")
+        elif isinstance(hook, SpectralNorm):
+            name, value = hook.name, hook.compute_weight(part, do_power_iteration=False)
+            yield name, value, (f"{name}_orig", f"{name}_u", f"{name}_v")
+
+
+# Descriptions
 
 
 def describe(part: nn.Module) -> dict[str, Any]:
     """The class of a part and the arguments that make it again."""
-    kind = type(part).__name__
-    if type(part) is Model:
+    of = parametrize.type_before_parametrizations(part)
+    kind = of.__name__
+    if of is Model:
         parts = {name: describe(module) for name, module in part.named_children()}
         return {"kind": kind, "parts": parts}
     if isinstance(part, ImageModel):
@@ -108,7 +198,7 @@ def describe(part: nn.Module) -> dict[str, Any]:
         if isinstance(net := getattr(part, "net", None), Network):
             description["parts"] = {"net": describe(net)}
         return description
-    if type(part) not in (Augment, *KINDS.values(), *HEADS.values()):
+    if of not in (Augment, *KINDS.values(), *HEADS.values()):
         raise CheckpointError(
             f"{kind} is not a class of hdnn and cannot be saved by it; save its state_dict()."
         )
@@ -118,28 +208,67 @@ def describe(part: nn.Module) -> dict[str, Any]:
     return description
 
 
-def restore(description: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> Any:
-    """The part that was described, with the right shapes but not yet the right weights."""
+def restore(
+    description: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    prefix: str = "",
+    device: str | None = None,
+) -> Any:
+    """The part that was described, with the right shapes but not yet the right weights.
+
+    Of `tensors`, which are its own, only names, dtypes and shapes are read.
+    """
     kind = description["kind"]
     if kind == "Model":
         parts = {
-            name: restore(part, tensors, f"{name}.") for name, part in description["parts"].items()
+            name: restore(part, tensors, f"{name}.", device)
+            for name, part in description["parts"].items()
         }
         return Model(parts.get("augment"), parts["net"], parts["head"])
-    if kind == "Augment":
-        return Augment(**description["config"])
-    some = (t.dtype for name, t in tensors.items() if name.startswith(prefix))
-    dtype = next(dtype for dtype in some if dtype.is_floating_point)
-    options = {**description["config"], "dtype": dtype, "generator": torch.Generator()}
+    own = {name: t for name, t in tensors.items() if name.startswith(prefix)}
+    config, constants = description["config"], description.get("constants", {})
+    if kind == "Augment":  # which has no tensors, but as many features as others have weights
+        _check_room(config, constants, tensors)
+        return Augment(**config)
+    dtype = next((t.dtype for t in own.values() if t.is_floating_point()), None)
+    if dtype is None:
+        raise CheckpointError(f"there are no weights of its {kind}.")
+    generator = None if device == "meta" else torch.Generator()
+    options = {**config, "dtype": dtype, "generator": generator, "device": device or "cpu"}
     if kind in describe_images.MAKERS:
-        model = describe_images.make(kind, options, tensors)
+        model = describe_images.make(kind, options, own)
         if "parts" in description:
-            model.net = restore(description["parts"]["net"], tensors, "net.")
+            model.net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
+            model.linear = model._modules.pop("linear")  # behind it, as in a new model
         return model
+    if kind not in HEADS and kind not in KINDS:
+        raise CheckpointError(f"kind {kind!r} is not known.")
+    _check_room(config, constants, own)
     if kind in HEADS:
         return HEADS[kind](**options)
-    if kind in KINDS:
-        for name, shape in description["constants"].items():
-            options[name] = torch.zeros(shape)  # which is skew, and in every block pattern
-        return KINDS[kind](**options)
-    raise CheckpointError(f"kind {kind!r} is not known")
+    for name, shape in constants.items():
+        options[name] = torch.zeros(shape)  # which is skew, and in every block pattern
+    return KINDS[kind](**options)
+
+
+def _check_room(
+    config: dict[str, Any], constants: dict[str, list[int]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse a part that is far larger than its weights, before there is any memory for it."""
+    n, there = _whole(config.get("features")), sum(t.numel() for t in tensors.values())
+    sparsity = config.get("sparsity")
+    nodes = len(sparsity["R"][0]) if isinstance(sparsity, dict) else 1
+    if "layers" in config:
+        # K has at least n^2 / 4 entries; of nodes that are not linked at all so many each.
+        stored = 1 if config.get("tied") is True else _whole(config["layers"])
+        needed = stored * n * max(n // (4 * nodes), 1)
+    else:
+        needed = n * _whole(config.get("outputs", config.get("classes")))
+    matrices = [math.prod(map(_whole, shape)) for shape in constants.values()]
+    if needed > max(LITTLE, there) or max(matrices, default=0) > max(LITTLE, 4 * nodes * there):
+        raise CheckpointError(f"there are {there} weights, far too few for what it describes.")
+
+
+def _whole(number: Any) -> int:
+    """A size; what is none is refused where it is used."""
+    return number if type(number) is int and number > 0 else 1

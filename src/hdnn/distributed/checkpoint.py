@@ -6,19 +6,15 @@ checksum. After a fault all parts go on from the newest step that every node sti
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from hdnn import tensorfile
 from hdnn.errors import CheckpointError
 from hdnn.files import remove_leftovers, write_atomically
-from hdnn.serialization import read
 
 KEPT = 3  # newest shards of each node
 FORMAT = 1
@@ -48,12 +44,9 @@ class Shards:
 
     def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
         """Write one shard, then forget those that are too old, or of a time before a resumption."""
-        tensors = {name: t.detach().clone().contiguous() for name, t in tensors.items()}
         about = {"format": FORMAT, "node": node, "step": step, "training": self.training}
         about["note"] = note
-        about["sha256"] = _digest(tensors, about)
-        content = to_safetensors(tensors, metadata={"hdnn": json.dumps(about, sort_keys=True)})
-        write_atomically(self._file(node, step), content)
+        write_atomically(self._file(node, step), tensorfile.packed(tensors, "hdnn", about))
         past = [old for old in self._steps(node) if old <= step]
         for other in self._steps(node):
             if other not in past[-KEPT:]:
@@ -70,15 +63,18 @@ class Shards:
     def load(self, node: int, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of a shard, and the note that went with them."""
         path = self._file(node, step)
-        metadata, tensors = read(path)
-        try:
-            about = json.loads(metadata["hdnn"])
-            same = (about["format"], about["node"], about["step"]) == (FORMAT, node, step)
-            note, digest, training = about["note"], about.pop("sha256"), about["training"]
-        except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is no shard of hdnn.") from error
-        if not same or digest != _digest(tensors, about):
-            raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
+        with tensorfile.opened(path) as file:
+            try:
+                about = file.about("hdnn")
+                same = (about["format"], about["node"], about["step"]) == (FORMAT, node, step)
+                note, training = about["note"], about["training"]
+                if not (isinstance(note, dict) and isinstance(about[tensorfile.SUM], str)):
+                    raise TypeError("its note or checksum")
+            except (KeyError, ValueError, TypeError) as error:
+                raise CheckpointError(f"{path} is no shard of hdnn.") from error
+            tensors = file.load(about)
+        if not same:
+            raise CheckpointError(f"{path} is damaged: it is of another node or step.")
         if training != self.training:
             raise CheckpointError(
                 f"{path} belongs to a training with other options, data or graph; choose another "
@@ -104,12 +100,3 @@ class Shards:
                 raise
             return False
         return True
-
-
-def _digest(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

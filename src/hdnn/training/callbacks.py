@@ -1,7 +1,8 @@
 """Callbacks for `fit`: end a training in time, keep it well posed, and show it in TensorBoard.
 
 Those that remember have a `state_dict`, which `fit` keeps in its checkpoint: a training that goes
-on after an interruption goes on with what they knew, if it is given the same callbacks.
+on after an interruption goes on with what they knew, if it is given the same callbacks. Those that
+have a say in the result tell it by `settings`: only with the same ones does a training go on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hdnn.errors import TrainingError, choose, flag, require
 from hdnn.files import as_path
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
-from hdnn.training import coordinate
+from hdnn.training import coordinate, identity
 from hdnn.training.checks import check_data, head_of, number, whole_number
 from hdnn.training.loop import Moment
 
@@ -162,6 +163,12 @@ class EarlyStopping:
             return float(head.loss(scores, t))
         return float((head.predict(scores) == t).double().mean())
 
+    def settings(self) -> dict[str, Any]:
+        """What it was asked to do, as JSON can hold it."""
+        names = ("patience", "monitor", "minimum", "restore")
+        data = None if self.data is None else identity.digest(self.data)
+        return {**{name: getattr(self, name) for name in names}, "data": data}
+
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of a training needs to know: numbers, lists and tensors."""
         tensors = {f"weights.{name}": value for name, value in self.weights.items()}
@@ -186,6 +193,9 @@ class WellPosed:
         self.limit = number("limit", limit)
         if not 0 < self.limit < 1:
             raise TrainingError(f"limit must lie between 0 and 1, but is {limit}.")
+
+    def settings(self) -> dict[str, Any]:
+        return {"limit": self.limit}
 
     def __call__(self, moment: Moment) -> None:
         net = moment.model.net

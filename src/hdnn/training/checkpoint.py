@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
+from hdnn import tensorfile
 from hdnn.errors import CheckpointError
-from hdnn.files import remove_leftovers, write_atomically
+from hdnn.files import read_bytes, remove_leftovers, write_atomically
 from hdnn.networks import Network
+from hdnn.training.identity import difference
 
 FORMAT = 1
+KEY = "hdnn-training"
+ADAM = ("exp_avg", "exp_avg_sq")
 NAME = "checkpoint.safetensors"
 LOG = "log.jsonl"
 
@@ -46,12 +48,8 @@ def save(
         found = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         tensors |= {f"callback.{key}.{name}": part for name, part in found.items()}
         state["callbacks"][key] = {k: part for k, part in parts.items() if k not in found}
-    copies = {
-        name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, t in tensors.items()
-    }
-    meta = {"hdnn-training": json.dumps({"format": FORMAT, **state}, sort_keys=True)}
-    write_atomically(folder / NAME, to_safetensors(copies, metadata=meta))
+    content = tensorfile.packed(tensors, KEY, {"format": FORMAT, **state})
+    write_atomically(folder / NAME, content)
 
 
 def outline(model: nn.Module) -> str:
@@ -87,25 +85,49 @@ def read(folder: Path, options: dict[str, Any]) -> Saved | None:
     path = folder / NAME
     if not path.exists():
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            state = json.loads((file.metadata() or {})["hdnn-training"])
-        if state.pop("format") != FORMAT:
-            raise ValueError("another format")
-        different = sorted(k for k in options if state["options"].get(k) != options[k])
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    with tensorfile.opened(path, "a training of hdnn") as file:
+        try:
+            state = file.about(KEY)
+            tensors = file.load(state)
+            number, theirs = state.pop("format"), state["options"]
+            if number != FORMAT or not isinstance(theirs, dict):
+                raise ValueError("another format")
+        except (KeyError, ValueError, TypeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{path} cannot be read as a training of hdnn; it is damaged or of another kind "
+                f"({tensorfile.said(error)})."
+            ) from error
+    over = state.get("stopped") is True or state.get("epoch") == options.get("epochs")
+    if over:  # callbacks have nothing more to say
+        options = {name: value for name, value in options.items() if name != "callbacks"}
+    different = difference(theirs, json.loads(json.dumps(options)))
+    if different is not None:
+        name, was, now = different
         raise CheckpointError(
-            f"{path} cannot be read as a training of hdnn; it is damaged or of another kind "
-            f"({' '.join(str(error).split())[:120]})."
-        ) from error
-    if different:
-        was, now = state["options"].get(different[0]), options[different[0]]
-        raise CheckpointError(
-            f"{path} is of another training: its {different[0]} is {was!r}, not {now!r}; resume "
-            "with the same options and data, or choose another folder."
+            f"{path} is of another training: its {name} is {_short(was)}, not {_short(now)}; "
+            "resume with the same options and data, or choose another folder."
         )
     return Saved(path, state, tensors)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:116]} ..."
+
+
+@contextlib.contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Turn whatever a file without sense leads to into one sentence."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} does not fit this model ({tensorfile.said(error)})."
+        ) from error
 
 
 def restore(
@@ -116,13 +138,12 @@ def restore(
 ) -> tuple[dict[str, Any], Tensor]:
     """Put a saved training back; its state and random state."""
     path, state, tensors = saved
-    try:
+    with understood(path):
         weights = {
             n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")
         }
-        model.load_state_dict(weights)
         slots: dict[int, dict[str, Tensor]] = {}
-        known: dict[str, dict[str, Any]] = state.get("callbacks", {})
+        known: dict[str, dict[str, Any]] = dict(state.get("callbacks", {}))
         for name, t in tensors.items():
             kind, _, rest = name.partition(".")
             key, _, slot = rest.partition(".")
@@ -130,15 +151,47 @@ def restore(
                 slots.setdefault(int(key), {})[slot] = t
             elif kind == "callback":
                 known[key][slot] = t
+        _check_slots(optimizer, slots)
+        generator = tensors["generator"]
+        torch.Generator().set_state(generator)  # or says that it is none
+        model.load_state_dict(weights)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
         for key, callback in _remembering(callbacks).items():
             if key in known:
                 callback.load_state_dict(known[key])
-        return state, tensors["generator"]
-    except (RuntimeError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} does not fit this model ({' '.join(str(error).split())[:200]})."
-        ) from error
+        return state, generator
+
+
+def _check_slots(optimizer: torch.optim.Optimizer, slots: dict[int, dict[str, Tensor]]) -> None:
+    """Refuse moments that are not those of the weights: nobody looks at their shapes later."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    momentum = {"momentum_buffer"}
+    names = momentum if isinstance(optimizer, torch.optim.SGD) else {*ADAM, "step"}
+    for k, found in slots.items():
+        if not 0 <= k < len(parameters) or found.keys() != names:
+            raise ValueError(f"the optimizer has no weight {k} with {', '.join(sorted(found))}")
+        for name, value in found.items():
+            shape = () if name == "step" else parameters[k].shape
+            if value.shape != shape or not value.is_floating_point():
+                raise ValueError(f"{name} of weight {k} has shape {tuple(value.shape)}")
+
+
+def check_state(saved: Saved, kinds: dict[str, type], epochs: int) -> None:
+    """Refuse a position or a history that no training can have."""
+    path, state, _ = saved
+    with understood(path):
+        for name, kind in kinds.items():
+            if type(state[name]) is not kind:
+                raise TypeError(f"its {name} is {_short(state[name])}")
+        epoch, history = state["epoch"], state["history"]
+        if not 0 <= epoch <= epochs:
+            raise ValueError(f"its epoch is {epoch}")
+        for name, values in history.items():
+            numbers = [values] if name == "seconds" else list(values)
+            if not all(type(v) in (int, float) for v in numbers):
+                raise TypeError(f"its history of {name} are no numbers")
+            if name != "seconds" and len(numbers) not in (0, epoch):
+                raise ValueError(f"its history of {name} has {len(numbers)} epochs, not {epoch}")
 
 
 def _remembering(callbacks: Iterable[object]) -> dict[str, Any]:
@@ -159,7 +212,7 @@ class Log:
             return
         kept = b""
         if keep and self.path.exists():
-            kept = b"".join(self.path.read_bytes().splitlines(keepends=True)[:keep])
+            kept = b"".join(read_bytes(self.path).splitlines(keepends=True)[:keep])
         write_atomically(self.path, kept)
 
     def write(self, entry: dict[str, Any]) -> None:

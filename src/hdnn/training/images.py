@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from hdnn.data.images import ImageData, augment, blank, draw
 from hdnn.errors import TrainingError, choose
-from hdnn.training import checkpoint, schedule
+from hdnn.training import checkpoint, identity, schedule
 from hdnn.training.checks import number, whole_number
 from hdnn.training.progress import Line
 from hdnn.training.smooth import Smooth, Smoothness
@@ -351,27 +351,39 @@ class ImageTraining:
             line.close()
         return self.history
 
-    def _identity(self) -> dict[str, Any]:
-        known = {"data": self.data.name, "model": checkpoint.outline(self.model)}
-        return {**self.recipe.to_dict(), **known}
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a training to go on: all that decides its bits."""
+        data = self.data
+        known: dict[str, Any] = {"data": data.name, "model": checkpoint.outline(self.model)}
+        tensors = (data.images_train, data.t_train, data.images_test, data.t_test)
+        known |= {"images": identity.digest(tensors), "shapes": identity.shapes(tensors)}
+        known |= {"normalisation": [list(data.mean), list(data.std)], "graphs": self.graphs}
+        names = {id(part): name for name, part in self.model.named_modules()}
+        parts = self.smooth.parts if self.recipe.smoothness else ()
+        known["smooth parts"] = [names.get(id(part), "another") for part in parts]
+        return {**self.recipe.to_dict(), **known, **identity.of_model(self.model)}
 
     def save(self, place: Path) -> None:
         """Write a checkpoint into the folder, all of it or nothing."""
-        state = {"epoch": self.epoch, "history": asdict(self.history), "options": self._identity()}
+        state = {"epoch": self.epoch, "history": asdict(self.history), "options": self.identity}
         none = torch.Generator().get_state()  # an epoch's randomness comes from its number
         checkpoint.save(place, self.model, self.optimizer, none, state)
 
     def open(self, place: Path) -> None:
         """Go on from the checkpoint in the folder, if there is one."""
-        found = checkpoint.read(place, self._identity())
+        found = checkpoint.read(place, self.identity)
         if found is None:
             return
+        checkpoint.check_state(found, {"epoch": int, "history": dict}, self.recipe.epochs)
+        with checkpoint.understood(found.path):
+            history = ImageHistory(**found.state["history"])
         state, _ = checkpoint.restore(found, self.model, self.optimizer, [])
         for p, slots in self.optimizer.state.items():  # in the layout of the weights again
             for name, value in slots.items():
                 if value.shape == p.shape:
                     slots[name] = torch.empty_like(p).copy_(value)
-        self.epoch, self.history = state["epoch"], ImageHistory(**state["history"])
+        self.epoch, self.history = state["epoch"], history
 
 
 def next_epoch(

@@ -7,7 +7,6 @@ once more, to all data.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.networks import ODENetwork
-from hdnn.training import checkpoint, schedule, small_steps
+from hdnn.training import checkpoint, identity, schedule, small_steps
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
 from hdnn.training.output import Output
 from hdnn.training.parallel import Team, team
@@ -357,34 +357,43 @@ class _Training:
             return  # the last good one is kept
         state: dict[str, Any] = {"epoch": self.epoch, "k": self.k, "sums": self.sums}
         state |= {"stopped": self.wish or self.stopped}
-        state |= {"history": asdict(self.history), "options": self._identity()}
+        state |= {"history": asdict(self.history), "options": self.identity}
         checkpoint.save(self.folder, self.model, self.optimizer, self.order, state, self.callbacks)
 
     def _open(self) -> None:
         """Go on with what the folder holds, or begin there."""
         trained = [(tuple(p.shape), str(p.dtype)) for p in self.trained]
-        self.team.check_alike(lambda: {**self._identity(), "set of trained weights": trained})
+        self.team.check_alike(lambda: {**self.identity, "set of trained weights": trained})
         self.team.share(self.model)
         folder = self.folder
         saved = self.team.from_first(
-            lambda: None if folder is None else checkpoint.read(folder, self._identity())
+            lambda: None if folder is None else checkpoint.read(folder, self.identity)
         )
         with self.team.together():
             if saved is None:
                 self._save()
                 return
+            saved = checkpoint.Saved(*saved)
+            kinds = {"epoch": int, "k": int, "sums": list, "history": dict, "stopped": bool}
+            checkpoint.check_state(saved, kinds, self.epochs)
+            with checkpoint.understood(saved.path):
+                self.history = History(**saved.state["history"])
+                self.sums = [float(sum_) for sum_ in saved.state["sums"]]
+                if len(self.sums) != 2 or not 0 <= saved.state["k"] < self.batches:
+                    raise ValueError(f"its position is {saved.state['k']}")
             found = checkpoint.restore(saved, self.model, self.optimizer, self.callbacks)
             state, self.order = found
-            self.epoch, self.k, self.sums = state["epoch"], state["k"], state["sums"]
-            self.history = History(**state["history"])
+            self.epoch, self.k = state["epoch"], state["k"]
             self.wish = self.stopped = state["stopped"]
 
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same for a training to go on: options, data and kind of model."""
-        digest = hashlib.sha256()
-        for tensor in (self.x, self.t, *([] if self.weight is None else [self.weight])):
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return {**self.options, "data": digest.hexdigest()[:16], "model": self.model.net.form()}
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a training to go on: all that decides its bits."""
+        tensors = [t for t in (self.x, self.t, self.weight) if t is not None]
+        known = {"data": identity.digest(tensors), "model": self.model.net.form()}
+        known |= {"shapes": identity.shapes(tensors), "processes": getattr(self.team, "size", 1)}
+        known["callbacks"] = identity.of_callbacks(self.callbacks)
+        return {**self.options, **known, **identity.of_model(self.model)}
 
     def _diverged(self, what: str, y_0: Tensor | None = None) -> TrainingError:
         """The error of a training that has left the numbers, with the layer where it did."""
