@@ -189,6 +189,40 @@ def test_norms_of_half_precision_matrices_can_be_taken(ord):
     torch.testing.assert_close(half.double(), analysis.norms(Phi, ord), rtol=0.02, atol=0)
 
 
+def test_what_is_no_number_has_no_norm():
+    Phi = torch.eye(2, dtype=F64).repeat(3, 1, 1)
+    Phi[1, 0, 0], Phi[2, 0, 0] = torch.inf, torch.nan
+    for ord in (1, 2, "inf", "fro"):
+        found = analysis.norms(Phi, ord)
+        assert found[0] >= 1
+        assert found[1] == torch.inf
+        assert found[2].isnan()
+    assert analysis.norms(Phi).min().isnan()  # so that no comparison with 1 comes out true
+    assert analysis.singular_values(Phi)[1:].isnan().all()
+    J = interconnection.canonical(2, dtype=F64)
+    assert analysis.symplectic_defect(Phi, J)[1:].isnan().all()
+    assert not analysis.is_symplectic(Phi, J)
+    assert analysis.is_symplectic(torch.diag(torch.tensor([1e200, 1e-200], dtype=F64)), J)
+
+
+@pytest.mark.parametrize("n", [4, 20])  # by compiled loops, and without
+def test_samples_whose_states_are_not_finite_have_no_bsm(n):
+    net = make("H2", n, 30, step=10.0, activation="identity", init="paper")
+    y = Random(0)(3, n)
+    y[1] *= 1e300
+    Phi = analysis.backward_sensitivity(net, y)
+    assert Phi[:-1, 1].isnan().all()
+    assert torch.equal(Phi[-1, 1], torch.eye(n, dtype=F64))
+    assert Phi[:, [0, 2]].isfinite().all()
+    some = analysis.backward_sensitivity(net, y, layers=[30, 0])
+    assert some[1, 1].isnan().all()
+    assert not some[0].isnan().any()
+    each = analysis.layer_sensitivity(net, y)
+    first = int(net.trajectory(y)[:, 1].isfinite().all(-1).sum())
+    assert each[first - 1 :, 1].isnan().all()
+    assert each[: first - 1, 1].isfinite().all()
+
+
 # Symplecticity
 
 
@@ -401,6 +435,39 @@ def test_bounds_are_told_beside_what_was_measured(net, seed):
     assert all(bound.measured is not None for bound in found)
     assert all(bound.measured is None for bound in analysis.bounds(net))
     assert any(bound.holds for bound in found) or isinstance(net, hdnn.HamiltonianNet)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_no_bound_of_a_sound_network_is_said_to_fail(dtype):
+    for seed in range(60):
+        normal = Random(seed)
+        kind, act = SHEARS[seed % 5], ACTIVATIONS[seed % len(ACTIVATIONS)]
+        options = {"step": (0.01, 0.1, 1.0)[seed % 3], "activation": act, "dtype": dtype}
+        init = ("scaled", "paper")[seed % 2]
+        net = make(kind, 2 * (1 + seed % 5), 1 + seed % 24, init=init, **options)
+        y = normal(8, net.features).to(dtype)
+        found = analysis.bounds(net, y)
+        assert all(bound.holds for bound in found if bound.rigorous), found
+        values = analysis.singular_values(analysis.backward_sensitivity(net, y))
+        own = values.min().item(), values.max().item()  # in the dtype of the network
+        assert all(b.holds is not False for b in analysis.bounds(net, measured=own)), own
+
+
+def test_bounds_of_what_is_not_finite_cannot_be_told():
+    net = make("H2", 4, 40, step=10.0, activation="identity")
+    with torch.no_grad():
+        net.K_p.mul_(1e5)
+        net.K_q.mul_(1e5)
+    found = analysis.bounds(net, Random(0)(3, 4))
+    assert all(bound.holds is None for bound in found)
+    assert "cannot be told" in str(found[-1])
+    assert analysis.Bound("b", "x", "at most", 1.0, float("nan")).holds is None
+    assert analysis.Bound("b", "x", "at most", float("inf"), float("inf")).holds is None
+    assert analysis.Bound("b", "x", "at most", 1.0, float("inf")).holds is False
+    assert analysis.Bound("b", "x", "at least", 0.5, 0.4).holds is False
+    assert analysis.Bound("b", "x", "at least", 0.5, 0.4, slack=2.0).holds is None
+    with pytest.raises(ShapeError, match=r"y must be a tensor \(\*batch, 4\)"):
+        analysis.bounds(net, torch.ones(0, 4))
 
 
 def test_a_perceptron_has_no_bounds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import hdnn
 from hdnn import analysis
-from hdnn.analysis import certificate as module
+from hdnn.analysis import image_certificate, jacobians
 from hdnn.errors import DataError, OptionError, ShapeError
 from strategies import ACTIVATIONS, MONOTONE, Random, seeds, sizes
 
@@ -98,7 +99,7 @@ def test_what_is_broken_is_said():
 
 
 def test_norms_beyond_float64_are_told_and_break_nothing():
-    net = make("H2", 2, 600, step=1.0, init="paper", dtype=F64, activation="identity")
+    net = make("H2", 2, 600, step=1.0, dtype=F64, activation="identity")  # b = 0: y_j stays 0
     with torch.no_grad():
         net.K_p.fill_(5.0)
         net.K_q.fill_(5.0)
@@ -111,9 +112,145 @@ def test_norms_beyond_float64_are_told_and_break_nothing():
     assert json.loads(found.to_json())["largest_norm"] is None
 
 
+# What could not be computed
+
+
+def runaway(layers=40, **options):
+    """A network of large finite weights, whose states leave float64."""
+    net = make("H2", 4, layers, step=10.0, activation="identity", **options)
+    with torch.no_grad():
+        net.K_p.mul_(1e5)
+        net.K_q.mul_(1e5)
+    return net
+
+
+def learned_step(log_h):
+    net = make("H2", 4, 4, learn_step=True)
+    with torch.no_grad():
+        net.log_h.fill_(log_h)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "why"),
+    [
+        (learned_step(800.0), "because the step h of layer 0 is inf"),
+        (runaway(), r"because the state y_\d+ is (NaN|infinite)"),
+    ],
+)
+def test_a_network_without_finite_outputs_is_never_said_to_hold(net, why):
+    found = analysis.certify(net, Random(0)(10, 4))
+    assert not net.double()(Random(0)(10, 4)).isfinite().any()
+    assert found.guaranteed  # the theorem stands, and nothing was seen of it
+    assert found.holds is None
+    assert found.symplectic is None
+    assert not any(bound.holds for bound in found.bounds)
+    assert not found.broken
+    assert (found.status, found.computed) == ("not computed", 0)
+    assert "holds" not in found.verdict
+    assert found.verdict.startswith("COULD NOT BE COMPUTED: the norms at all 10 points")
+    assert re.search(why, found.verdict)
+    assert "holds" not in str(found)
+    told = json.loads(found.to_json())
+    assert (told["status"], told["computed"], told["smallest_norm"]) == ("not computed", 0, None)
+    assert re.search(why, told["unknown"])
+    assert found.plot().get_title() == "Not all norms could be computed"
+
+
+def test_samples_that_could_not_be_computed_are_counted():
+    net = make("H2", 4, 3, step=1.0, activation="identity", dtype=F64)
+    y = Random(0)(10, 4)
+    y[[2, 7]] = 1e308
+    with torch.no_grad():
+        net.K_p.mul_(3)
+        net.K_q.mul_(3)
+    found = analysis.certify(net, y)
+    assert (found.computed, found.samples, found.holds) == (8, 10, None)
+    assert "at 2 of 10 points" in found.verdict
+    assert found.smallest_norm >= 1  # of the others, which are all the same as without those two
+    rest = analysis.certify(net, y[[0, 1, 3, 4, 5, 6, 8, 9]])
+    assert rest.holds
+    assert (rest.smallest_norm, rest.largest_norm) == (found.smallest_norm, found.largest_norm)
+
+
+def test_matrices_past_float64_at_finite_states_are_not_computed():
+    net = make("H2", 2, 3, step=1.0, activation="tanh", dtype=F64)
+    with torch.no_grad():
+        net.K_p.fill_(1e200)
+    found = analysis.certify(net, torch.zeros(2, 2, dtype=F64))
+    assert net(torch.zeros(2, 2, dtype=F64)).isfinite().all()
+    assert (found.status, found.holds) == ("not computed", None)
+    assert "past the largest number" in found.verdict
+
+
+def test_units_whose_states_are_not_finite_are_not_computed():
+    unit = hdnn.HamiltonianUnit(4, 40, network="h2", step=1.0, activation="relu")
+    with torch.no_grad():
+        unit.K_p.mul_(1e6)
+        unit.K_q.mul_(1e6)
+    y = Random(0)(2, 4, 3, 3).abs()
+    found = image_certificate._unit_certificate(unit.double().eval(), y, "float64", "images")
+    assert (found.status, found.holds, found.computed) == ("not computed", None, 0)
+    whole = image_certificate.Certificates("net", (found,))
+    assert "not finite" in whole.unknown
+    assert whole.to_dict()["unknown"] == whole.unknown
+    assert "holds" not in str(whole)
+
+
+def test_lanczos_that_has_not_seen_norm_1_yet_breaks_nothing(monkeypatch):
+    monkeypatch.setattr(image_certificate, "STEPS", 1)
+    monkeypatch.setattr(image_certificate, "MORE", 1)
+    seen = set()
+    for seed in range(30):
+        torch.manual_seed(seed)
+        unit = hdnn.HamiltonianUnit(4, 2, network="h2", step=0.05, dtype=F64).eval()
+        y = Random(seed)(1, 4, 24, 24)  # 2304 entries: too many for the whole matrix
+        found = image_certificate._unit_certificate(unit, y, "float64", "images")
+        assert not found.broken
+        seen.add(found.holds)
+    assert seen == {True, None}
+
+
+# Sound networks and broken ones
+
+
+def test_no_sound_shear_is_called_broken_however_large():
+    for seed in range(100):
+        normal = Random(seed)
+        m, s = 1 + seed % 6, 10.0 ** (14 * seed / 100)
+        net = make("H2", 2 * m, 1, step=1.0, activation="identity", dtype=F64)
+        Q = torch.linalg.qr(normal(m, m)).Q
+        with torch.no_grad():
+            net.K_p.copy_(s**0.5 * Q)
+            net.K_q.zero_()
+        found = analysis.certify(net, normal(3, 2 * m))
+        assert found.status == "holds", found.verdict
+        assert all(bound.holds for bound in found.bounds if bound.rigorous)
+
+
+@given(
+    st.sampled_from((*ALWAYS, "H1", "MS2")), st.sampled_from(ACTIVATIONS), seeds, st.floats(0, 4)
+)
+@settings(max_examples=30)
+def test_one_per_cent_less_in_each_layer_is_seen(kind, activation, seed, scale):
+    h = 0.1 if kind in ("ImplicitH2", "midpoint") else 0.3
+    normal = Random(seed)
+    net = make(kind, 4, 3, activation=activation, step=h, dtype=F64, generator=normal.generator)
+    if not analysis.guarantee(net).holds:
+        return
+    true, with_patch = jacobians.layer_jacobians, pytest.MonkeyPatch.context
+    with with_patch() as patch:
+        wrong = lambda *args: true(*args) + 0.01 * normal(4, 4)  # noqa: E731
+        patch.setattr("hdnn.analysis.sensitivity.layer_jacobians", wrong)
+        found = analysis.certify(net, scale * normal(3, 4))
+    assert found.symplectic is not True
+    if kind not in ("H1", "MS1", "MS2"):
+        assert found.broken
+
+
 def test_rounding_is_told_from_a_broken_promise(monkeypatch):
     net = make("H2", dtype=F64)
-    true = module.layer_jacobians
+    true = jacobians.layer_jacobians
     shrunk = lambda *args: 0.9 * true(*args)  # noqa: E731
     monkeypatch.setattr("hdnn.analysis.sensitivity.layer_jacobians", shrunk)
     assert analysis.certify(net).broken
@@ -148,3 +285,107 @@ def test_weights_that_are_no_numbers_cannot_be_certified():
         net.K_p[0, 0, 0] = torch.nan
     with pytest.raises(DataError, match="the weight K_p is not finite"):
         analysis.certify(net)
+
+
+# Who has a promise
+
+
+class Defaults(hdnn.H2):
+    """Only other defaults, a name, and something new."""
+
+    def __init__(self, features, layers):
+        super().__init__(features, layers, activation="relu", dtype=F64)
+
+    def extra_repr(self, *, learned=True):
+        return "mine, " + super().extra_repr(learned=learned)
+
+    def depth(self):
+        return self.layers
+
+
+class Damped(hdnn.H2):
+    def layer(self, y, j):
+        return 0.5 * super().layer(y, j)
+
+    def forward(self, y):
+        for j in range(self.layers):
+            y = self.layer(y, j)
+        return y
+
+
+class Promising(Damped):
+    def guarantee(self):
+        return analysis.Guarantee(True, "mine", "because I say so")
+
+
+class Later(Promising):
+    def weights(self):
+        return super().weights()
+
+
+class Squashed(hdnn.H2):
+    def forward(self, y):
+        return torch.tanh(super().forward(y))
+
+
+class Weighted:
+    def weights(self):
+        return super().weights()
+
+
+class Mixed(Weighted, hdnn.MS1):
+    pass
+
+
+def test_a_subclass_that_only_sets_defaults_keeps_the_promise():
+    net = Defaults(4, 3)
+    assert analysis.guarantee(net) == net.guarantee() == analysis.guarantee(make("H2"))
+    assert analysis.certify(net).status == "holds"
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(Damped, "forward, layer"), (Squashed, "forward"), (Mixed, "weights")]
+)
+def test_a_subclass_that_computes_in_its_own_way_inherits_no_promise(kind, own):
+    net = kind(4, 3)
+    assert analysis.guarantee(net) == net.guarantee()
+    found = analysis.guarantee(net)
+    assert not found.holds
+    assert found.theorem == "none"
+    assert f"nothing is known of {kind.__name__}, which has its own {own};" in found.why
+    assert "no guarantee" in analysis.certify(net).verdict
+
+
+def test_a_method_that_is_put_on_a_network_ends_its_promise():
+    net = make("H2")
+    net.forward = lambda y: 0 * y
+    assert not analysis.guarantee(net).holds
+
+
+def test_a_unit_that_computes_in_its_own_way_inherits_no_promise():
+    class Half(hdnn.HamiltonianUnit):
+        def forward(self, y):
+            return 0.5 * super().forward(y)
+
+    assert analysis.guarantee(hdnn.HamiltonianUnit(4, 2, network="h2")).holds
+    assert not analysis.guarantee(Half(4, 2, network="h2")).holds
+
+
+def test_a_promise_of_ones_own_is_held_against_what_the_layers_do():
+    net = Promising(4, 3, dtype=F64)
+    assert analysis.guarantee(net).why == "because I say so"
+    assert not analysis.guarantee(Later(4, 3)).holds  # that was of another forward
+    found = analysis.certify(net, Random(0)(5, 4))
+    y = Random(0)(4)
+    M = torch.autograd.functional.jacobian(net, y)
+    seen = analysis.backward_sensitivity(net, y, layers=[0])[0]
+    torch.testing.assert_close(seen, M.mT)
+    assert found.verdict.startswith("BROKEN: norm(dy_N/dy_j) >= 1, but it is 0.2")
+
+
+def test_what_is_not_made_of_its_layers_cannot_be_computed():
+    found = analysis.certify(Squashed(4, 3))
+    assert found.status == "not computed"
+    assert "Squashed is not its layers one after the other" in found.verdict
+    with pytest.raises(OptionError, match="give it a `layer`"):
+        analysis.backward_sensitivity(Squashed(4, 3), torch.ones(4))

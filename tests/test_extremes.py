@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdnn import HamiltonianUnit, models
+from hdnn import H1, H2, MLP, MS1, HamiltonianUnit, models
 from hdnn.analysis import (
+    backward_sensitivity,
     chain_extremes,
     derivatives,
     extreme_singular_values,
     extremes,
     lanczos,
+    norms,
     unit_extremes,
 )
 from hdnn.errors import ConvergenceError, OptionError, ShapeError
@@ -172,6 +174,91 @@ def test_float32_has_the_values_of_float64(network):
     single = unit_extremes(make(network, dtype=torch.float32), image(dtype=torch.float32), dense=0)
     for a, b in zip(single[1:3], double[1:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=0.0)
+
+
+def true_extremes(unit, y):
+    """Of dy_N/dy_0 at the states that are computed, by the layers and their inverses."""
+    n, eye = y.numel(), torch.eye(y.numel(), dtype=y.dtype)
+    whole_ = undone = eye.double()
+    for M in derivatives.of_unit(unit, y):
+        A = torch.stack([M.forwards(e.reshape(y.shape)).reshape(n) for e in eye], 1).double()
+        whole_, undone = A @ whole_, undone @ torch.linalg.inv(A)
+    return 1 / torch.linalg.matrix_norm(undone, 2), torch.linalg.matrix_norm(whole_, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("network", ["h1", "h2"])
+def test_a_smallest_value_is_right_or_its_error_says_that_it_is_not(network, dtype):
+    told = []
+    for seed, scale in enumerate((0.2, 0.5, 0.8, 1.0, 1.2, 1.4)):
+        unit = make(network, seed, scale, layers=6, activation="tanh", dtype=dtype)
+        y = image(seed, dtype=dtype)
+        found = unit_extremes(unit, y, layers=[0])
+        low, high = true_extremes(unit, y)
+        assert found.largest_error > 0
+        assert abs(found.largest - high) <= found.largest_error * found.largest
+        assert found.smallest_error > 0
+        assert abs(found.smallest - low) <= found.smallest_error * found.smallest
+        told.append(float(found.smallest_error))
+        if network == "h2":
+            torch.testing.assert_close(found.smallest * found.largest, torch.ones(1, 1, dtype=F64))
+    assert max(told) < 1e-2  # and it is known, too
+
+
+def test_without_pairs_or_an_inverse_the_error_of_the_smallest_is_that_of_the_largest():
+    D = torch.tensor([1e-7, 1.0, 3.0, 1e6])
+    Q = torch.linalg.qr(Random(0)(4, 4)).Q.float()
+    found = chain_extremes([lambda y: y @ Q @ D.diag() @ Q.T], torch.zeros(1, 4))
+    assert found.smallest_error > 1  # it cannot be told from 0
+    assert abs(found.smallest - 1e-7) <= found.smallest_error * found.smallest
+    low, high, low_error, high_error = extreme_singular_values(
+        lambda y: y @ Q @ D.diag() @ Q.T, torch.zeros(1, 4), steps=4, errors=True
+    )
+    assert abs(low - 1e-7) <= low_error
+    assert low_error >= torch.finfo(torch.float32).eps * high
+    assert abs(high - 1e6) <= high_error < 10
+
+
+@pytest.mark.parametrize("X", [None, 2 * torch.eye(3)])
+def test_of_a_symplectic_network_the_smallest_is_one_over_the_largest(X):
+    options = {"init": "paper", "X": X, "generator": torch.Generator().manual_seed(3)}
+    net = H2(6, 12, step=1.0, activation="relu", **options)
+    y = Random(0)(3, 6).float()
+    low, high = extreme_singular_values(net, y, steps=6)
+    assert (high > 1e3).all()
+    torch.testing.assert_close(low * high, torch.ones(3))
+    values = backward_sensitivity(net.double(), y.double(), layers=[0])[0]
+    torch.testing.assert_close(high.double(), norms(values), rtol=1e-2, atol=0.0)
+
+
+def test_other_networks_are_not_taken_for_symplectic():
+    for net in (H1(4, 3), MS1(4, 3), H2(4, 3, X=Random(0)(2, 2).float()), MLP(4, 3)):
+        assert not extremes.symplectic(net)
+    assert extremes.symplectic(H2(4, 3))
+
+
+def test_values_that_a_start_does_not_reach_are_looked_for():
+    D = torch.tensor([1e8, 1e8, 1.0, 0.5, 1e-3], dtype=torch.float32)  # beta is soon rounding
+    low, high = extreme_singular_values(lambda y: y * D, torch.zeros(1, 5), steps=5)
+    assert low <= 0.5 + 5e-6 * 1e8
+    close(high[0], 1e8, 1e-5)
+    D = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0], dtype=F64)
+    low, _ = extreme_singular_values(lambda y: y * D, torch.zeros(1, 5, dtype=F64), steps=5)
+    assert low < 1e-14
+
+
+def test_what_is_not_finite_has_no_extremes():
+    unit = make("h2", scale=1e6, layers=60, activation="relu", step=1.0)
+    for dense in (0, 2048):
+        found = unit_extremes(unit, image(batch=2).abs(), layers=[0], dense=dense)
+        assert found.largest.isnan().all()
+        assert found.smallest.isnan().all()
+        assert found.largest_error.isinf().all()
+        chain = chain_extremes([lambda y: y * 1e200] * 2, torch.ones(1, 3, dtype=F64), dense=dense)
+        assert chain.largest.isnan().all()
+    low, high = extreme_singular_values(lambda y: y * 1e200 * 1e200, torch.ones(1, 3, dtype=F64))
+    assert low.isnan()
+    assert high.isnan()
 
 
 # Chains of any layers

@@ -102,6 +102,48 @@ def test_exploding_gradients_are_said_also_beyond_float64():
         monitor.step()
 
 
+def runaway(layers):
+    net = hdnn.H2(4, layers, step=10.0, activation="identity", dtype=torch.float64)
+    with torch.no_grad():
+        net.K_p.mul_(1e5)
+        net.K_q.mul_(1e5)
+    return net
+
+
+def test_samples_that_could_not_be_computed_are_said_with_the_reason():
+    monitor = GradientMonitor(runaway(40), torch.ones(3, 4, dtype=torch.float64), every=1)
+    with pytest.warns(GradientWarning, match=r"3 of 3 samples could not .* because the state y_"):
+        monitor.step()
+    record = monitor.records[0]
+    assert record.missing == 3
+    assert monitor.table("smallest").isnan().all()  # no comparison with 1 comes out true
+    assert "up to 3 samples could not be computed" in str(monitor)
+    monitor.plot()
+
+
+def test_the_samples_that_could_be_computed_are_recorded():
+    y = torch.randn(4, 4, dtype=torch.float64)
+    net = hdnn.H2(4, 3, step=1.0, activation="identity", dtype=torch.float64)
+    with torch.no_grad():
+        net.K_p.mul_(5)
+    rest = GradientMonitor(net, y[1:]).look()
+    y[0] = 1.7e308
+    with pytest.warns(GradientWarning, match="those of 1 of 4 samples could not be computed"):
+        record = GradientMonitor(net, y).look()
+    assert record.missing == 1
+    assert record.smallest == pytest.approx(rest.smallest)
+    assert record.of_mean == pytest.approx(rest.of_mean)
+
+
+def test_weights_that_are_no_numbers_are_named():
+    net = hdnn.H2(4, 3)
+    with torch.no_grad():
+        net.K_p.fill_(torch.nan)
+    monitor = GradientMonitor(net, torch.ones(2, 4), every=1)
+    with pytest.warns(GradientWarning, match="because the weight K_p is not finite"):
+        monitor.step()
+
+
 def test_records_are_a_table_and_a_picture(tmp_path):
     monitor = GradientMonitor(hdnn.H2(4, 3), torch.randn(5, 4), every=1)
     with pytest.raises(ShapeError, match="recorded nothing"):

@@ -85,6 +85,8 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
     ax = _norm_curves(found["layers"], found, certificate.samples, ax)
     if certificate.broken:
         ax.set_title("A guarantee does not hold numerically", color=RED)
+    elif certificate.unknown:
+        ax.set_title("Not all norms could be computed", color=RED)
     return ax
 
 
@@ -103,7 +105,7 @@ def gradient_surface(
     values = monitor.table(name)[:, :-1].T.clamp_min(low)
     steps, layers = monitor.recorded_steps, range(len(values))
     # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
-    reach = max(10.0, float(values[values.isfinite()].max()))
+    reach = max([10.0, *values[values.isfinite()].tolist()])
     norm = colors.TwoSlopeNorm(0.0, math.log10(low), math.log10(reach))
     shown = ax.pcolormesh(
         *(steps, layers, values.log10().nan_to_num(posinf=math.log10(reach)).tolist()),

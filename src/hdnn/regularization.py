@@ -61,10 +61,10 @@ def gradient_budget(net: Network) -> Tensor:
     """
     _check_network(net)
     S = activations.get(net.activation).S
-    return torch.asinh(0.5 * S * _shear_norms(net)).sum()
+    return torch.asinh(0.5 * S * shear_norms(net)).sum()
 
 
-def _shear_norms(net: Network) -> Tensor:
+def shear_norms(net: Network) -> Tensor:
     """The bounds |A| / S of all shears of all layers."""
     w = net.weights()
     if isinstance(net, MS1):  # A = h diag(sigma') K_0, with no K^T in front

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.sensitivity import backward_sensitivity, singular_values
-from hdnn.errors import HDNNError, OptionError
+from hdnn.analysis.copies import exact
+from hdnn.analysis.measured import Measured
+from hdnn.errors import HDNNError, OptionError, ShapeError
 from hdnn.networks import MS1, MS2, HamiltonianNet, ODENetwork
+from hdnn.networks.promise import own_methods
 from hdnn.operators import dense
 from hdnn.regularization import gradient_budget
+
+TINY = 1e-300
 
 
 def _rates(net: ODENetwork) -> Tensor:
@@ -85,23 +89,34 @@ class Bound:
     value: float
     measured: float | None = None
     rigorous: bool = True  # of these layers; else of the ODE that they discretise
+    slack: float = 1e-9  # relative: what rounding can have done to the two
+
+    @property
+    def known(self) -> bool:
+        """Whether the two can be compared: both computed, and not all of it rounding."""
+        pair = (self.value, self.measured)
+        if any(x is None or math.isnan(x) for x in pair) or not self.slack < 1:
+            return False
+        return not all(x == math.inf for x in pair) and not all(x == 0 for x in pair)
 
     @property
     def holds(self) -> bool | None:
-        """None where nothing was measured, or where the bound is one of the ODE."""
-        if self.measured is None or not self.rigorous:
+        """None where nothing was measured or can be told, or where the bound is one of the ODE."""
+        if self.measured is None or not self.rigorous or not self.known:
             return None
-        slack = 1e-9
         if self.side == "at most":
-            return self.measured <= self.value * (1 + slack)
-        return self.measured >= self.value * (1 - slack)
+            return self.measured <= self.value * (1 + self.slack)
+        return self.measured >= self.value * (1 - self.slack)
 
     def __str__(self) -> str:
         text = f"{self.of} {self.side} {self.value:.4g} ({self.name})"
         if self.measured is None:
             return text
-        word = {True: "holds", False: "DOES NOT HOLD", None: "a bound of the ODE, not of layers"}
-        return f"{text}: measured {self.measured:.4g}, {word[self.holds]}"
+        if not self.rigorous:
+            word = "a bound of the ODE, not of layers"
+        else:
+            word = {True: "holds", False: "DOES NOT HOLD", None: "cannot be told"}[self.holds]
+        return f"{text}: measured {self.measured:.4g}, {word}"
 
 
 @torch.no_grad()
@@ -111,32 +126,69 @@ def bounds(
     """All bounds that are known for a network, tightest last.
 
     With states y, or the smallest and largest singular value over all dy_N/dy_j that were
-    `measured`, each has that beside it.
+    `measured`, each has that beside it. At states y all is computed in float64; what was `measured`
+    may be off by the rounding of the network's dtype. Where a state is not finite, it is NaN.
     """
     if not isinstance(net, ODENetwork):
         raise OptionError(f"{type(net).__name__} is no discretised ODE: no bound is known for it.")
+    if own_methods(net):
+        raise OptionError(f"no bound is known for {type(net).__name__}: {net.guarantee().why}.")
     if y is not None and measured is None:
-        values = singular_values(backward_sensitivity(net, y))
-        measured = values[..., -1].min().item(), values[..., 0].max().item()
-    least, most = measured or (None, None)
+        net = exact(net)
+        return bounds_of(net, extremes(Measured(net, _states(net, y))))
+    # Who gives two numbers has them of matrices, whose rounding is relative to the larger one.
+    return bounds_of(
+        net, measured, 1.0 if measured is None else measured[1] / max(measured[0], TINY)
+    )
+
+
+def extremes(seen: Measured) -> tuple[float, float]:
+    """The smallest and the largest singular value of all dy_N/dy_j; NaN unless all are known."""
+    if len(seen.computed) < seen.norms.shape[1]:
+        return math.nan, math.nan
+    low = seen.smallest_singular()
+    return math.nan if low is None else low, max(1.0, seen.largest)
+
+
+def _states(net: ODENetwork, y: Tensor) -> Tensor:
+    if not isinstance(y, Tensor) or y.ndim < 1 or y.shape[-1] != net.features or not y.numel():
+        given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ShapeError(f"y must be a tensor (*batch, {net.features}), but got {given}.")
+    return y.detach().reshape(-1, net.features).to("cpu", torch.float64)
+
+
+def bounds_of(
+    net: ODENetwork, measured: tuple[float, float] | None, condition: float = 1.0
+) -> list[Bound]:
+    """With `condition` times more rounding in the smallest singular value than in the largest."""
+    (least, most), eps = measured or (None, None), torch.finfo(next(net.parameters()).dtype).eps
     euler = isinstance(net, MS2) or (
         isinstance(net, HamiltonianNet) and net.integrator == "forward_euler"
     )
     norm, gradient = "norm(dy_N/dy_j)", "|delta_j|/|delta_N|"
-    found = []
+    found: list[Bound] = []
+
+    def add(name: str, of: str, side: str, value: Tensor, rigorous: bool = True) -> None:
+        # Both sides are products over layers, of norms that are each off by n eps; the largest
+        # number of shears in a layer, 7, makes it some more.
+        number = value.item()
+        size = abs(math.log(number)) if 0 < number < math.inf else 0.0
+        slack = 256 * net.features * eps * (net.layers + size)
+        seen, slack = (least, slack * condition) if side == "at least" else (most, slack)
+        found.append(Bound(name, of, side, number, seen, rigorous, slack))
+
     try:
-        paper, sharper = bsm_bound_paper(net).item(), bsm_bound_continuous(net).item()
-        found.append(Bound("lem:upper_bound", norm, "at most", paper, most, rigorous=euler))
-        found.append(Bound("sharper form", norm, "at most", sharper, most, rigorous=False))
+        paper, sharper = bsm_bound_paper(net), bsm_bound_continuous(net)
+        add("lem:upper_bound", norm, "at most", paper, euler)
+        add("sharper form", norm, "at most", sharper, False)
     except HDNNError:  # it has no field
         pass
     if euler:
-        discrete = bsm_bound_forward_euler(net).item()
-        found.append(Bound("forward Euler", norm, "at most", discrete, most))
+        add("forward Euler", norm, "at most", bsm_bound_forward_euler(net))
     try:
-        low, high = (bound.item() for bound in gradient_bounds(net))
+        low, high = gradient_bounds(net)
     except HDNNError:  # its layers are no shears
         return found
-    found.append(Bound("budget exp(-B)", gradient, "at least", low, least))
-    found.append(Bound("budget exp(B)", gradient, "at most", high, most))
+    add("budget exp(-B)", gradient, "at least", low)
+    add("budget exp(B)", gradient, "at most", high)
     return found

@@ -2,28 +2,30 @@
 
 The promise is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
 determinant 1 (or at least 1), so the product of any number of them has one too, and a matrix whose
-determinant is at least 1 has no norm below 1. The rest is checked on numbers: the norms, that the
-matrices are symplectic, and the bounds.
+determinant is at least 1 has no norm below 1. It is about the matrix: some direction does not
+shrink, while a single gradient can. The rest is checked on numbers: the norms, that the matrices
+are symplectic, and the bounds. What could not be computed, for states or matrices that are not
+finite, is never said to hold.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hdnn import activations
-from hdnn.analysis.bounds import Bound, bounds
-from hdnn.analysis.jacobians import layer_jacobians
-from hdnn.analysis.sensitivity import back, norms
-from hdnn.errors import DataError, HDNNError, OptionError, ShapeError, positive_int
+from hdnn.analysis.bounds import Bound, bounds_of, extremes
+from hdnn.analysis.copies import exact
+from hdnn.analysis.measured import HIDDEN, Measured
+from hdnn.errors import DataError, OptionError, ShapeError, positive_int
 from hdnn.files import finite
 from hdnn.model import Model
-from hdnn.networks import MLP, MS1, MS2, HamiltonianNet, HamiltonianUnit, Network, ODENetwork
+from hdnn.networks import MS3, HamiltonianNet, HamiltonianUnit, Network, ODENetwork
+from hdnn.networks.promise import SYMPLECTIC, Guarantee, own_methods, unknown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,32 +36,15 @@ RANGES = 8  # of layers, in the table
 POINTS = 1025  # layers that the curve shows, at the most
 
 
-@dataclass(frozen=True)
-class Guarantee:
-    """Whether norm(dy_N/dy_j) >= 1 is a theorem for a network, which one, and why."""
-
-    holds: bool
-    theorem: str
-    why: str
-
-
 def guarantee(net: Network | HamiltonianUnit) -> Guarantee:
-    """What is known of a network before anything is computed."""
-    if isinstance(net, HamiltonianUnit):
-        return net.guarantee()
-    if isinstance(net, MLP):
-        return Guarantee(False, "none", "the gradients of a multilayer perceptron can vanish")
-    euler = isinstance(net, HamiltonianNet) and not net.scheme.symplectic
-    if euler or isinstance(net, MS2):
-        if activations.get(net.activation).monotone:
-            why = f"at any depth, because {net.activation} never decreases"
-            return Guarantee(True, "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer", why)
-        why = f"forward Euler promises nothing for {net.activation}, which can decrease"
-        return Guarantee(False, "none", why)
-    theorem = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
-    if isinstance(net, MS1):
-        theorem = "each layer is a product of shears, det = 1"
-    return Guarantee(True, theorem, "at any depth, for any weights and any activation")
+    """What is known of a network before anything is computed.
+
+    It is what the network's own `guarantee()` says, unless a class that inherits it computes in
+    another way: then nothing is known.
+    """
+    owner = next(cls for cls in type(net).__mro__ if "guarantee" in vars(cls))
+    own = own_methods(net, owner)
+    return unknown(net, own) if own else net.guarantee()
 
 
 @dataclass(frozen=True)
@@ -75,16 +60,18 @@ class Certificate:
     guaranteed: bool
     theorem: str
     guarantee: str  # why, or why not
-    smallest_norm: float  # over all samples and layers j < N
-    smallest_at: tuple[int, int]  # its layer and sample
+    smallest_norm: float  # over all samples that could be computed and layers j < N
+    smallest_at: tuple[int, int] | None  # its layer and sample
     largest_norm: float
-    holds: bool | None  # smallest_norm >= 1 up to rounding, where it is guaranteed
+    holds: bool | None  # smallest_norm >= 1 up to rounding, where guaranteed and all computed
     symplectic_defect: float | None  # where one J serves all layers
     symplectic: bool | None
     bounds: tuple[Bound, ...]
     overflow: int | None  # the layer from which on, backwards, norms are beyond float64
     ranges: tuple[dict[str, float], ...]
     by_layer: dict[str, list[Any]]
+    computed: int | None = None  # samples for which all could be computed; None: all of them
+    trouble: str = ""  # what was wrong with the others, or why it cannot be told
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -98,17 +85,41 @@ class Certificate:
         return tuple(found)
 
     @property
+    def unknown(self) -> str:
+        """What could not be computed, and why; nothing where all could."""
+        missing = 0 if self.computed is None else self.samples - self.computed
+        if missing:
+            of = "all" if missing == self.samples else f"{missing} of"
+            return f"the norms at {of} {self.samples} points, because {self.trouble}"
+        return self.trouble
+
+    @property
+    def status(self) -> str:
+        """ "broken", "not computed", "holds" or "not guaranteed"."""
+        if self.broken:
+            return "broken"
+        if self.unknown:
+            return "not computed"
+        return "holds" if self.guaranteed else "not guaranteed"
+
+    @property
     def verdict(self) -> str:
+        """All of it in one line."""
         if self.broken:
             return "BROKEN: " + "; ".join(self.broken)
-        if self.guaranteed:
-            return f"guaranteed {self.guarantee}, and it holds"
-        return f"no guarantee: {self.guarantee}"
+        promise = f"guaranteed {self.guarantee}"
+        if not self.guaranteed:
+            promise = f"no guarantee: {self.guarantee}"
+        if self.unknown:
+            return f"COULD NOT BE COMPUTED: {self.unknown} ({promise})"
+        return f"{promise}, and it holds" if self.guaranteed else promise
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         bounds = [{**asdict(b), "holds": b.holds, "text": str(b)} for b in self.bounds]
         told = {"verdict": self.verdict, "broken": list(self.broken), "bounds": bounds}
+        told |= {"status": self.status, "unknown": self.unknown}
+        told["computed"] = self.samples if self.computed is None else self.computed
         return {**asdict(self), **told}
 
     def to_json(self) -> str:
@@ -135,24 +146,26 @@ class Certificate:
         if self.overflow is not None:
             rows.append(("", f"beyond what float64 can hold from layer {self.overflow} down"))
         if self.symplectic_defect is not None:
-            rows.append(("symplectic", symplectic_text(self.symplectic_defect, self.symplectic)))
+            rows.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
         rows += [("bound", str(bound)) for bound in self.bounds]
         rows.append(("verdict", self.verdict))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
+    def _symplectic_text(self, defect: float) -> str:
+        """How far the matrices are from symplectic, in words."""
+        neither = "hidden by rounding" if self.theorem == SYMPLECTIC else "not promised"
+        word = {True: "yes", False: "NO", None: neither}[self.symplectic]
+        return f"{word}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
 
-def number_text(value: float) -> str:
+
+def number_text(value: float | None) -> str:
     """Six digits; a norm between 0.999999 and 1 is rounded down, never up to 1."""
+    if value is None or math.isnan(value):
+        return "unknown"
     if 0.999999 <= value < 1 - 1e-9:
         return "0.999999"
     return f"{value:.6g}"
-
-
-def symplectic_text(defect: float, symplectic: bool | None) -> str:
-    """How far the matrices are from symplectic, in words."""
-    word = {True: "yes", False: "NO", None: "not promised"}[symplectic]
-    return f"{word}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
 
 
 def certify(
@@ -172,18 +185,18 @@ def certify(
             f"certify takes a hdnn.Model or a network of hdnn, but got {type(model).__name__}."
         )
     given = next(model.parameters())
-    exact = copy.deepcopy(model).cpu().double()
-    net, width = exact, getattr(exact, "features", 0)
-    if isinstance(exact, Model):
-        net = exact.net
-        width = net.features if exact.augment is None else exact.augment.inputs
+    twin = exact(model)
+    net, width = twin, getattr(twin, "features", 0)
+    if isinstance(twin, Model):
+        net = twin.net
+        width = net.features if twin.augment is None else twin.augment.inputs
     assert isinstance(net, Network)
-    for name, weight in net.named_parameters():
+    for name, weight in (*net.named_parameters(), *net.named_buffers()):
         if not bool(torch.isfinite(weight).all()):
             raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
     y_0 = _points(y, width, positive_int("samples", samples), net, seed)
-    if isinstance(exact, Model):
-        y_0 = exact.embed(y_0)
+    if isinstance(twin, Model):
+        y_0 = twin.embed(y_0)
     where = points or ("random points" if y is None else "points")
     return _certificate(net, y_0, str(given.dtype).removeprefix("torch."), where)
 
@@ -205,18 +218,15 @@ def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int)
 
 @torch.no_grad()
 def _certificate(net: Network, y: Tensor, dtype: str, points: str) -> Certificate:
-    seen = _Seen(net, y)
-    promise = guarantee(net)
-    holds = symplectic = None
-    if promise.holds:
-        slack = 0.0 if seen.smallest >= 1 else _slack(net, seen.states, *seen.smallest_at)
-        holds = seen.smallest >= 1 - slack
-    is_symplectic = not isinstance(net, (MLP, MS1, MS2))
-    if isinstance(net, HamiltonianNet):
-        is_symplectic = net.scheme.symplectic
-    if seen.defect is not None and is_symplectic:
-        symplectic = seen.defect <= seen.tolerance
-    extremes = (seen.smallest_singular, seen.largest)
+    seen, promise = Measured(net, y), guarantee(net)
+    holds, why = None, seen.why
+    if promise.holds and len(seen.computed):
+        holds, doubt = judged(seen.smallest, 0.0 if seen.smallest >= 1 else seen.slack())
+        why = why or doubt
+        if len(seen.computed) < len(y) and holds:
+            holds = None
+    plain = not own_methods(net)
+    kept = isinstance(net, MS3) or (isinstance(net, HamiltonianNet) and net.scheme.symplectic)
     return Certificate(
         network=repr(net),
         layers=net.layers,
@@ -232,78 +242,27 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str) -> Certificat
         largest_norm=seen.largest,
         holds=holds,
         symplectic_defect=seen.defect,
-        symplectic=symplectic,
-        bounds=tuple(bounds(net, measured=extremes)) if isinstance(net, ODENetwork) else (),
+        symplectic=seen.symplectic if plain and kept else None,
+        bounds=_bounds(net, seen) if plain else (),
         overflow=seen.overflow,
         ranges=_ranges(seen.norms[:-1]),
         by_layer=_by_layer(seen.norms),
+        computed=len(seen.computed),
+        trouble=why,
     )
 
 
-class _Seen:
-    """One pass back over all samples: norms, defects, and where they are worst."""
-
-    def __init__(self, net: Network, y: Tensor) -> None:
-        n, eps, tiny = net.features, *_precision(y)
-        self.states = net.trajectory(y)
-        J = self._constant_J(net)
-        self.norms = y.new_empty(net.layers + 1, len(y))
-        self.smallest_singular = 1.0
-        self.overflow: int | None = None
-        defect, self.tolerance = 0.0, 8 * n * eps
-        highest, growth = y.new_ones(len(y)), y.new_zeros(len(y))
-        for j, M, Phi in back(net, self.states):
-            fine = torch.isfinite(Phi).flatten(1).all(1)
-            if not bool(fine.all()):
-                self.overflow = j if self.overflow is None else self.overflow
-            values = torch.linalg.svdvals(Phi.where(fine[:, None, None], torch.eye(n).to(Phi)))
-            self.norms[j] = values[:, 0].where(fine, torch.inf)
-            # What is smaller than the rounding of the largest says nothing.
-            sure = fine & (values[:, -1] > 1e4 * n * eps * values[:, 0])
-            if bool(sure.any()):
-                least = values[sure, -1].min().item()
-                self.smallest_singular = min(self.smallest_singular, least)
-            if J is None or self.overflow is not None:
-                continue
-            # A factor M is off by n eps |M|, and that counts as often as Phi was large behind it.
-            highest = torch.maximum(highest, values[:, 0])
-            if M is not None:
-                growth = growth + M.square().sum((1, 2))
-                self.tolerance = max(self.tolerance, 8 * n * eps * (1 + growth.max().item()))
-            P = Phi / highest[:, None, None]
-            left = norms(P.mT @ J @ P - J / highest.square()[:, None, None])
-            defect = max(defect, (left / norms(J).clamp_min(tiny)).max().item())
-        self.defect = None if J is None else defect
-        before_last = self.norms[:-1]
-        place = int(before_last.argmin())
-        self.smallest_at = place // len(y), place % len(y)
-        self.smallest, self.largest = before_last.min().item(), before_last.max().item()
-
-    @staticmethod
-    def _constant_J(net: Network) -> Tensor | None:
-        try:
-            J = net.field()["J"]
-        except HDNNError:
-            return None
-        return J if J.ndim == 2 else None
+def _bounds(net: Network, seen: Measured) -> tuple[Bound, ...]:
+    return tuple(bounds_of(net, extremes(seen))) if isinstance(net, ODENetwork) else ()
 
 
-def _precision(y: Tensor) -> tuple[float, float]:
-    found = torch.finfo(y.dtype)
-    return found.eps, found.tiny
-
-
-def _slack(net: Network, states: Tensor, layer: int, sample: int) -> float:
-    """How far below 1 rounding can put the norm of a product whose determinant is at least 1.
-
-    The factors M_k are rounded by n eps |M_k|, which moves the determinant of each by a factor
-    1 - n^2 eps cond(M_k) at most, and the norm of the product by the n-th root of all of them.
-    """
-    n, eps, tiny = net.features, *_precision(states)
-    M = layer_jacobians(net, states[layer:, sample : sample + 1], slice(layer, net.layers))
-    values = torch.linalg.svdvals(M[:, 0])
-    cond = values[:, 0] / values[:, -1].clamp_min(tiny)
-    return float(4 * n * eps * (1 + cond.sum()))
+def judged(norm: float, slack: float) -> tuple[bool | None, str]:
+    """Whether a norm that was computed is at least 1, given its rounding; and why not to say."""
+    if norm >= 1 - min(slack, HIDDEN):
+        return True, ""
+    if norm >= 1 - slack:
+        return None, f"a norm of {norm:.6g} is below 1 by less than rounding can make it"
+    return False, ""
 
 
 def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
@@ -312,7 +271,8 @@ def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
     for part in norms.tensor_split(min(RANGES, len(norms))):
         end = start + len(part) - 1
         table.append({"from": start, "to": end})
-        table[-1] |= {"smallest": part.min().item(), "largest": part.max().item()}
+        least, _, most = over_samples(part.flatten())
+        table[-1] |= {"smallest": least.item(), "largest": most.item()}
         start = end + 1
     return tuple(table)
 
@@ -320,10 +280,14 @@ def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
 def _by_layer(norms: Tensor) -> dict[str, list[Any]]:
     """Smallest, median and largest norm for each layer j, or for some where there are many."""
     layers = torch.linspace(0, len(norms) - 1, min(POINTS, len(norms))).round().long()
-    some = norms[layers]
-    return {
-        "layers": layers.tolist(),
-        "smallest": some.amin(1).tolist(),
-        "median": some.median(1).values.tolist(),
-        "largest": some.amax(1).tolist(),
-    }
+    rows = torch.stack(over_samples(norms[layers]))
+    names = ("smallest", "median", "largest")
+    return {"layers": layers.tolist(), **dict(zip(names, rows.tolist(), strict=True))}
+
+
+def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest, median and largest of (..., B), without samples that are NaN unless all are."""
+    low, high = norms.nan_to_num(torch.inf, torch.inf), norms.nan_to_num(-torch.inf, torch.inf)
+    none = norms.isnan().all(-1)
+    least, most = (x.where(~none, torch.nan) for x in (low.amin(-1), high.amax(-1)))
+    return least, norms.nanmedian(-1).values, most

@@ -7,7 +7,6 @@ runs from 0 to T here, and not from T back as in the paper, so the sign turns: d
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.analysis import adaptive
+from hdnn.analysis.copies import exact
 from hdnn.errors import DataError, OptionError, ShapeError, StepError, choose, positive_float
 from hdnn.networks import MS1, MS2, Network, ODENetwork
 from hdnn.shapes import Shapes
@@ -77,7 +77,7 @@ class ContinuousNetwork:
         self.rtol, self.atol = positive_float("rtol", rtol), positive_float("atol", atol)
         if self.rtol < 1e-13:  # scipy would take a larger one, with a warning for each piece
             raise StepError(f"rtol must be at least 1e-13 in float64, but got {rtol}.")
-        net = copy.deepcopy(net).to("cpu", torch.float64).requires_grad_(False)
+        net = exact(net).requires_grad_(False)
         field = net.field()  # refuses where there is none
         if not all(bool(part.isfinite().all()) for part in field.values()):
             raise DataError("the network has weights that are NaN or infinite; all must be finite.")

@@ -50,6 +50,15 @@ class Traced:
         self.forwards: Map = lambda v: push(v)[0]
 
 
+class Lost:
+    """The derivative of a layer whose state is not finite: no number is known of it."""
+
+    def forwards(self, v: Tensor) -> Tensor:
+        return v * torch.nan
+
+    backwards = undo = undo_backwards = forwards
+
+
 class Shear:
     """v -> B^T D A v and its transpose, with D the slopes of sigma at A s + a."""
 
@@ -145,9 +154,11 @@ def of_unit(unit: HamiltonianUnit, y: Tensor) -> list[Invertible]:
     """The derivatives of a unit's layers along the trajectory of one image y (1, C, H, W)."""
     if unit.normed and unit.training:
         raise OptionError("batch statistics tie the samples together; call unit.eval() first.")
-    states = unit.trajectory(y)[:-1]
+    states = unit.trajectory(y)
+    if not bool(states.isfinite().all()):
+        return [Lost()] * unit.layers
     parts, kind = unit._parts(y.dtype, unit._raw()), unit._kind()
-    layers = zip(states, *(part.layers() for part in parts), strict=True)
+    layers = zip(states[:-1], *(part.layers() for part in parts), strict=True)
     if unit.network == "h1":
         return [H1Layer(s, part, kind) for s, part in layers]
     return [H2Layer(s, (of_q, of_p), kind) for s, of_q, of_p in layers]

@@ -5,41 +5,74 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from hdnn.analysis.derivatives import Derivative, Invertible, Traced, of_unit
+from hdnn.analysis.derivatives import (
+    TOLERANCE,
+    Derivative,
+    H2Layer,
+    Invertible,
+    Lost,
+    Traced,
+    of_unit,
+)
 from hdnn.analysis.lanczos import Product, bidiagonalise, shortfall
+from hdnn.analysis.sensitivity import singular_values
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
+from hdnn.networks import Network
+from hdnn.networks.promise import SYMPLECTIC, own_methods
 from hdnn.networks.unit import HamiltonianUnit
 
+Function = Callable[[Tensor], Tensor]
 STEPS = 48
 DENSE = 2048
 TINY = 1e-300
 
 
+@overload
 def extreme_singular_values(
-    function: Callable[[Tensor], Tensor],
+    function: Function,
     y: Tensor,
     *,
-    steps: int = 30,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor]:
+    steps: int = ...,
+    seed: int = ...,
+    errors: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def extreme_singular_values(
+    function: Function, y: Tensor, *, steps: int = ..., seed: int = ..., errors: Literal[True]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+def extreme_singular_values(
+    function: Function, y: Tensor, *, steps: int = 30, seed: int = 0, errors: bool = False
+) -> tuple[Tensor, ...]:
     """(smallest, largest) singular value of the derivative of `function` at each sample: (B,) each.
 
     Golub-Kahan-Lanczos bidiagonalisation by products with vectors, forwards and backwards. With
-    `steps` at least the number of features both values are exact; with fewer, the largest one soon
-    is, from below, and the smallest one is an upper bound, which comes closer more slowly.
+    `steps` at least the number of features both are right up to the rounding of y's dtype, which is
+    relative to the largest: below about n eps times that, a smallest value cannot be told from 0.
+    With fewer steps the largest one soon is, from below, and the smallest one is an upper bound,
+    which comes closer more slowly. Of a network that is symplectic by the canonical J, or J times a
+    number, the smallest is one over the largest, to as many digits. NaN where a product is not
+    finite.
 
     Args:
         function: states (B, ...) to states (B, ...) of equally many features, sample by sample: a
             network, or the layers from j on.
+        errors: give (smallest, largest, smallest_error, largest_error) instead, with absolute
+            errors: there is a singular value so close to what was found.
     """
     positive_int("steps", steps)
     if y.ndim < 2:
         raise ShapeError(f"y must be (B, ...), a state for each sample, but got {tuple(y.shape)}.")
+    depth = function.layers if isinstance(function, Network) else 1
+    paired = isinstance(function, Network) and symplectic(function)
     found = []
     for one in y.split(1):
         M = Traced(function, one)
@@ -52,18 +85,48 @@ def extreme_singular_values(
         with torch.no_grad():
             products = _product(one, [M.forwards]), _product(M.out, [M.backwards])
             low, high, _ = bidiagonalise(*products, n, steps, one, seed)
-        found.append((low.value, high.value))
-    low, high = torch.tensor(found, dtype=torch.float64).reshape(-1, 2).to(y).unbind(1)
-    return low, high
+        if not bool(M.out.isfinite().all()):
+            found.append((math.nan, math.nan, math.inf, math.inf))
+            continue
+        rounding = _rounding(one, depth) * high.value
+        row = (low.value, high.value, low.residual + rounding, high.residual + rounding)
+        if paired and high.value > 0:
+            row = (1 / high.value, high.value, row[3] / high.value**2, row[3])
+        found.append(row)
+    table = torch.tensor(found, dtype=torch.float64).reshape(-1, 4).to(y)
+    return table.unbind(1)[: 4 if errors else 2]
+
+
+def symplectic(net: Network) -> bool:
+    """Whether dy_N/dy_j is symplectic by the canonical J, so that singular values come in pairs.
+
+    The same for a J that is a number times an orthogonal matrix: its inverse is its transpose then.
+    """
+    if own_methods(net) or net.guarantee().theorem != SYMPLECTIC:
+        return False
+    J = net.field()["J"].detach().double()
+    if J.ndim > 2:
+        return False
+    square = J @ J.mT
+    return torch.allclose(square, square[0, 0] * torch.eye(len(J)).to(J), rtol=0, atol=1e-12) and (
+        float(square[0, 0]) > 0
+    )
+
+
+def _rounding(like: Tensor, depth: int) -> float:
+    """How far rounding can move a singular value of so many factors, relative to the largest."""
+    return 8 * (math.sqrt(like.numel()) + depth) * torch.finfo(like.dtype).eps
 
 
 class Extremes(NamedTuple):
     """The extreme singular values of dy_N/dy_j, for each j that was asked for and each sample.
 
     `largest` is a lower bound and `smallest` an upper bound, up to rounding. The errors are
-    relative: there is a singular value so close to what was found. All are (layers, B). `missed`
-    is how far, with probability 0.999, an extreme can lie beyond what was found, relatively; it
-    is infinite for a smallest one that was found without an inverse.
+    relative: there is a singular value so close to what was found, rounding included, which is that
+    of the largest; past 1, the smallest cannot be told from 0. All are (layers, B). `missed` is how
+    far, with probability 0.999, an extreme can lie beyond what was found, relatively; it is
+    infinite for a smallest one that was found without an inverse. Values are NaN, and errors
+    infinite, where a product is not finite.
     """
 
     layers: list[int]
@@ -96,15 +159,17 @@ def unit_extremes(
 ) -> Extremes:
     """Extreme singular values of dy_N/dy_j in a unit, along the trajectory of images y (B, ...).
 
-    y_N is the end of its layers, before a normalisation `after` them. The smallest value is one
-    over the largest of the inverse, which is found as soon, however small it is: an H2 layer is
-    undone by itself, an H1 layer by solving linear equations, to a residual of 1e-4. Where that
-    fails, close to a singular layer, it is the upper bound that `chain_extremes` would find.
+    That is the trajectory as it is computed, in the dtype of the unit; y_N is the end of its
+    layers, before a normalisation `after` them. The smallest value is one over the largest of the
+    inverse, which is found as soon, however small it is: an H2 layer is undone by itself, an H1
+    layer by solving linear equations, to a residual of 1e-4. Where that fails, close to a singular
+    layer, it is the upper bound that `chain_extremes` would find. Of an H2 unit whose whole matrix
+    is made it is one over the largest: the matrix is symplectic.
 
     Args:
         layers: the j that are wanted, by default 0 .. N-1.
         steps: of Lanczos, for each of the two; 48 miss 1% or less (`missed`).
-        dense: entries of a state up to which the whole matrix is made instead, and is exact.
+        dense: entries of a state up to which the whole matrix is made instead, and nothing missed.
         smallest: whether to take the trouble; else it is that upper bound too.
     """
     if not isinstance(unit, HamiltonianUnit):
@@ -133,7 +198,7 @@ def chain_extremes(
     """
     chains = []
     for state in y.split(1):
-        chain: list[Traced] = []
+        chain: list[Any] = []
         for function in functions:
             chain.append(Traced(function, state))
             if chain[-1].out.shape != state.shape:
@@ -142,7 +207,8 @@ def chain_extremes(
                     f"{tuple(chain[-1].out.shape)}; leave pooling and strides out."
                 )
             state = chain[-1].out
-        chains.append(chain)
+        fine = all(bool(M.out.isfinite().all()) for M in chain)
+        chains.append(chain if fine else [Lost()] * len(chain))
     return _extremes(chains, y, _of_zeros, layers, steps, dense, seed)
 
 
@@ -174,32 +240,67 @@ def _extremes(
             raise ShapeError(f"layers must be whole numbers in 0 .. {N - 1}, but got {j!r}.")
     with torch.no_grad():
         found = [
-            [
-                _exactly(chain[j:], y[:1])
-                if y[0].numel() <= dense
-                else smallest(chain[j:], y[:1], steps, seed)
-                for chain in chains
-            ]
+            [_found(chain[j:], y[:1], smallest, steps, dense, seed) for chain in chains]
             for j in wanted
         ]
     table = torch.tensor(found, dtype=torch.float64).reshape(len(wanted), len(chains), -1)
     return Extremes(wanted, *table.unbind(-1))
 
 
-def _exactly(chain: Sequence[Derivative], like: Tensor) -> _Found:
+def _found(
+    chain: Sequence[Any],
+    like: Tensor,
+    smallest: Callable[..., _Found],
+    steps: int,
+    dense: int,
+    seed: int,
+) -> _Found:
+    if like.numel() > dense:
+        return smallest(chain, like, steps, seed)
+    found = _by_matrix(chain, like)
+    if smallest is not _of_inverse or not math.isfinite(found.largest):
+        return found
+    if isinstance(chain[-1], H2Layer):
+        return found._replace(smallest=1 / found.largest, smallest_error=found.largest_error)
+    if found.smallest_error <= TOLERANCE:
+        return found
+    return _of_inverse(chain, like, steps, seed)._replace(
+        largest=found.largest, largest_error=found.largest_error, largest_missed=0.0
+    )
+
+
+def _by_matrix(chain: Sequence[Derivative], like: Tensor) -> _Found:
     """By all singular values of the whole matrix."""
     n = like.numel()
     rows = torch.eye(n, dtype=like.dtype, device=like.device).reshape(n, *like.shape)
     for M in chain:
         rows = torch.func.vmap(M.forwards)(rows)
-    values = torch.linalg.svdvals(rows.reshape(n, n))
-    singular = isinstance(chain[-1], Traced) and zeros(chain[-1])
-    return _Found(0.0 if singular else float(values[-1]), float(values[0]))
+    values = singular_values(rows.reshape(n, n))
+    found = _with_errors(float(values[-1]), float(values[0]), like, len(chain))
+    if isinstance(chain[-1], Traced) and zeros(chain[-1]):
+        return found._replace(smallest=0.0, smallest_error=0.0)
+    return found
+
+
+def _with_errors(
+    low: float, high: float, like: Tensor, depth: int, residuals: tuple[float, float] = (0.0, 0.0)
+) -> _Found:
+    """The values with their errors, of which rounding is a part."""
+    if not math.isfinite(high):
+        return _Found(math.nan, math.nan, *[math.inf] * 4)
+    rounding = _rounding(like, depth) * high
+    errors = [
+        (residual + rounding) / max(value, TINY)
+        for value, residual in zip((low, high), residuals, strict=True)
+    ]
+    return _Found(low, high, *errors)
 
 
 def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int) -> _Found:
     """The largest value, and one over the largest of the inverse."""
     found = _by_lanczos(chain, like, steps, seed)
+    if not math.isfinite(found.largest):
+        return found
     n = like.numel()
     undo = _product(like, [M.undo for M in reversed(chain)])
     undo_backwards = _product(like, [M.undo_backwards for M in chain])
@@ -207,9 +308,12 @@ def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int
         _, inverse, k = bidiagonalise(undo, undo_backwards, n, steps, like, seed)
     except ConvergenceError:  # then the upper bound without an inverse is all there is
         return found
+    if not math.isfinite(inverse.value):
+        return found
+    solved = 0.0 if isinstance(chain[-1], H2Layer) else TOLERANCE
     return found._replace(
         smallest=1 / inverse.value,
-        smallest_error=inverse.residual / inverse.value,
+        smallest_error=inverse.residual / inverse.value + _rounding(like, len(chain)) + solved,
         smallest_missed=shortfall(n, k),
     )
 
@@ -217,7 +321,7 @@ def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int
 def _of_zeros(chain: Sequence[Traced], like: Tensor, steps: int, seed: int) -> _Found:
     """Both values by one run of Lanczos, but for a smallest that is known to be 0."""
     found = _by_lanczos(chain, like, steps, seed)
-    if zeros(chain[-1]):
+    if isinstance(chain[-1], Traced) and zeros(chain[-1]):
         return found._replace(smallest=0.0, smallest_error=0.0, smallest_missed=0.0)
     return found
 
@@ -227,14 +331,11 @@ def _by_lanczos(chain: Sequence[Derivative], like: Tensor, steps: int, seed: int
     forwards = _product(like, [M.forwards for M in chain])
     backwards = _product(like, [M.backwards for M in reversed(chain)])
     low, high, k = bidiagonalise(forwards, backwards, n, steps, like, seed)
-    return _Found(
-        smallest=low.value,
-        largest=high.value,
-        smallest_error=low.residual / max(low.value, TINY),
-        largest_error=high.residual / max(high.value, TINY),
-        smallest_missed=0.0 if k == n else math.inf,
-        largest_missed=shortfall(n, k),
-    )
+    found = _with_errors(low.value, high.value, like, len(chain), (low.residual, high.residual))
+    if not math.isfinite(found.largest):
+        return found
+    missed = 0.0 if k == n else math.inf
+    return found._replace(smallest_missed=missed, largest_missed=shortfall(n, k))
 
 
 def _product(like: Tensor, maps: Sequence[Callable[[Tensor], Tensor]]) -> Product:

@@ -17,6 +17,7 @@ from hdnn.activations import Activation
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_J, times_X
 from hdnn.networks import MLP, MS1, MS2, MS3, HamiltonianNet, Network, ODENetwork
+from hdnn.networks.promise import own_methods
 from hdnn.shapes import Step
 
 Updates = tuple[
@@ -25,7 +26,12 @@ Updates = tuple[
 
 
 def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -> Tensor:
-    """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers, given their states (L+1, B, n)."""
+    """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers, given their states (L+1, B, n).
+
+    Of a subclass that computes in its own way, by automatic differentiation of its `layer`.
+    """
+    if own_methods(net):
+        return _differentiated(net, states[:-1], range(net.layers)[layers])
     each, shared = net.weights_by_layer()
     w = {**shared, **{name: value[layers] for name, value in each.items()}}
     sigma = activations.get(net.activation)
@@ -49,9 +55,22 @@ def layer_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -
     return _semi_implicit(y, after, K, b, w["X"], h, sigma)
 
 
+def inverse_jacobians(net: Network, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+    """M_j^-1 of layers that are shears: each of them undone, and nothing is solved; else None."""
+    if own_methods(net):
+        return None
+    each, shared = net.weights_by_layer()
+    w = {**shared, **{name: value[layers] for name, value in each.items()}}
+    updates = _updates(net, w)
+    if updates is None:
+        return None
+    h = _steps(w["h"], len(states) - 1, states)
+    return _shears(*updates, states, h, activations.get(net.activation), undone=True)
+
+
 def quick_trajectory(net: Network, y: Tensor) -> Tensor:
     """`net.trajectory` of y (B, n) by fewer calls, where layers are p- and q-updates."""
-    updates = _updates(net, net.weights())
+    updates = None if own_methods(net) else _updates(net, net.weights())
     if updates is None or updates[2][0] is not updates[1][0]:  # or V is not K
         return net.trajectory(y)
     assert isinstance(net, ODENetwork)
@@ -125,8 +144,10 @@ def _shears(
     states: Tensor,
     h: Tensor,
     sigma: Activation,
+    *,
+    undone: bool = False,
 ) -> Tensor:
-    """The product of a layer's p- and q-updates."""
+    """The product of a layer's p- and q-updates, or its inverse."""
     K_p, K_q, b_p, b_q = weights
     y, m = states[:-1], states.shape[-1] // 2
     p, q = y.chunk(2, -1)
@@ -137,7 +158,7 @@ def _shears(
         source, K, b, V_s = (q, K_q, b_q, V[1]) if half == "p" else (p, K_p, b_p, V[0])
         a = torch.baddbmm(b[:, None], source, K.mT)
         A = _product(K, c * sigma.slope(a)[..., None], V_s)
-        M = _one_more(M, A, half, m)
+        M = _one_less(M, A, half, m) if undone else _one_more(M, A, half, m)
         if k + 1 < len(shears):
             move = c[..., 0] * (sigma(a) if V_s is None else sigma(a) @ V_s)
             p, q = (p + move, q) if half == "p" else (p, q + move)
@@ -154,6 +175,31 @@ def _one_more(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
     else:
         M[..., to] += M[..., of] @ A
     return M
+
+
+def _one_less(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
+    """The inverse of a shear times M: the rows of the other half lose A times those that move."""
+    if M is None:
+        return _one_more(None, -A, half, m)
+    to, of = (slice(m), slice(m, None)) if half == "p" else (slice(m, None), slice(m))
+    M[..., of, :] -= A @ M[..., to, :]
+    return M
+
+
+@torch.enable_grad()
+def _differentiated(net: Network, y: Tensor, layers: range) -> Tensor:
+    """M_j by one backward pass for each entry of y_{j+1}; samples must not mix."""
+    found = []
+    for state, j in zip(y, layers, strict=True):
+        start = state.detach().requires_grad_()
+        end = net.layer(start, j)
+        entries = [
+            torch.autograd.grad(end[:, c].sum(), start, retain_graph=True, allow_unused=True)[0]
+            for c in range(end.shape[1])
+        ]
+        columns = [torch.zeros_like(state) if entry is None else entry for entry in entries]
+        found.append(torch.stack(columns, -1))
+    return torch.stack(found)
 
 
 def _semi_implicit(

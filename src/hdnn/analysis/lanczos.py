@@ -2,7 +2,7 @@
 
 k steps from a random start make A V = U B and A^T U = V B^T + r, B bidiagonal (k, k), V and U with
 orthonormal columns. The singular values of B lie between the extreme ones of A: the largest is a
-lower bound, the smallest an upper bound.
+lower bound, the smallest an upper bound, each up to a few eps times the largest.
 """
 
 from __future__ import annotations
@@ -36,41 +36,58 @@ def bidiagonalise(
     """The triples of the smallest and of the largest singular value of B, and its k <= steps.
 
     `forwards` is v -> A v, `backwards` u -> A^T u, on vectors (n,). All vectors are kept, and kept
-    orthogonal. It ends early where the vectors span all that A can reach from the start.
+    orthogonal. Where they span all that A can reach from the start, up to rounding, it goes on from
+    a new direction: what the start does not reach may hold the smallest value. Values are NaN where
+    a product is not finite.
     """
     k = min(steps, n)
     V, U = (torch.zeros(k, n, dtype=like.dtype, device=like.device) for _ in range(2))
     matrix = torch.zeros(k, k, dtype=torch.float64)
-    draw = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    v, beta, done = draw.to(like) / draw.norm().to(like), 0.0, 0
-    eps = torch.finfo(like.dtype).eps
-    while done < k:
-        V[done] = v
-        u = _orthogonal(forwards(v), U[:done])
+    generator = torch.Generator().manual_seed(seed)
+    v, beta, eps = _direction(V[:0], generator), 0.0, torch.finfo(like.dtype).eps
+    for i in range(k):
+        V[i] = v
+        u = _orthogonal(forwards(v), U[:i])
         alpha = float(u.norm())
-        matrix[done, done] = alpha
+        if not math.isfinite(alpha):
+            return _nothing(v), _nothing(v), i + 1
+        matrix[i, i] = alpha
         size = float(matrix.max())
-        if alpha > 10 * eps * size:
-            U[done] = u / alpha
-        done += 1
-        v = _orthogonal(backwards(U[done - 1]), V[:done])
+        U[i] = u / alpha if alpha > 10 * eps * size else _direction(U[:i], generator)
+        v = _orthogonal(backwards(U[i]), V[: i + 1])
         beta = float(v.norm())
-        if done == k or alpha <= 10 * eps * size or beta <= 10 * eps * size:
+        if i + 1 == k:
             break
-        matrix[done - 1, done] = beta
-        v = v / beta
-    P, values, Q = torch.linalg.svd(matrix[:done, :done])
+        if beta > 10 * eps * size:
+            matrix[i, i + 1] = beta
+            v = v / beta
+        else:
+            v = _direction(V[: i + 1], generator)
+    if not bool(matrix.isfinite().all()):
+        return _nothing(v), _nothing(v), k
+    P, values, Q = torch.linalg.svd(matrix)
     P, Q = P.mT.to(like), Q.to(like)
     low, high = (
         Triple(
             float(values[i]),
-            P[i] @ U[:done],
-            Q[i] @ V[:done],
+            P[i] @ U,
+            Q[i] @ V,
             beta * abs(float(P[i, -1])),
         )
         for i in (-1, 0)
     )
-    return low, high, done
+    return low, high, k
+
+
+def _direction(basis: Tensor, generator: torch.Generator) -> Tensor:
+    """A random unit vector orthogonal to the rows of `basis`."""
+    draw = torch.randn(basis.shape[1], dtype=torch.float64, generator=generator)
+    x = _orthogonal((draw / draw.norm()).to(basis), basis)
+    return x / x.norm()
+
+
+def _nothing(v: Tensor) -> Triple:
+    return Triple(math.nan, v, v, math.inf)
 
 
 def _orthogonal(x: Tensor, basis: Tensor) -> Tensor:

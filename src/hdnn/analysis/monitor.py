@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import math
@@ -14,7 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from hdnn.analysis.sensitivity import backward_sensitivity, norms
+from hdnn.analysis.certificate import over_samples
+from hdnn.analysis.copies import exact
+from hdnn.analysis.measured import why_not
+from hdnn.analysis.sensitivity import backward_sensitivity, norms, trajectory
 from hdnn.errors import OptionError, ShapeError, positive_int
 from hdnn.model import Model
 from hdnn.networks import Network
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 SHARE = 0.04  # of the time of a training that watching it may take
 SAMPLES = 64
 VANISHED, EXPLODED = 1e-6, 1e6
+BEYOND = "dy_N/dy_j is past the largest float64"
 
 
 class GradientWarning(UserWarning):
@@ -35,7 +38,11 @@ class GradientWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Record:
-    """One look at the gradients: for layers j = 0 .. N, over the samples."""
+    """One look at the gradients: for layers j = 0 .. N, over the samples.
+
+    Samples that could not be computed are left out, but that the largest norm is infinite then;
+    where none could, all else is NaN.
+    """
 
     step: int
     smallest: list[float]  # norm(dy_N/dy_j)
@@ -43,6 +50,8 @@ class Record:
     largest: list[float]
     of_mean: list[float]  # the norm of the mean of all samples' matrices, which the paper shows
     weights: list[float] = field(default_factory=list)  # gradients of layer j's weights, j < N
+    missing: int = 0  # samples that could not be computed
+    why: str = ""  # not
 
 
 class GradientMonitor:
@@ -124,40 +133,56 @@ class GradientMonitor:
         """Record the gradients as they are now."""
         if self.model is None:
             raise OptionError("give the monitor a model, or use it as a callback of fit.")
-        exact = copy.deepcopy(self.model).cpu().double()
+        twin = exact(self.model)
         x = self.x.cpu().double()
-        net, y = (exact.net, exact.embed(x)) if isinstance(exact, Model) else (exact, x)
+        net, y = (twin.net, twin.embed(x)) if isinstance(twin, Model) else (twin, x)
         Phi = backward_sensitivity(net, y)
         found = norms(Phi)
+        lost = found.isnan().any(0)
+        missing, mean = int(lost.sum()), Phi[:, ~lost].mean(1)
+        smallest, median, largest = over_samples(found.where(~lost, torch.nan))
+        if missing:
+            largest[:-1] = torch.inf
         record = Record(
             self.steps,
-            found.amin(1).tolist(),
-            found.median(1).values.tolist(),
-            found.amax(1).tolist(),
-            norms(Phi.mean(1)).tolist(),
+            smallest.tolist(),
+            median.tolist(),
+            largest.tolist(),
+            norms(mean).tolist(),
             _by_layer(self.model.net if isinstance(self.model, Model) else self.model),
+            missing,
+            (why_not(net, trajectory(net, y)) or BEYOND) if missing else "",
         )
         self.records.append(record)
         self._judge(record)
         return record
 
     def _judge(self, record: Record) -> None:
-        """Say it the first time that something vanishes or explodes."""
-        low, high = min(record.median[:-1]), max(record.largest[:-1])
-        if low < VANISHED and not any("vanish" in text for text in self.findings):
-            layer = max(j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED)
+        """Say it the first time that something vanishes or explodes, or cannot be computed."""
+        high = max(record.largest[:-1])
+        small = [j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED]
+        if small and not any("vanish" in text for text in self.findings):
             self._say(
                 f"gradients vanish: at step {record.step} half of the samples have "
-                f"norm(dy_N/dy_j) < {VANISHED:g} from layer {layer} down; a network of shears "
+                f"norm(dy_N/dy_j) < {VANISHED:g} from layer {max(small)} down; a network of shears "
                 "such as hdnn.H2 cannot do that."
+            )
+        known = any("not be computed" in text for text in self.findings)
+        lost = ""
+        if record.missing and not known:
+            lost = (
+                f"those of {record.missing} of {len(self.x)} samples could not be computed, "
+                f"because {record.why}"
             )
         if high > EXPLODED and not any("explode" in text for text in self.findings):
             layer = max(j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED)
             self._say(
                 f"gradients explode: at step {record.step} norm(dy_N/dy_j) is up to {high:.2g}, "
                 f"above {EXPLODED:g} from layer {layer} down; use a smaller step h, smaller "
-                "weights, or hdnn.regularization.gradient_budget."
+                f"weights, or hdnn.regularization.gradient_budget.{lost and f' And {lost}.'}"
             )
+        elif lost:
+            self._say(f"gradients at step {record.step}: {lost}.")
 
     def _say(self, text: str) -> None:
         self.findings.append(text)
@@ -194,12 +219,15 @@ class GradientMonitor:
     def __str__(self) -> str:
         if not self.records:
             return "no gradients recorded yet"
-        low = min(min(record.smallest[:-1]) for record in self.records)
-        high = max(max(record.largest[:-1]) for record in self.records)
+        low = over_samples(self.table("smallest")[:, :-1].flatten())[0]
+        high = self.table("largest")[:, :-1].max()
         text = (
             f"{len(self.records)} looks in {self.steps} steps, {len(self.x)} samples: "
             f"norm(dy_N/dy_j) from {low:.6g} to {high:.6g}"
         )
+        missing = max(record.missing for record in self.records)
+        if missing:
+            text += f"; up to {missing} samples could not be computed"
         return "\n".join([text, *self.findings])
 
 

@@ -6,7 +6,7 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from numbers import Integral
 from typing import Any
@@ -18,6 +18,7 @@ from hdnn.analysis.jacobians import layer_jacobians, quick_trajectory
 from hdnn.engine import jit
 from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
+from hdnn.networks.promise import own_methods
 
 SMALL = 16  # features, up to which products by compiled loops are faster
 MEMORY = 2**28  # bytes for the matrices of the layers that are looked at together
@@ -27,9 +28,14 @@ _ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
 
 @torch.no_grad()
 def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
-    """dy_{j+1}/dy_j for every sample and layer along the trajectory of y: (N, *batch, n, n)."""
-    states = _states(net, y)
-    return layer_jacobians(net, states).reshape(net.layers, *y.shape, net.features)
+    """dy_{j+1}/dy_j for every sample and layer along the trajectory of y: (N, *batch, n, n).
+
+    NaN where one of the two states is not finite.
+    """
+    states = trajectory(net, y)
+    M, fine = layer_jacobians(net, states), states.isfinite().all(-1)
+    M = M.where((fine[:-1] & fine[1:])[..., None, None], torch.nan)
+    return M.reshape(net.layers, *y.shape, net.features)
 
 
 @torch.no_grad()
@@ -39,24 +45,32 @@ def backward_sensitivity(
     """The BSM dy_N/dy_j for every sample and j = 0 .. N: (N+1, *batch, n, n)   (eq:BSM).
 
     One pass back by the layers' closed-form Jacobians: dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1},
-    starting from dy_N/dy_N = I.
+    starting from dy_N/dy_N = I. NaN for a sample whose states do not stay finite: what could not be
+    computed is no number.
 
     Args:
         layers: the j that are wanted, by default all: (len(layers), *batch, n, n).
         memory: bytes that may be used besides the result; past that, layers are taken in parts.
     """
-    states = _states(net, y)
+    states = trajectory(net, y)
     wanted = _wanted(layers, net.layers)
+    lost = ~states.isfinite().all(-1).all(0)
     if layers is None and _small(states, memory):
         shape = (net.layers + 1, *y.shape, net.features)
-        return _product(layer_jacobians(net, states)).reshape(shape)
+        result = _product(layer_jacobians(net, states))
+        result[:-1, lost] = torch.nan
+        return result.reshape(shape)
     result = y.new_empty(len(wanted), *states.shape[1:], net.features)
     places: dict[int, list[int]] = {}
     for place, j in enumerate(wanted):
         places.setdefault(j, []).append(place)
-    for j, _, Phi in back(net, states, min(wanted, default=net.layers), memory):
+    Phi = torch.eye(net.features, dtype=states.dtype, device=states.device)
+    result[places.get(net.layers, [])] = Phi
+    for j, M in factors(net, states, low=min(wanted, default=net.layers), memory=memory):
+        Phi = M @ Phi
         for place in places.get(j, ()):
             result[place] = Phi
+            result[place, lost] = torch.nan
     return result.reshape(len(wanted), *y.shape, net.features)
 
 
@@ -94,39 +108,60 @@ def _chain(M, result):  # pragma: kernel
                     result[j, i, a, c] = s
 
 
-def back(
-    net: Network, states: Tensor, low: int = 0, memory: int = MEMORY
-) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """(j, dy_{j+1}/dy_j, dy_N/dy_j) for j = N .. low, a (B, n, n) each: for whom all is too much.
+def factors(
+    net: Network,
+    states: Tensor,
+    of: Callable[..., Any] | None = None,
+    *,
+    low: int = 0,
+    memory: int = MEMORY,
+) -> Iterator[tuple[int, Any]]:
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, a (B, n, n) each: for whom all is too much.
 
-    `states` are y_0 .. y_N of B samples: (N+1, B, n). At j = N there is no layer more.
+    `states` are y_0 .. y_N of B samples: (N+1, B, n). `of` makes other matrices of layers, or none.
     """
+    of = of or layer_jacobians
     B, n = states.shape[1:]
-    Phi = torch.eye(n, dtype=states.dtype, device=states.device).expand(B, n, n)
-    yield net.layers, None, Phi
     each = 4 * max(1, B * n * n) * states.element_size()  # with what is made on the way
     size = max(1, memory // each)
     for high in range(net.layers, low, -size):
         first = max(low, high - size)
         with torch.no_grad():
-            part = layer_jacobians(net, states[first : high + 1], slice(first, high))
+            part = of(net, states[first : high + 1], slice(first, high))
         for j in range(high - 1, first - 1, -1):
-            Phi = part[j - first] @ Phi
-            yield j, part[j - first], Phi
+            yield j, None if part is None else part[j - first]
 
 
-def _states(net: Network, y: Tensor) -> Tensor:
-    """y_0 .. y_N as (N+1, B, n)."""
+def trajectory(net: Network, y: Tensor) -> Tensor:
+    """y_0 .. y_N as (N+1, B, n), layer by layer where a subclass computes in its own way."""
     if not isinstance(net, Network):
         raise OptionError(
             f"sensitivities are those of a network, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
+    if own_methods(net):
+        return _one_by_one(net, y)
     like = next(net.parameters())
     rows = isinstance(y, Tensor) and y.ndim == 2 and y.shape[1] == net.features
     if rows and (y.dtype, y.device) == (like.dtype, like.device):
         return quick_trajectory(net, y)
     return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
+
+
+@torch.no_grad()
+def _one_by_one(net: Network, y: Tensor) -> Tensor:
+    """By `layer` alone, if that is what the network does: dy_N/dy_j is a product over layers."""
+    states = [y.reshape(-1, y.shape[-1])]
+    for j in range(net.layers):
+        states.append(net.layer(states[-1], j))
+    end, whole = states[-1], net(y).reshape(states[-1].shape)
+    same = (end - whole).abs() <= 1e-3 * whole.abs().amax(-1, keepdim=True)
+    if not bool((same | ~whole.isfinite()).all()):
+        raise OptionError(
+            f"{type(net).__name__} is not its layers one after the other: net(y) differs from "
+            "net.layer(.., j) for j = 0 .. N-1; give it a `layer` that is what it computes."
+        )
+    return torch.stack(states)
 
 
 def _wanted(layers: Iterable[int] | None, N: int) -> list[int]:
@@ -142,16 +177,22 @@ def _wanted(layers: Iterable[int] | None, N: int) -> list[int]:
 def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
     """The 2-, 1-, inf- or Frobenius norm of each matrix of (..., n, n): (...).
 
-    Infinite for a matrix with entries that are no longer numbers.
+    Infinite where an entry is too large for its dtype, and NaN where an entry is no number.
     """
     order = _ORDERS[choose("ord", f"{ord:g}" if isinstance(ord, float) else str(ord), _ORDERS)]
-    work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
-    fine = torch.isfinite(Phi).flatten(-2).all(-1)
-    found = torch.linalg.matrix_norm(Phi.to(work).where(fine[..., None, None], 0.0), order)
-    return found.where(fine, torch.inf).to(Phi.dtype)
+    found, fine = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
+    unknown = Phi.isnan().flatten(-2).any(-1)
+    return found.where(fine, torch.inf).where(~unknown, torch.nan)
 
 
 def singular_values(Phi: Tensor) -> Tensor:
-    """Of each matrix of (..., n, n), largest first: (..., n)."""
-    work = torch.promote_types(Phi.dtype, torch.float32)
-    return torch.linalg.svdvals(Phi.to(work)).to(Phi.dtype)
+    """Of each matrix of (..., n, n), largest first: (..., n); NaN where it is not finite."""
+    found, fine = _of_finite(Phi, torch.linalg.svdvals)
+    return found.where(fine[..., None], torch.nan)
+
+
+def _of_finite(Phi: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """A function of the matrices that are finite, with 0 for the others, and which these are."""
+    work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
+    fine = Phi.isfinite().flatten(-2).all(-1)
+    return function(Phi.to(work).where(fine[..., None, None], 0.0)).to(Phi.dtype), fine

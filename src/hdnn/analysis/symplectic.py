@@ -14,15 +14,18 @@ from hdnn.networks import Network, ODENetwork
 def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
     """|Phi^T J Phi - J| / (|Phi|^2 |J|) for each BSM of (..., n, n), in denominator layout.
 
-    Relative to the sizes of the factors, so that it is a multiple of the rounding error.
+    Relative to the sizes of the factors, so that it is a multiple of the rounding error. NaN for a
+    matrix that is not finite.
     """
     if Phi.shape[-2:] != J.shape[-2:] or J.ndim != 2:
         raise ShapeError(
             f"J has shape {tuple(J.shape)}, but a single matrix {tuple(Phi.shape[-2:])} is needed: "
             "a stack of BSMs is symplectic with respect to one constant J."
         )
-    size = norms(Phi).square() * norms(J)
-    return norms(Phi.mT @ J @ Phi - J) / size.clamp_min(torch.finfo(Phi.dtype).tiny)
+    tiny = torch.finfo(Phi.dtype).tiny
+    size, unit = norms(Phi).clamp_min(tiny)[..., None, None], J / norms(J).clamp_min(tiny)
+    P = Phi / size  # so that no square is too large
+    return norms(P.mT @ unit @ P - unit / size / size)
 
 
 def is_symplectic(Phi: Tensor, J: Tensor, *, tolerance: float | None = None) -> bool:

@@ -23,6 +23,8 @@ from hdnn.errors import (
     positive_int,
 )
 from hdnn.initial import Initial
+from hdnn.networks.hooks import refresh
+from hdnn.networks.promise import Guarantee, own_methods, unknown
 
 DEFAULT_T = 2.4
 
@@ -63,6 +65,7 @@ class Network(nn.Module):
 
     def weight(self, name: str) -> Tensor:
         """One stack of weights as it is stored, (N, ...) or (1, ...) if tied."""
+        refresh(self)
         return getattr(self, name)
 
     def assign(self, name: str, value: Tensor) -> None:
@@ -93,6 +96,19 @@ class Network(nn.Module):
     def constants(self) -> dict[str, Tensor]:
         """Arguments of the constructor that are tensors."""
         return {}
+
+    # What is known of it
+
+    def guarantee(self) -> Guarantee:
+        """Whether norm(dy_N/dy_j) >= 1 is a theorem for this network, and why.
+
+        A subclass that computes in another way has no promise from here: it may define its own.
+        """
+        own = own_methods(self)
+        return unknown(self, own) if own else self._promise()
+
+    def _promise(self) -> Guarantee:
+        return Guarantee(False, "none", f"nothing is known of {type(self).__name__}")
 
     # What a network does
 
@@ -216,7 +232,7 @@ class ODENetwork(Network):
         self.step = _step(step, T, self.layers)
         self.learn_step = flag("learn_step", learn_step)
         if learn_step:
-            steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+            steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.stored
             if self.tied:
                 if len(set(steps)) > 1:
                     raise OptionError("tied layers learn one step; give a single step or T.")
@@ -228,6 +244,7 @@ class ODENetwork(Network):
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
         """The step: a float, one a layer, or the learned ones (N,)."""
+        refresh(self)
         return self._all_layers(self.log_h.exp()) if self.learn_step else self.step
 
     def steps(self) -> Tensor:

@@ -15,6 +15,8 @@ from hdnn.errors import OptionError, ShapeError, SparsityError, choose, flag, po
 from hdnn.initial import Initial
 from hdnn.integrators import implicit, splitting
 from hdnn.networks.base import ODENetwork
+from hdnn.networks.hooks import refresh
+from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.operators import block_sparse
 from hdnn.shapes import check_tolerance
 from hdnn.sparsity import Sparsity
@@ -275,9 +277,15 @@ class HamiltonianNet(ODENetwork):
 
     def weight(self, name: str) -> Tensor:
         if name not in self._shapes:
-            return getattr(self, name)
+            return super().weight(name)
+        refresh(self)
         values, index = getattr(self, f"{name}_free"), getattr(self, f"_{name}_index")
         return block_sparse.dense(values, index, self._shapes[name])
+
+    def learns(self, name: str) -> bool:
+        """Whether a weight, K for instance, is to be learned."""
+        name = f"{name}_free" if name in self._shapes else name
+        return self.get_parameter(name).requires_grad
 
     def __getattr__(self, name: str) -> Any:
         # A block-sparse K, or X, reads like a stored one: the whole matrices, zeros included.
@@ -291,9 +299,15 @@ class HamiltonianNet(ODENetwork):
             name = f"{name}_free"
         super().assign(name, value)
 
+    def _promise(self) -> Guarantee:
+        if self.scheme.symplectic:
+            return Guarantee(True, SYMPLECTIC, ALWAYS)
+        return forward_euler(self.activation, activations.get(self.activation).monotone)
+
     # The field
 
     def _J(self) -> Tensor | None:
+        refresh(self)
         if self.J_upper is None:
             return None
         return interconnection.skew(self.J_upper, self.features, self._J_index)
@@ -322,12 +336,22 @@ class HamiltonianNet(ODENetwork):
         K = w["K"] if self.scheme.layout == "full" else _block_diagonal(w["K_p"], w["K_q"])
         return {"J": J, "K": K, "b": b}
 
+    @property
+    def always_solvable(self) -> bool:
+        """Whether each layer has exactly one solution, whatever its weights and its state.
+
+        Explicit layers have; and midpoint layers with a monotone activation, at any coupling.
+        """
+        monotone = activations.get(self.activation).monotone
+        return not self.scheme.implicit or (self.scheme.interconnection == "J" and monotone)
+
     @torch.no_grad()
     def coupling(self) -> Tensor:
         """How strongly each implicit layer depends on its own result, (N,); explicit ones: 0.
 
         rho(h S |B| |A|), entry by entry, for the x = c + h B sigma(A x + a) that a layer solves.
-        Below 1 there is exactly one solution, whatever the state.
+        Below 1 there is exactly one solution, whatever the state. Above there may be several, of
+        which a layer takes the one that is connected to h = 0 (see `hdnn.integrators.path`).
         """
         h = self.steps().abs()
         if not self.scheme.implicit:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hdnn import functional, interconnection
+from hdnn import activations, functional, interconnection
 from hdnn.errors import NotInvertibleError, ShapeError, positive_int
 from hdnn.initial import Initial
 from hdnn.networks.base import ODENetwork
+from hdnn.networks.hooks import refresh
+from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 
 
 class _MarginallyStable(ODENetwork):
@@ -82,6 +84,9 @@ class MS1(_MarginallyStable):
     def function(self) -> Callable[..., Tensor]:
         return functional.ms1
 
+    def _promise(self) -> Guarantee:
+        return Guarantee(True, "each layer is a product of shears, det = 1", ALWAYS)
+
     def field(self) -> dict[str, Tensor]:
         """K = [[0, K_0], [K_0^T, 0]] and X_j = -K_0^-1: needs an invertible K_0."""
         w = self.weights()
@@ -117,6 +122,7 @@ class MS2(_MarginallyStable):
     @property
     def K(self) -> Tensor:
         """The skew-symmetric matrices, as stored: (N, n, n), or (1, n, n) if tied."""
+        refresh(self)
         return interconnection.skew(self.K_upper, self.features, self._index)
 
     def assign(self, name: str, value: Tensor) -> None:
@@ -127,6 +133,9 @@ class MS2(_MarginallyStable):
     @property
     def function(self) -> Callable[..., Tensor]:
         return functional.ms2
+
+    def _promise(self) -> Guarantee:
+        return forward_euler(self.activation, activations.get(self.activation).monotone)
 
     def field(self) -> dict[str, Tensor]:
         """J = K^-T: needs an invertible K, hence an even n."""
@@ -167,6 +176,9 @@ class MS3(_MarginallyStable):
     @property
     def function(self) -> Callable[..., Tensor]:
         return functional.ms3
+
+    def _promise(self) -> Guarantee:
+        return Guarantee(True, SYMPLECTIC, ALWAYS)
 
     def field(self) -> dict[str, Tensor]:
         """K = [[0, K_1], [K_2, 0]] and J = [[0, I], [-I, 0]]."""

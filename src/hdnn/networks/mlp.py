@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hdnn import functional
 from hdnn.initial import Initial
 from hdnn.networks.base import Network
+from hdnn.networks.promise import Guarantee
 
 
 class MLP(Network):
@@ -37,3 +38,6 @@ class MLP(Network):
     @property
     def function(self) -> Callable[..., Tensor]:
         return functional.mlp
+
+    def _promise(self) -> Guarantee:
+        return Guarantee(False, "none", "the gradients of a multilayer perceptron can vanish")

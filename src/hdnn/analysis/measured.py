@@ -1,0 +1,228 @@
+"""One pass back over a network: the norms of all dy_N/dy_j, and what rounding can do to them.
+
+The matrices are kept as P 2^e, so that neither 10^400 nor 10^-400 is too much. What cannot be
+computed is NaN, with the reason in words. With u = n eps, rounding is bounded like this:
+
+- The factor M_k of a layer is off by u size_k, where size_k is the product of the norms of all that
+  it is made of. Its own norm can be much smaller.
+- Phi_k = M_k Phi_{k+1}, so that Phi_k^T J Phi_k - J takes over that of Phi_{k+1} as it is, and
+  2 u size_k |M_k| |Phi_{k+1}|^2 |J| is added.
+- Phi_j = (Phi_j Phi_k^-1) M_k Phi_{k+1}, so that layer k moves Phi_j by no more than |Phi_j| times
+  u size_k |Phi_{k+1}| |Phi_k^-1|: eps times a condition number.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hdnn import activations
+from hdnn.analysis.jacobians import inverse_jacobians, layer_jacobians
+from hdnn.analysis.sensitivity import factors, norms, trajectory
+from hdnn.errors import HDNNError, OptionError
+from hdnn.networks import MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.networks.promise import own_methods
+from hdnn.operators import dense
+from hdnn.regularization import shear_norms
+
+HIDDEN = 0.01  # relative: an error bound past this hides what there is to see
+
+
+class Measured:
+    """What is seen of dy_N/dy_j at states y (B, n) of a network with the same dtype.
+
+    `computed` are the samples for which all could be computed, and `why` says what was wrong with
+    the others. `norms` (N+1, B) are NaN for these, and infinite past the largest float.
+    """
+
+    @torch.no_grad()
+    def __init__(self, net: Network, y: Tensor) -> None:
+        self.net, self.n, self.eps = net, net.features, torch.finfo(y.dtype).eps
+        self.norms = y.new_full((net.layers + 1, len(y)), torch.nan)
+        self.overflow: int | None = None  # the layer from which on, backwards, norms are infinite
+        self.defect: float | None = None  # of symplecticity; None where there is no one J
+        self.symplectic: bool | None = None  # None where rounding hides it, too
+        self.computed = torch.arange(0)
+        try:
+            states = trajectory(net, y)
+        except OptionError as error:  # its layers are not what it computes
+            self.why = str(error).rstrip(".")
+            return
+        self.why = why_not(net, states)
+        self.computed = states.isfinite().all(-1).all(0).nonzero()[:, 0]
+        self._states = states[:, self.computed]
+        if len(self.computed):
+            self._go_back()
+
+    def _go_back(self) -> None:
+        J, size, B = constant_J(self.net), sizes(self.net), len(self.computed)
+        P = torch.eye(self.n, dtype=self._states.dtype).repeat(B, 1, 1)
+        e, fine = P.new_zeros(B), torch.ones(B, dtype=torch.bool)
+        found = P.new_ones(self.net.layers + 1, B)
+        defects = None if J is None else _Defects(J, B, self.eps, power=1 + implicit(self.net))
+        for j, M in factors(self.net, self._states):
+            P, e = scaled(M @ P, e)
+            lost = fine & ~P.isfinite().flatten(1).all(1)
+            if bool(lost.any()):
+                self.why = self.why or f"dy_{j + 1}/dy_{j} is past the largest number of its dtype"
+                fine = fine & ~lost
+            P = P.where(fine[:, None, None], torch.eye(self.n).to(P))
+            largest = torch.linalg.svdvals(P)[:, 0]
+            found[j] = (largest * torch.exp2(e)).where(fine, torch.nan)
+            if self.overflow is None and bool(found[j].isinf().any()):
+                self.overflow = j
+            if defects is not None:
+                defects.see(P, e, largest, size[j] * M.flatten(1).norm(dim=1), fine)
+        found[:-1, ~fine] = torch.nan
+        self.norms[:, self.computed] = found
+        self.computed, self._states = self.computed[fine], self._states[:, fine]
+        if defects is not None and len(self.computed):
+            self.defect, self.symplectic = defects.worst, defects.symplectic
+
+    @property
+    def smallest(self) -> float:
+        """Over all samples that could be computed and all layers j < N; NaN where none could."""
+        return self._seen.min().item() if len(self.computed) else math.nan
+
+    @property
+    def largest(self) -> float:
+        return self._seen.max().item() if len(self.computed) else math.nan
+
+    @property
+    def smallest_at(self) -> tuple[int, int] | None:
+        """The layer and the sample of the smallest norm."""
+        if not len(self.computed):
+            return None
+        j, i = divmod(int(self._seen.argmin()), len(self.computed))
+        return j, int(self.computed[i])
+
+    @property
+    def _seen(self) -> Tensor:
+        return self.norms[:-1, self.computed]
+
+    @torch.no_grad()
+    def slack(self) -> float:
+        """How far rounding can have moved the smallest norm, relatively."""
+        j, i = divmod(int(self._seen.argmin()), len(self.computed))
+        net, states = self.net, self._states[j:, i : i + 1]
+        M = layer_jacobians(net, states, slice(j, net.layers))[:, 0]
+        Phi = [torch.eye(self.n, dtype=M.dtype)]
+        for one in M.flip(0):
+            Phi.append(one @ Phi[-1])
+        values = torch.linalg.svdvals(torch.stack(Phi[::-1]))
+        low = values[:-1, -1].clamp_min(self.eps * values[:-1, 0])
+        power = 1 + implicit(net)
+        moved = torch.maximum(sizes(net)[j:], torch.ones(1)) * norms(M) ** (power - 1)
+        moved = torch.maximum(moved, norms(M)) * values[1:, 0] / low
+        return float(4 * self.n * self.eps * (1 + moved.sum()))
+
+    @torch.no_grad()
+    def smallest_singular(self) -> float | None:
+        """Over all samples and layers, of networks of shears; None for others.
+
+        One over the norm of the inverse: the layers undone, which is right in all digits however
+        small it is. That of the matrix itself drowns in the rounding of the largest.
+        """
+        if not len(self.computed):
+            return None
+        P = torch.eye(self.n, dtype=self._states.dtype).repeat(len(self.computed), 1, 1)
+        e, most = P.new_zeros(len(P)), 1.0
+        for _, M in factors(self.net, self._states, inverse_jacobians):
+            if M is None:
+                return None
+            P, e = scaled(P @ M, e)
+            size = P.flatten(1).norm(dim=1) * torch.exp2(e)  # at least the 2-norm
+            place = ~(size <= most)
+            if bool(place.any()):
+                found = (norms(P[place]) * torch.exp2(e[place])).max().item()
+                most = found if math.isnan(found) else max(most, found)
+        return 1 / most
+
+
+class _Defects:
+    """|Phi^T J Phi - J| relative to |J| times the largest |Phi|^2 so far, against its rounding."""
+
+    def __init__(self, J: Tensor, B: int, eps: float, *, power: int) -> None:
+        self.J, self.power = J / norms(J).clamp_min(torch.finfo(J.dtype).tiny), power
+        self.log = self.highest = self.growth = J.new_zeros(B)  # log2 |Phi|, the largest so far
+        self.unit = 8 * len(J) * eps
+        self.worst, self.hidden, self.broken = 0.0, False, False
+
+    def see(self, P: Tensor, e: Tensor, largest: Tensor, moved: Tensor, fine: Tensor) -> None:
+        """Phi = P 2^e with |P| = largest, behind a layer that moves it by eps times `moved`."""
+        before, self.log = self.log, largest.log2() + e
+        highest = torch.maximum(self.highest, self.log)
+        self.growth = self.growth * torch.exp2(2 * (self.highest - highest))
+        self.growth = self.growth + moved**self.power * torch.exp2(2 * (before - highest))
+        self.highest = highest
+        Q = P * torch.exp2(e - highest)[:, None, None]
+        left = Q.mT @ self.J @ Q - self.J * torch.exp2(-2 * highest)[:, None, None]
+        allowed = self.unit * (1 + self.growth)
+        size = left.flatten(1).norm(dim=1)  # at least the 2-norm
+        place = fine & ((size > self.worst) | ~(size <= allowed))
+        if bool(place.any()):
+            found = norms(left[place])
+            self.worst = max(self.worst, found.max().item())
+            self.broken = self.broken or not bool((found <= allowed[place]).all())
+        self.hidden = self.hidden or not bool((allowed[fine] <= HIDDEN).all())
+
+    @property
+    def symplectic(self) -> bool | None:
+        return False if self.broken else (None if self.hidden else True)
+
+
+def constant_J(net: Network) -> Tensor | None:
+    """The J of all layers, where there is one."""
+    try:
+        J = net.field()["J"]
+    except HDNNError:
+        return None
+    return J if J.ndim == 2 and bool(J.isfinite().all()) else None
+
+
+def implicit(net: Network) -> bool:
+    return isinstance(net, HamiltonianNet) and net.scheme.implicit
+
+
+def sizes(net: Network) -> Tensor:
+    """The product of the norms of all that each dy_{j+1}/dy_j is made of: (N,), at least 1.
+
+    Layers that solve equations have one more factor |dy_{j+1}/dy_j|, that of the inverse.
+    """
+    one = torch.ones(net.layers, dtype=next(net.parameters()).dtype)
+    if own_methods(net) or not isinstance(net, ODENetwork):
+        return one
+    S, h = activations.get(net.activation).S, net.steps()
+    if isinstance(net, MS2):
+        return 1 + h * S * dense.norm(net.weights()["K"])
+    if isinstance(net, HamiltonianNet) and net.scheme.layout == "full":
+        field = net.field()
+        size = 1 + h * S * dense.norm(field["K"]).square() * dense.norm(field["J"])
+        return size**3 if net.scheme.implicit else size
+    return (1 + S * shear_norms(net)).reshape(-1, net.layers).prod(0)
+
+
+def scaled(P: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """P 2^e with another e where P has become very large or small: no digit is lost."""
+    more = torch.frexp(P.abs().amax((1, 2))).exponent.to(e.dtype).clamp(-1000, 1000)
+    more = more.where((more.abs() > 64) & P.isfinite().flatten(1).all(1), 0.0)
+    return P * torch.exp2(-more)[:, None, None], e + more
+
+
+def why_not(net: Network, states: Tensor) -> str:
+    """What is wrong where weights or states (N+1, B, n) are not finite; nothing if all are."""
+    fine = states.isfinite().all(-1)
+    for name, weight in net.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"the weight {name} is not finite"
+    if bool(fine.all()):
+        return ""
+    steps = net.steps().isfinite() if isinstance(net, ODENetwork) else torch.ones(1)
+    if not bool(steps.all()):
+        j = int((steps == 0).nonzero()[0])
+        return f"the step h of layer {j} is {float(net.steps()[j])}"  # pyright: ignore
+    j = int((~fine.all(1)).nonzero()[0])
+    kind = "NaN" if bool(states[j].isnan().any()) else "infinite"
+    return f"the state y_{j} is {kind}"

@@ -1,0 +1,44 @@
+"""Weights that hooks compute before each forward pass: pruned ones, or those of a weight norm.
+
+`torch.nn.utils.prune`, `weight_norm` and `spectral_norm` keep the parameter under another name and
+put its weight on the module, as a plain attribute, each time that the module is called. Whoever
+reads weights without a call has to let them do so first. (`torch.nn.utils.parametrize` computes a
+weight whenever it is read, and needs nothing.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+
+def refresh(module: nn.Module) -> None:
+    """Let the hooks that compute weights of a module do it now, as a call of it would."""
+    if not module._forward_pre_hooks:
+        return
+    computed = {name for name, value in vars(module).items() if isinstance(value, Tensor)}
+    named = {key: _target(hook) for key, hook in module._forward_pre_hooks.items()}
+    others = computed - set(named.values())  # made by functions, which do not say of what
+    for key, hook in module._forward_pre_hooks.items():
+        if named[key] in computed or (named[key] is None and others):
+            _run(module, key, hook)
+
+
+def _target(hook: Any) -> str | None:
+    """The name of the tensor that a hook computes, where it says so."""
+    return getattr(hook, "_tensor_name", getattr(hook, "name", None))
+
+
+def _run(module: nn.Module, key: int, hook: Any) -> None:
+    if isinstance(hook, SpectralNorm):  # a look must not move its iteration
+        setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
+        return
+    like = next(module.parameters())
+    given = (torch.zeros(1, getattr(module, "features", 1), dtype=like.dtype, device=like.device),)
+    if key in module._forward_pre_hooks_with_kwargs:
+        hook(module, given, {})
+    else:
+        hook(module, given)

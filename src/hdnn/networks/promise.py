@@ -1,0 +1,68 @@
+"""What is known of a network's gradients before anything is computed, and who may inherit it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+SYMPLECTIC = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
+EXPANDING = "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer"
+ALWAYS = "at any depth, for any weights and any activation"
+
+# What a subclass may have of its own: it says what a network is, or how it is run, not what it
+# computes.
+_HARMLESS = {
+    *("guarantee", "_promise", "config", "constants", "extra_repr", "form", "_line", "invertible"),
+    *("engine", "engines", "backprop", "engine_report", "_choose_engine", "_asked", "assign"),
+    *("refine", "_refined", "smoothness", "smooth_leaves", "_counted", "_smooth", "coupling"),
+    *("limit_coupling", "norms", "_apply"),
+}
+_CALLS = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "forward"}
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """Whether norm(dy_N/dy_j) >= 1 is a theorem for a network, which one, and why."""
+
+    holds: bool
+    theorem: str
+    why: str
+
+
+def forward_euler(activation: str, monotone: bool) -> Guarantee:
+    """What forward Euler promises: all depends on whether the activation can decrease."""
+    if monotone:
+        why = f"at any depth, because {activation} never decreases"
+        return Guarantee(True, EXPANDING, why)
+    why = f"forward Euler promises nothing for {activation}, which can decrease"
+    return Guarantee(False, "none", why)
+
+
+def unknown(module: nn.Module, own: list[str]) -> Guarantee:
+    """Of a subclass that computes in its own way."""
+    why = f"nothing is known of {type(module).__name__}, which has its own {', '.join(own)}; "
+    return Guarantee(False, "none", why + "if something is, give it a method guarantee()")
+
+
+def own_methods(module: nn.Module, owner: type | None = None) -> list[str]:
+    """What a module, or a class outside of hdnn, puts in the place of what computes here.
+
+    With an `owner`, a class that it inherits from: only what was put there after that.
+    """
+    line = type(module).__mro__
+    names = {name for cls in line if _whose(cls) == "hdnn" for name in vars(cls)}
+    names = {name for name in names if not name.startswith("__")} - _HARMLESS | _CALLS
+    later = line[: line.index(owner)] if owner in line else line
+    found = []
+    for name in sorted(names):
+        first = next((cls for cls in line if name in vars(cls)), object)
+        replaced = first in later and _whose(first) not in ("hdnn", "torch", "builtins")
+        if replaced or (name in vars(module) and callable(getattr(first, name, None))):
+            found.append(name)
+    return found
+
+
+def _whose(cls: type) -> str:
+    """The package that a class belongs to."""
+    return cls.__module__.split(".")[0]
