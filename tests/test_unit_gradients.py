@@ -136,7 +136,7 @@ def test_the_gradients_of_a_deep_unit_that_expands_are_right_by_default():
     wanted = gradients(unit, y, g, lambda y: by_a_plain_loop(unit, y))
     assert furthest(gradients(unit, y, g), [w.double() for w in wanted]) < 1e-2
     unit.reversible = True
-    with pytest.raises(TrainingError, match=r"y_0 that is off by .* worthless; leave `reversible`"):
+    with pytest.raises(TrainingError, match=r"y_1 that is off by .* worthless; leave `reversible`"):
         gradients(unit, y, g)
 
 

@@ -95,7 +95,7 @@ _DROPS = ((0.0, 1.0), (0.75, 0.1), (0.875, 0.01), (0.9375, 0.001))  # of the pap
 
 NETWORKS = {"mnist": tuple(models.MNIST_STEPS), "cifar10": tuple(CIFAR_NETWORKS)}
 LAYERS = {"mnist": 8, "cifar10": 6}  # of a unit, for cifar10
-STORED = 12  # layers a unit whose states are kept, which is faster
+STORED = 12  # layers a unit whose states are kept in any case, which is faster
 
 
 def is_plain(data: str, network: str, layers: int | None) -> bool:
@@ -160,12 +160,14 @@ def build(data: str, network: str, options: Options, seed: int, epochs: int) -> 
             return models.mnist_net(network, **options)
         found = star(network, epochs)
         if found is not None:
-            found |= options | ({"reversible": True} if rebuilds(network, options) else {})
+            found |= options
+            if rebuilds(network, options):
+                del found["reversible"]
         return cifar_network(network, found)
 
 
 def rebuilds(network: str, options: Options) -> bool:
-    """Whether states are rebuilt in the backward pass: where they are many, and can be."""
+    """Whether a unit may run layers a second time in its backward pass: where states are many."""
     return network == "h2" and options.get("layers", 0) > STORED
 
 

@@ -1,7 +1,8 @@
 """Whether a backward pass that rebuilt its states came back to where the forward pass began.
 
-To undo layers one by one lets rounding grow by what the layers expand. Where it ends is known, so
-each reversal is checked: gradients that are a little off are a warning, worthless ones an error.
+To undo layers one by one lets rounding grow by what the layers expand. y_0 is kept, so y_1 is known
+when the reversal arrives there, and each reversal is checked: gradients that are a little off are a
+warning, worthless ones an error.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ def noticeable(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps ** 0.5
 
 
-def drift_of(y_0: Tensor, y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
-    """By how much the rebuilt y_0 is off: a part of the larger of y_0 and y_1, the worst sample's.
+def drift_of(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
+    """By how much the rebuilt y_1 (B, ...) is off, as a part of its size: the worst sample's.
 
-    Not of y_0 alone, which may be next to nothing beside what the first biases make of it. It is
-    infinite where the rebuilt state is not finite, and NaN if y_N is not: nothing leads back.
+    A sample next to nothing counts as a thousandth of the largest. It is infinite where the rebuilt
+    state is not finite, and NaN if y_N is not: nothing leads back from there.
     """
-    largest = [t.abs().flatten(1).amax(1) for t in (rebuilt - y_0, y_0, y_1, y_N)]
-    off, size, end = largest[0], torch.maximum(largest[1], largest[2]), largest[3]
-    off = torch.where(off == 0, 0.0, off / size).nan_to_num(torch.inf, torch.inf).max()
-    return torch.where(end.isfinite().all(), off, torch.nan)
+    off, size, end = (t.abs().flatten(1).amax(1) for t in (rebuilt - y_1, y_1, y_N))
+    most = size.max()
+    size = torch.where(most > 0, torch.maximum(size, 1e-3 * most), 1.0)
+    worst = (off / size).nan_to_num(torch.inf, torch.inf).max()
+    return torch.where(end.isfinite().all(), worst, torch.nan)
 
 
 def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
@@ -58,7 +60,7 @@ def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
     advice = ADVICE if wide is torch.float64 else f"{ADVICE}, or float64"
     what = (
         "the backward pass rebuilt its states from the last, as reversible=True asks for, and came "
-        f"back to a y_0 that is off by {found:.2g} of its size"
+        f"back to a y_1 that is off by {found:.2g} of its size"
     )
     if found >= WORTHLESS:
         raise TrainingError(f"{what}, so the gradients would be worthless; {advice}.")

@@ -194,10 +194,12 @@ class _Unit:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The shears between checkpoints, or all of them."""
+        """The shears between states that are kept; of a reversal, the first layer and the rest."""
         size = self.M
         if self.schedule.backprop == "checkpoint":
             size = self.count * segment(self.M // self.count)
+        if self.schedule.backprop == "reversible" and self.count < self.M:
+            return [(0, self.count), (self.count, self.M)]
         return [(first, min(first + size, self.M)) for first in range(0, self.M, size)]
 
     def room(self) -> Tensor:
@@ -297,17 +299,18 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
     dK: list[list[Tensor]] = [[] for _ in unit.weights]
     sums: list[list[Tensor]] = [[] for _ in unit.weights]
     rebuilt: list[Tensor] = []
+    y_1: list[Tensor] = []
     for first, last in reversed(unit.segments):
         if stores:
             past = _Stored(first, [Kept(*kept[k : k + 3]) for k in range(0, len(kept), 3)])
-        elif rebuilds:
+        elif rebuilds and first:
             past = _Rebuilt(unit, kept)
             rebuilt = past.halves
         else:
             at = (first // unit.segments[0][1] - 1) * unit.count
             start = list(kept[at : at + unit.count]) if first else schedule.halves(y)
-            past = _Stored(first, [])
-            unit.ahead(start, first, last, kept=past.kept)
+            past, end = _Stored(first, []), torch.float32 if rebuilds else None
+            y_1 = unit.ahead(start, first, last, kept=past.kept, end=end)
         end, times = past.s(last - 1)[B:], unit.step(last - 1)
         pixels.move(g[shears[last - 1].target], None, end, times=times, turn=turn)
         for i in range(last - 1, first - 1, -1):
@@ -341,10 +344,8 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
         else:  # the mean that is taken off takes the bias with it
             d_gamma, d_beta = total[:, 1].to(one.gamma.dtype), total[:, 0].to(one.gamma.dtype)
             found += [torch.zeros_like(one.a), d_gamma, d_beta]
-    if rebuilds and schedule.check:
-        y_1 = unit.ahead(schedule.halves(y), 0, unit.count)
-        states = (schedule.halves(y), y_1, rebuilt, kept)
-        ends = [_joined(list(halves), torch.float32) for halves in states]
+    if rebuilt and schedule.check:
+        ends = (_joined(list(halves), torch.float32) for halves in (y_1, rebuilt, kept))
         return check_reversal(drift_of(*ends), found)
     return found
 

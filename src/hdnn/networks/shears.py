@@ -101,8 +101,8 @@ def shear_backward(inner: Inner, g: Tensor, part: Part, kind: Kind) -> tuple[Ten
     """From the gradient g of f: that of s, and those of the weights."""
     s, x, v, used = inner
     A, _, B, gamma, _ = part
-    g = g.to(A.dtype)
-    d_x = kind.apply(B, g) * kind.sigma.slope(v)
+    g, wide = g.to(A.dtype), torch.promote_types(A.dtype, torch.float32)
+    d_x = (kind.apply(B, g) * kind.sigma.slope(v.to(wide))).to(A.dtype)
     d_gamma = d_beta = None
     if gamma is not None:
         d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
@@ -207,8 +207,9 @@ def _statistics(used: list[Tensor]) -> Statistics | None:
 class _Reversible(torch.autograd.Function):
     """A stack of H2 layers that keeps y_0 and y_N only; the backward pass rebuilds the rest.
 
-    It comes back to a y_0 that is compared with the true one. Gradients of gradients are taken
-    from y_0 on: what is kept of y_N is no output, so that the output may be changed in place.
+    It comes back to a y_1 that is compared with the one that y_0 gives; the first layer starts from
+    y_0 itself. Gradients of gradients are taken from y_0 on: what is kept of y_N is not the output,
+    which may be changed in place.
     """
 
     generate_vmap_rule = True
@@ -233,19 +234,22 @@ class _Reversible(torch.autograd.Function):
         y, p, q, factors, *weights = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
             layers, kind = _layers(_paired(weights), factors), ctx.kind
+            # y_N alone could not give gradients of these gradients, if they will be asked for.
+            known = len(layers) if torch.is_grad_enabled() else 1
+            read, start = [], list(y.chunk(2, 1))
+            for layer in layers[:known]:
+                _through(start, layer, kind, read=read)
             halves, g = [p, q], list(grads[0].chunk(2, 1))
             found: tuple[list[Part], list[Part]] = ([], [])
-            # Gradients of these gradients will be asked for, which y_N alone could not give.
-            states = _sources(y, layers, kind) if torch.is_grad_enabled() else None
-            for parts, by in reversed(layers):
+            for j in reversed(range(len(layers))):
+                parts, by = layers[j]
                 for target in (1, 0):
                     source, part = 1 - target, parts[target]
-                    s = halves[source] if states is None else states.pop()
-                    inner = _inner(s, part, kind)
+                    inner = _inner(read.pop() if j < known else halves[source], part, kind)
                     d_s, d_part = shear_backward(inner, _times(by, g[target]), part, kind)
                     g[source] = g[source] + d_s
                     found[target].append(d_part)
-                    if states is None:
+                    if j >= known:
                         move = _times(by, _outer(inner, part, kind))
                         halves[target] = halves[target] - move
             stacks = [
@@ -255,20 +259,10 @@ class _Reversible(torch.autograd.Function):
                 if one[0] is not None
             ]
             gradients = [_joined(g), *stacks]
-            if states is None and ctx.check and y.numel():
-                first = list(y.chunk(2, 1))
-                _through(first, layers[0], kind)
-                ends = _joined(first), _joined(halves), torch.cat([p, q], 1)
-                gradients = check_reversal(drift_of(y, *ends), gradients)
+            if ctx.check and known < len(layers) and y.numel():
+                ends = (torch.cat(one, 1) for one in (start, halves, [p, q]))
+                gradients = check_reversal(drift_of(*ends), gradients)
             return gradients[0], None, None, None, *gradients[1:]
-
-
-def _sources(y: Tensor, layers: Sequence[Layer], kind: Kind) -> list[Tensor]:
-    """What each shear reads."""
-    halves, found = list(y.chunk(2, 1)), []
-    for layer in layers:
-        _through(halves, layer, kind, read=found)
-    return found
 
 
 def rebuilt(

@@ -28,6 +28,7 @@ from hdnn.errors import (
 from hdnn.initial import Initial
 from hdnn.networks import shears
 from hdnn.networks.base import _step
+from hdnn.networks.hooks import refresh
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
 from hdnn.operators import block_sparse, conv
@@ -62,7 +63,7 @@ class HamiltonianUnit(nn.Module):
     than 1/32 of the memory of the GPU, or of the machine, and takes checkpoints beyond; what
     `hdnn.engine.use(backprop=...)` asks for comes first. "reversible" (h2; `reversible=True` for
     short) rebuilds states from y_N, so that memory does not grow at all, but rounding grows by what
-    the layers expand. Each time, the rebuilt y_0 is compared with y_0: gradients that are inexact
+    the layers expand. Each time, the rebuilt y_1 is compared with y_1: gradients that are inexact
     are a `ReversalWarning`, worthless ones a `TrainingError`. `reversible=False` is "stored".
     Inside of transforms of `torch.func` states are stored unless they are rebuilt.
 
@@ -194,6 +195,7 @@ class HamiltonianUnit(nn.Module):
 
     def weight(self, name: str) -> Tensor:
         """The stack of that name; of a block-sparse K the whole of it, zeros included."""
+        refresh(self)
         if not (name.startswith("K") and self.sparse):
             return getattr(self, name)
         index = getattr(self, name.replace("K", "_index"))
