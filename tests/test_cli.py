@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import hdnn
-from hdnn import cli, tasks
+from hdnn import cli, memory, tasks
 from hdnn.__main__ import main
 from hdnn.data.table import split
 from hdnn.runs import Run
@@ -780,6 +780,140 @@ def test_bad_flags_are_one_sentence_and_exit_code_2(arguments, capsys):
     assert main(arguments) == 2
     told(capsys)
     assert files() == before
+
+
+WHOLE = ["--layers", "--features", "--epochs", "--patience", "--batch", "--seed", "--seeds"]
+REAL = ["--T", "--step", "--learning-rate", "--ridge", "--smoothness", "--weight-decay", "--clip"]
+REAL += ["--warmup", "--test-fraction"]
+HUGE = {"10^400": "9" * 400, "10^100000": "9" * 10**5, "1e308": "1e308", "words": "a b " * 2000}
+
+
+@pytest.mark.parametrize("option", [*WHOLE, *REAL, "--out", "--data", "--config", "--device"])
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("data", ["swiss_roll", "good.csv"])
+def test_what_is_huge_is_one_short_sentence_before_anything_is_written(option, value, data, capsys):
+    if (option, value) == ("--out", "1e308"):
+        pytest.skip("a good name for a folder")
+    Path("good.csv").write_text(table())
+    before = files()
+    given = {"--data": data, "--layers": "1", "--epochs": "1", option: HUGE[value]}
+    if given["--data"] == "good.csv":
+        given["--target"] = "target"
+    assert main(["train", *(word for pair in given.items() for word in pair)]) == 2
+    assert len(told(capsys)) < 900
+    assert files() == before
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "-" + "9" * 400, "9" * 5000, "1e308", "inf", "nan"])
+def test_huge_numbers_in_a_config_file_are_one_sentence_too(value, capsys):
+    for option in (*WHOLE, *REAL, "--images"):
+        options = {"layers": "1", "epochs": "1", option[2:]: value}
+        lines = ["[train]", 'data = "swiss_roll"', *(f"{k} = {v}" for k, v in options.items())]
+        Path("c.toml").write_text("\n".join(lines))
+        assert main(["train", "--config", "c.toml"]) == 2
+        assert len(told(capsys)) < 900
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("option", ["--layers", "--epochs", "--seed"])
+def test_the_demo_refuses_huge_numbers_before_anything_is_written(option, capsys):
+    for value in ("9" * 400, "9" * 10**5, "-" + "9" * 400):
+        assert main(["demo", option, value]) == 2
+        assert len(told(capsys)) < 900
+    assert not Path("runs").exists()
+
+
+def test_a_network_that_cannot_fit_is_refused_with_its_size(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "there", lambda: 2.0**20)
+    for flags in (["demo"], ["train", "--data", "swiss_roll"]):
+        assert main([*flags, "--layers", "100000"]) == 2
+        said = told(capsys)
+        assert "100000 layers of 4 features need about" in said
+        assert "this machine has 0.000977 GiB" in said
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_home_folder_has_a_short_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("home").mkdir()
+    Path("home/t.csv").write_text(table())
+    Path("home/c.toml").write_text('[train]\ndata = "~/t.csv"\ntarget = "target"\n')
+    flags = ["--config", "~/c.toml", *QUICK, "--out", "~/run", "--json"]
+    assert main(["train", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == str(tmp_path / "home/run")
+    flags = ["--run", "~/run", "--data", "~/t.csv", "--out", "~/answers.csv"]
+    assert main(["predict", *flags]) == 0
+    assert Path("home/answers.csv").is_file()
+    assert {p.name for p in Path().iterdir()} == {"home"}
+
+
+@pytest.mark.parametrize("column", [0, 3])
+@pytest.mark.parametrize("value", ["1e308", "-1e308", "1e200", "1e100"])
+def test_a_value_that_overflows_is_refused_before_a_folder_is_made(column, value, capsys):
+    lines = [line.split(",") for line in table(kind="values").splitlines()]
+    lines[20][column] = value
+    Path("t.csv").write_text("\n".join(map(",".join, lines)))
+    for seed in range(8):  # it is among the rows to train on, or among those to test with
+        flags = ["--data", "t.csv", "--target", "target", "--seed", str(seed), "--layers", "1"]
+        code = main(["train", *flags, "--epochs", "1", "--out", f"run{seed}"])
+        captured = capsys.readouterr()
+        assert code == 0 or (code == 2 and not Path(f"run{seed}").exists()), captured.err
+        assert "mistake in hdnn itself" not in captured.err
+        assert code == 2 or "nan" not in captured.out
+
+
+def test_lists_in_lists_without_end_are_refused(capsys):
+    for text in ("data = " + "[" * 10**5, "data = " + "[" * 10**5 + "]" * 10**5, "a." * 10**5):
+        Path("c.toml").write_text(f"[train]\n{text}")
+        assert main(["train", "--config", "c.toml"]) == 2
+        assert len(told(capsys)) < 900
+
+
+# The output
+
+
+def test_a_full_disk_under_the_output_is_one_sentence(monkeypatch, capsys):
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    for flags in (["info"], ["info", "--json"], ["--help"], ["train", "--help"], ["--version"]):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            assert main(flags) == 2
+        assert "cannot write the output: No space left" in told(capsys)
+
+
+def test_whoever_stops_reading_hears_nothing(monkeypatch, capsys):
+    for flags in (["info"], ["info", "--json"], ["--help"], ["train", "--help"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with open(writing, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            assert main(flags) == 0
+        assert capsys.readouterr() == ("", "")
+
+
+def test_no_line_is_wider_than_the_terminal(trained, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    run = str(trained / "classes")
+    resume = ["train", "--resume", "--out", run]
+    for flags in (["info"], ["certify", run], resume, ["--help"], ["train", "--help"]):
+        assert main(flags) == 0
+        printed = capsys.readouterr().out
+        assert 30 < max(map(len, printed.splitlines())) <= 40
+    assert main(["certify", run]) == 0
+    narrow = capsys.readouterr().out.split()
+    monkeypatch.delenv("COLUMNS")
+    assert main(["certify", run]) == 0
+    assert "".join(capsys.readouterr().out.split()) == "".join(narrow)  # nothing is lost
+
+
+def test_further_lines_stand_under_the_value_of_the_first():
+    indent = " " * 12
+    lines = ["name of it  one two", f"{indent}three four", f"{indent}five six"]
+    assert cli._fitted("name of it  one two three four five six", 24).splitlines() == lines
+    assert cli._fitted("short", 24) == "short"
 
 
 def spoil_cell(text):

@@ -20,8 +20,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import hdnn
-from hdnn.errors import HDNNError
+from hdnn import table_recipe
+from hdnn.data.table import Columns
+from hdnn.errors import HDNNError, OptionError
 from hdnn.estimators import NETWORKS, HDNNClassifier, HDNNRegressor
+from hdnn.runs import TrainConfig
 
 SMALL = {"layers": 2, "epochs": 20, "random_state": 0}
 
@@ -357,3 +360,26 @@ def test_without_scikit_learn_it_says_which_extra_to_install():
     assert done.returncode == 1
     assert "pip install 'hdnn[sklearn]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_very_many_columns_ask_for_a_word_before_the_network_is_made():
+    X, y = np.zeros((4, 20_000)), [0, 1, 0, 1]
+    for estimator in (HDNNClassifier(), HDNNRegressor()):
+        with pytest.raises(OptionError, match="features=20000"):
+            estimator.fit(X, y)
+
+
+def test_the_defaults_are_those_of_the_command_line():
+    run = TrainConfig.of({"data": "t.csv"})
+    for estimator, recipe in (
+        (HDNNClassifier(), table_recipe.CLASSES),
+        (HDNNRegressor(), table_recipe.VALUES),
+    ):
+        assert recipe.items() <= estimator.get_params().items()
+        for name in ("activation", "epochs", "batch", "learning_rate", "solver", "smoothness"):
+            assert getattr(run, name) == getattr(estimator, name)
+        columns = Columns("", "t", ["a"], [0.0], [1.0], ["x", "y"] * (estimator.layers == 4))
+        filled = run.resolved(columns, 200)
+        for name in ("T", "weight_decay", "ridge"):
+            assert getattr(filled, name) == getattr(estimator, name)
+        assert filled.fit_options(200)["ridge"] == estimator.ridge / 200

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +90,41 @@ def test_without_the_extra_it_names_the_extra(missing, monkeypatch, capsys):
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert "pip install 'hdnn[cli]'" in captured.err
+
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise RuntimeError\n"
+
+
+def interrupted_import(tmp_path, *command):
+    """Run Python where Ctrl-C comes while PyTorch is imported."""
+    (tmp_path / "torch").mkdir(exist_ok=True)
+    (tmp_path / "torch" / "__init__.py").write_text(INTERRUPTED)
+    source = str(Path(hdnn.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), source])}
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_ctrl_c_while_the_program_is_imported_is_one_line(tmp_path):
+    said = (130, "", "hdnn: interrupted\n")
+    assert interrupted_import(tmp_path, "-m", "hdnn", "info") == said
+    assert interrupted_import(tmp_path, "-mhdnn", "info") == said
+    script = tmp_path / "hdnn"
+    script.write_text("from hdnn.__main__ import main\n")
+    assert interrupted_import(tmp_path, str(script), "info") == said
+
+
+def test_ctrl_c_in_other_programs_is_theirs_to_hear(tmp_path):
+    script = "try:\n    import hdnn\nexcept KeyboardInterrupt:\n    print('theirs')"
+    assert interrupted_import(tmp_path, "-c", script) == (0, "theirs\n", "")
+
+
+def test_ctrl_c_after_the_import_is_one_line_too(monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hdnn.cli.main", stop)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "hdnn: interrupted\n"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 
 import numpy as np
 import pytest
 
+from hdnn import memory, table_recipe
 from hdnn.data import table
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionError
@@ -197,10 +201,10 @@ def test_a_file_of_another_kind_is_refused(csv, tmp_path):
         table.read(tmp_path / "data.xlsx")
     with pytest.raises(DataError, match="No such file"):
         table.read(tmp_path / "none.csv")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="cannot be read: embedded null"):
         table.read(tmp_path / "nul\0.csv")
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="cannot be read: it is a folder"):
         table.read(tmp_path / "folder.csv")
 
 
@@ -241,3 +245,82 @@ def test_booleans_of_parquet_are_classes(tmp_path):
     parquet.write_table(arrow.table({"a": [1.0, 2.0], "t": [True, False]}), path)
     columns, _, t = Columns.learn(table.read(path), "t")
     assert (columns.classes, t.tolist()) == (["False", "True"], [1, 0])
+
+
+# Within bounds
+
+
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "zero.parquet").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(str(tmp_path / "s.csv"))
+        for name, kind in (
+            ("pipe.csv", "a pipe"),
+            ("zero.csv", "a device"),
+            ("zero.parquet", "a device"),
+            ("s.csv", "a socket"),
+        ):
+            with pytest.raises(DataError, match=f"it is {kind}"):
+                table.read(tmp_path / name)
+
+
+def test_a_line_without_end_is_refused_when_its_start_is_read(tmp_path):
+    with (tmp_path / "line.csv").open("wb") as file:
+        file.truncate(table.LONGEST + 2**20)
+    with pytest.raises(DataError, match="a line of more than 16,777,216 letters"):
+        table.read(tmp_path / "line.csv")
+
+
+def test_a_table_that_does_not_fit_into_memory_is_refused_with_its_size(csv, monkeypatch):
+    monkeypatch.setattr(memory, "there", lambda: 2.0**20)
+    with pytest.raises(OptionError, match=r"the cells of .*need about .* has 0.000977"):
+        table.read(csv("a,b\n" + "1,2\n" * 20_000))
+    assert table.read(csv("a,b\n" + "1,2\n" * 1000)).rows == 1000
+
+
+def test_a_parquet_file_says_how_much_it_unpacks_to(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"a": np.zeros(10**6, np.int8)}), tmp_path / "rows.parquet")
+    texts = arrow.array(["x" * 10**4] * 5000)
+    parquet.write_table(arrow.table({"a": texts}), tmp_path / "texts.parquet")
+    assert max(path.stat().st_size for path in tmp_path.iterdir()) < 10**5
+    monkeypatch.setattr(memory, "there", lambda: 3e7)
+    with pytest.raises(OptionError, match="the 1,000,000 values of"):
+        table.read(tmp_path / "rows.parquet")
+    with pytest.raises(OptionError, match=r"the values of .*texts.parquet need about"):
+        table.read(tmp_path / "texts.parquet")
+    monkeypatch.setattr(memory, "there", lambda: 1e9)
+    assert table.read(tmp_path / "rows.parquet").rows == 10**6
+
+
+def test_names_of_many_columns_are_compared_in_no_time(csv):
+    names = [f"c{i}" for i in range(20_000)]
+    before = time.process_time()
+    assert list(table.read(csv(",".join(names) + "\n" + ",".join("1" * 20_000))).columns) == names
+    assert time.process_time() - before < 1.0
+
+
+def test_lines_are_counted_whatever_ends_them(csv):
+    for end in ("\n", "\r\n", "\r"):
+        text = end.join(["", " ", "a,b", "1,2", "3"])
+        with pytest.raises(DataError, match="line 5: there are 1 values, but 2 columns"):
+            table.read(csv(text))
+
+
+def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
+    whole = memory.there()
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("4096\n")
+    monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "max"), str(tmp_path / "none")))
+    assert memory.there() >= whole
+    monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "limit"),))
+    assert memory.there() == 4096
+
+
+def test_a_table_of_very_many_columns_asks_for_a_word():
+    assert table_recipe.width(4096) == 4096
+    with pytest.raises(OptionError, match=r"20000 inputs .*\(--drop\), .*\(--features 20000\)"):
+        table_recipe.width(20_000)

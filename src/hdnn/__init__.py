@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+from hdnn import interrupted as interrupted  # isort: skip  # first: the rest takes its time
+
 from hdnn import (
     activations,
     analysis,

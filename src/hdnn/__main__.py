@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from hdnn import interrupted
 from hdnn.errors import MissingExtraError, require
 
 
@@ -13,13 +14,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require("typer", extra="cli")
         require("rich", extra="cli")
-    except MissingExtraError as error:
-        print(f"hdnn: {error}", file=sys.stderr)
-        return 2
-    from hdnn import cli
-    from hdnn.training import launch
+        from hdnn import cli
+        from hdnn.training import launch
 
-    return launch.leave(cli.main(arguments))
+        interrupted.over()
+        return launch.leave(cli.main(arguments))
+    except MissingExtraError as error:
+        interrupted.say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return interrupted.code()
 
 
 if __name__ == "__main__":

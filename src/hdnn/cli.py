@@ -8,18 +8,23 @@ it.
 from __future__ import annotations
 
 import csv
+import errno
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import io
 import json
+import math
 import os
 import platform
+import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -29,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from hdnn import __version__
-from hdnn.errors import CheckpointError, HDNNError, OptionError, choose
+from hdnn.errors import CheckpointError, HDNNError, OptionError, choose, readable
 from hdnn.training import launch
 
 if TYPE_CHECKING:
@@ -67,6 +72,8 @@ EXTRAS = {
     "export": ["onnx", "onnxscript", "onnxruntime"],
     "tensorboard": ["tensorboard"],
 }
+PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
+LONGEST = 700  # letters of a message
 WAIT = 2.0  # seconds before anything is shown of the progress
 
 _COMMANDS: list[tuple[Callable[..., int | None], str, dict[str, Any]]] = []
@@ -90,6 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda *_: None
         try:
             code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError as error:
+            return _no_output(error)
+        except SystemExit as error:  # which is how rich says that nobody reads on
+            if not isinstance(error.__context__, BrokenPipeError):
+                raise
+            return _no_output(error.__context__)
         except wrong_flags as error:
             context = getattr(error, "ctx", None)
             hint = f"see {context.command_path} --help" if context else "see hdnn --help"
@@ -139,8 +154,11 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
     @functools.wraps(function)
     def command(*args: Any, **options: Any) -> int:
         try:
+            for name in options.keys() & PLACES:
+                options[name] = _at_home(options[name])
             code = function(*args, **options) or 0
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
             return code
         except HDNNError as error:
             return _fail(error)
@@ -148,13 +166,8 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
             return _fail(error, 130)
         except KeyboardInterrupt:
             return _fail("interrupted", 130)
-        except BrokenPipeError:  # whoever read the output has had enough
-            _forget_output()
-            return 0
         except OSError as error:
-            _forget_output()
-            name = f" {error.filename}" if error.filename else ""
-            return _fail(f"cannot go on with the file{name}: {error.strerror or error}.")
+            return _no_output(error)
         except MemoryError as error:
             return _fail(f"there is not enough memory ({error}); take less of everything.")
         except Exception as error:
@@ -171,6 +184,24 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
     return command
 
 
+def _at_home(place: Any) -> Any:
+    """A path, or several, with the folder that ~ stands for."""
+    if isinstance(place, list):
+        return [_at_home(one) for one in place]
+    return os.path.expanduser(place) if isinstance(place, str) else place
+
+
+def _no_output(error: OSError) -> int:
+    """The exit code after an error of files or of the output, and what is to be said of it."""
+    _forget_output()
+    if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
+        return 0
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _fail(f"cannot write the output: {error.strerror}; make room, or send it elsewhere.")
+    name = f" {error.filename}" if error.filename else ""
+    return _fail(f"cannot go on with the file{name}: {error.strerror or error}.")
+
+
 def _fail(message: object, code: int = 2) -> int:
     if launch.is_as_one():
         launch.last_word(message, _say)
@@ -180,9 +211,14 @@ def _fail(message: object, code: int = 2) -> int:
 
 
 def _say(message: object) -> None:
-    """One line on stderr, whatever is in the message."""
-    with suppress(OSError, AttributeError):  # there may be no stderr
-        print(f"hdnn: {' '.join(str(message).split())}", file=sys.stderr)
+    """One line on stderr, whatever is in the message; at a terminal as wide as that is."""
+    text = readable(f"hdnn: {' '.join(str(message).split())}")
+    if len(text) > LONGEST:  # what is wrong mostly stands at the end
+        text = f"{text[: LONGEST // 2]} .. {text[-LONGEST // 2 :]}"
+    with suppress(OSError, AttributeError, ValueError):  # there may be no stderr
+        if _at_terminal():
+            text = textwrap.fill(text, _columns() or LONGEST, break_on_hyphens=False)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _forget_output() -> None:
@@ -223,7 +259,10 @@ def demo(
 
     progress = not (quiet or as_json)
     result = demo.run(layers=layers, epochs=epochs, seed=seed, out=out, progress=progress)
-    print(json.dumps(result, indent=2) if as_json else demo.summary(result))
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print(demo.summary(result))
 
 
 def _option(panel: str, text: str, *names: str) -> Any:
@@ -370,13 +409,16 @@ def train(
         return 0
     if len(results) == 1:
         text = cli_images.text if "certificates" in results[0] else _training_text
-        print(_json(results[0]) if asked["json"] else text(results[0]))
+        if asked["json"]:
+            print(_json(results[0]))
+        else:
+            _print(text(results[0]))
         return 0
     summary = _spread(results)
     if asked["json"]:
         print(_json({"runs": results, "summary": summary}))
     else:
-        print(_spread_text(results, summary))
+        _print(_spread_text(results, summary))
     return 0
 
 
@@ -416,7 +458,7 @@ def predict(
     elif path is None:
         sys.stdout.write(_prediction_csv(result))
     else:
-        print(f"{result['rows']} predictions of {result['target']} in {path}{_score(result)}")
+        _print(f"{result['rows']} predictions of {result['target']} in {path}{_score(result)}")
 
 
 @_command(
@@ -435,7 +477,7 @@ def certify(
     samples: Annotated[int, typer.Option(help="of them, at the most")] = 1000,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> int:
-    """Measure the gradient norms of a trained network; exit code 1 if a guarantee is broken."""
+    """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
     from hdnn import tasks
 
     place = checkpoint or run
@@ -443,8 +485,11 @@ def certify(
         raise OptionError("name one run or saved model: hdnn certify runs/NAME.")
     with _waiting("certifying", not as_json):
         certificate = tasks.certify(place, data, samples=samples)
-    print(_json({"run": place, **certificate.to_dict()}) if as_json else certificate)
-    return 1 if certificate.broken else 0
+    if as_json:
+        print(_json({"run": place, **certificate.to_dict()}))
+    else:
+        _print(certificate)
+    return 1 if certificate.broken or certificate.unknown else 0
 
 
 @_command(
@@ -523,7 +568,9 @@ def report(
         found = report.find_runs(folders or ["runs"])
         page = report.page(found, Path(results))
     write_atomically(path, page.encode("utf-8", errors="replace"))
-    print(f"{len(found)} run{'s' * (len(found) != 1)} in {path}")
+    for fault in report.faults(found):
+        _say(fault)
+    _print(f"{len(found)} run{'s' * (len(found) != 1)} in {path}")
 
 
 @_command("hdnn info", "hdnn info --json | jq .engines")
@@ -536,10 +583,9 @@ def info(
         print(_json(result))
         return
     for topic, entries in result.items():
-        print(topic)
         width = max(len(name) for name in entries)
-        for name, value in entries.items():
-            print(f"  {name:<{width}}  {value}")
+        lines = (f"  {name:<{width}}  {value}" for name, value in entries.items())
+        _print("\n".join([topic, *lines]))
 
 
 # What the commands are made of
@@ -557,17 +603,15 @@ def _asked(
     options = {} if file is None else runs.read_config(file)
     before = runs.before_penalties(options) and "penalties" not in given
     options |= given
+    options |= {name: _at_home(options[name]) for name in options.keys() & PLACES}
     asked = {name: options.pop(name, None) for name in runs.RUN_OPTIONS}
-    if (
-        runs.before_penalties(options)
-        and runs.is_table(options.get("data"))
-        and not asked["resume"]
-    ):
-        if before:
-            options["penalties"] = "mean"
-        _say(_told_penalties(file if before else None))
+    told = runs.is_table(options.get("data")) and runs.before_penalties(options)
+    if told and before:
+        options["penalties"] = "mean"
     chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
     cli_images.check(chosen)
+    if told and not asked["resume"]:
+        _say(_told_penalties(file if before else None))
     return asked, chosen
 
 
@@ -576,8 +620,8 @@ def _told_penalties(file: str | None) -> str:
     if file is None:
         return (
             "note: weight-decay and ridge of a file are divided by its rows, as the estimators "
-            "do; --penalties mean takes them undivided, as before, and --penalties sum says "
-            "nothing."
+            "do; --penalties mean takes them undivided, as before, and with --penalties sum there "
+            "is no such note."
         )
     return (
         f"note: {file} has weight-decay or ridge without penalties, so they are not divided by "
@@ -727,6 +771,37 @@ def _json(result: Any) -> str:
     return json.dumps(finite(result), indent=2)
 
 
+def _print(text: object) -> None:
+    """Text for people; at a terminal no line is wider than that is, and columns stay columns."""
+    width = _columns()
+    lines = str(text).splitlines()
+    print("\n".join(lines if width is None else (_fitted(line, width) for line in lines)))
+
+
+def _columns() -> int | None:
+    """The width of the terminal; None where nobody asks for one."""
+    if not ("COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())):
+        return None
+    return max(shutil.get_terminal_size().columns, 20)
+
+
+def _fitted(line: str, width: int) -> str:
+    """One line of a text as several, the further ones under the value of the first."""
+    if len(line) <= width:
+        return line
+    name = re.match(r"\s{3,}|\s*(\S+( \S+)*\s{2,})?", line)
+    indent = len(name[0]) if name else 0
+    if indent > width // 2:
+        indent = 2
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
 def _rows(rows: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
@@ -772,9 +847,12 @@ def _smallest(certified: dict[str, Any]) -> str:
     from hdnn.demo import rounded_down
 
     norm = certified["smallest_norm"]
-    text = f"smallest norm(dy_N/dy_j) = {'unknown' if norm is None else rounded_down(norm)}"
+    found = "unknown" if norm is None or math.isnan(norm) else rounded_down(norm)
+    text = f"smallest norm(dy_N/dy_j) = {found}"
     if not certified["guaranteed"]:
         return f"{text} (no guarantee: {certified['guarantee']})"
+    if certified["holds"] is None:
+        return f"{text}: COULD NOT BE COMPUTED, {certified.get('unknown') or 'nothing is known'}"
     return f"{text} >= 1: {'holds' if certified['holds'] else 'DOES NOT HOLD'}"
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
 from hdnn.data import planar
-from hdnn.errors import MissingExtraError, require
+from hdnn.errors import MissingExtraError, positive_int, require
 from hdnn.heads import Augment, SigmoidHead
+from hdnn.memory import check_memory
 from hdnn.model import Model
 from hdnn.networks import H2
 from hdnn.runs import usable_folder
@@ -45,6 +46,10 @@ def run(
     Without matplotlib there are no pictures, and the result says so.
     """
     start = time.perf_counter()
+    # Weights, gradients and two moments; the states of a minibatch of 125.
+    needed = 4 * (4 * 12 + 4 * 125) * positive_int("layers", layers)
+    check_memory(needed, f"{layers} layers of 4 features", "layers")
+    epochs = EPOCHS if epochs is None else positive_int("epochs", epochs)
     data = planar.swiss_roll(seed=seed)
     generator = torch.Generator().manual_seed(seed)
     net = H2(4, layers, T=2.4, init="paper", generator=generator)
@@ -56,7 +61,7 @@ def run(
             model,
             data.x_train,
             data.t_train,
-            epochs=EPOCHS if epochs is None else epochs,
+            epochs=epochs,
             learning_rate=LEARNING_RATE,
             seed=seed,
             progress=progress,

@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from types import ModuleType
 
 LARGEST = sys.float_info.max
+SENSIBLE = 1e30  # of a rate, a penalty or a time: float32 can still go on with it
 MOST = 2**63 - 1  # that a size, a count or a seed may be: what an index can hold
 QUOTED = 160  # letters of a word in a message: a path or a number may have thousands
 

@@ -6,7 +6,6 @@ run says everything that a flag could have said.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -16,7 +15,7 @@ from hdnn.errors import OptionError, choose
 from hdnn.image_recipes import NETWORKS
 from hdnn.initial import INITS
 from hdnn.memory import check_memory
-from hdnn.runs import check_training, to_toml
+from hdnn.runs import check_time, check_training, to_toml
 from hdnn.training.checks import whole_number
 from hdnn.training.images import ImageRecipe
 
@@ -83,15 +82,10 @@ class ImageConfig:
         network = choose("network", self.network.lower().replace("-", "_"), NETWORKS[self.data])
         config = replace(self, network=network)
         if self.layers is not None:
-            least = 0 if self.data == "mnist" else 1
-            if self.layers < least:
-                raise OptionError(
-                    f"layers must be a whole number >= {least}, but got {self.layers}."
-                )
+            whole_number("layers", self.layers, 0 if self.data == "mnist" else 1)
         config._check_hidden()
         for name, number in (("T", self.T), ("step", self.step)):
-            if number is not None and not (math.isfinite(number) and number > 0):
-                raise OptionError(f"{name} must be finite and > 0, but got {number}.")
+            check_time(name, number)
         for name in ("images", "patience"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)

@@ -26,8 +26,17 @@ import torch
 
 from hdnn import activations, table_recipe
 from hdnn.data import planar, table
-from hdnn.errors import CheckpointError, DataError, OptionError, choose
-from hdnn.files import finite, write_atomically
+from hdnn.errors import (
+    SENSIBLE,
+    CheckpointError,
+    DataError,
+    OptionError,
+    as_float,
+    choose,
+    positive_int,
+    quoted,
+)
+from hdnn.files import finite, read_bytes, write_atomically
 from hdnn.initial import INITS
 from hdnn.networks import BY_NAME
 from hdnn.training import fit
@@ -36,6 +45,7 @@ from hdnn.training.checks import check_options, whole_number
 if TYPE_CHECKING:
     from hdnn.image_runs import ImageConfig
 
+CONFIG = 2**20  # bytes of a config file
 DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 IMAGE_SETS = ("mnist", "cifar10")  # see `hdnn.image_runs`
 
@@ -126,11 +136,10 @@ class TrainConfig:
         choose("task", self.task, table.TASKS)
         choose("init", self.init, INITS)
         for name, count in (("layers", self.layers), ("features", self.features)):
-            if count is not None and count < 1:
-                raise OptionError(f"{name} must be a whole number >= 1, but got {count}.")
+            if count is not None:
+                positive_int(name, count)
         for name, number in (("T", self.T), ("step", self.step)):
-            if number is not None and not (math.isfinite(number) and number > 0):
-                raise OptionError(f"{name} must be finite and > 0, but got {number}.")
+            check_time(name, number)
         if self.T is not None and self.step is not None:
             raise OptionError("give T or step (h = T/N), but not both.")
         if network == "mlp" and not (self.T is None and self.step is None):
@@ -262,6 +271,14 @@ def check_training(options: dict[str, Any]) -> None:
     check_options(**{**_fit_defaults(), **options})
 
 
+def check_time(name: str, number: float | None) -> None:
+    """Refuse a step or a time span that no layers can have."""
+    if number is not None and not 0 < number <= SENSIBLE:
+        raise OptionError(
+            f"{name} must be finite and > 0, and at most {SENSIBLE:g}, but got {number}."
+        )
+
+
 def _levels(text: str) -> str:
     """How often to refine, however it is written, as 2,2."""
     try:
@@ -270,7 +287,8 @@ def _levels(text: str) -> str:
         times = [0]
     if min(times) < 2:
         raise OptionError(
-            f"multilevel must be whole numbers >= 2 with commas, such as 2,2, but got {text!r}."
+            f"multilevel must be whole numbers >= 2 with commas, such as 2,2, but got "
+            f"{quoted(text)}."
         )
     return ",".join(map(str, times))
 
@@ -284,10 +302,10 @@ def _fit_defaults() -> dict[str, Any]:
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options in the [train] table of a TOML file, by their names with _ for -."""
     try:
-        text = Path(path).read_bytes().decode()
-        document = tomllib.loads(text)
-    except (OSError, ValueError) as error:  # of which a TOMLDecodeError is one
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        document = tomllib.loads(read_bytes(Path(path), CONFIG).decode())
+    except (ValueError, RecursionError) as error:  # of which a TOMLDecodeError is one
+        reason = str(error).removeprefix(f"cannot read {path}: ")
+        reason = reason.removeprefix(f"{path} cannot be read: ").rstrip(".")
         raise OptionError(f"cannot read the config file {path}: {reason}.") from error
     for name in document:
         _known(path, name, ["train"], "table")
@@ -318,7 +336,7 @@ def _as_kind(path: Any, key: str, value: Any, kind: str) -> Any:
     """A value of a config file, if it is of the kind that the option has."""
     kind = kind.removesuffix(" | None")
     if kind == "float" and type(value) is int:
-        return float(value)
+        return as_float(value)
     if kind == "list[str]" and isinstance(value, list) and all(type(v) is str for v in value):
         return value
     words = {
@@ -329,7 +347,7 @@ def _as_kind(path: Any, key: str, value: Any, kind: str) -> Any:
         "list[str]": "a list of texts",
     }
     if type(value).__name__ != kind:
-        raise OptionError(f"{path}: {key} must be {words[kind]}, but is {value!r}.")
+        raise OptionError(f"{path}: {key} must be {words[kind]}, but is {quoted(value)}.")
     return value
 
 

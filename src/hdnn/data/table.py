@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ from typing import Any, Self, TextIO
 import numpy as np
 
 from hdnn.errors import CheckpointError, DataError, HDNNError, choose, require
+from hdnn.files import check_regular
 from hdnn.memory import check_memory
 
 CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
@@ -123,26 +123,17 @@ def read(path: str | os.PathLike[str]) -> Table:
     if suffix not in (*CSV, *PARQUET):
         raise DataError(f"{path} ends in {suffix or 'nothing'!r}; give a .csv or a .parquet file.")
     try:
-        check_file(path)
+        check_regular(path)
+        if not path.stat().st_size:
+            raise _empty(path)
         return _read_csv(path) if suffix in CSV else _read_parquet(path)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
     except HDNNError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise DataError(f"cannot read {path}: {reason}; check its name and folder.") from error
-
-
-def check_file(path: Path) -> None:
-    """Refuse what is no plain file: others may be endless, or wait for somebody to write."""
-    found = path.stat()
-    if stat.S_ISDIR(found.st_mode):
-        raise DataError(f"cannot read {path}: it is a folder; name a file in it.")
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(
-            f"cannot read {path}: it is a device, a pipe or a socket; copy its content to a file."
-        )
-    if not found.st_size:
-        raise _empty(path)
 
 
 def _read_csv(path: Path) -> Table:

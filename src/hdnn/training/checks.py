@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.errors import DataError, TrainingError, as_float, choose
+from hdnn.errors import (
+    SENSIBLE,
+    DataError,
+    ShapeError,
+    TrainingError,
+    as_float,
+    choose,
+    int_from,
+    quoted,
+)
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.training.coordinate import SOLVERS, Head
@@ -63,18 +71,21 @@ def check_options(**options: Any) -> dict[str, Any]:
 
 def whole_number(name: str, value: object, least: int) -> int:
     """A whole number of Python or NumPy, as Python's."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise TrainingError(f"{name} must be a whole number >= {least}, but got {value!r}.")
-    return int(value)
+    try:
+        return int_from(least, name, value)
+    except ShapeError as error:
+        raise TrainingError(str(error)) from None
 
 
 def number(name: str, value: object) -> float:
     """A finite number >= 0 of Python or NumPy, as Python's float."""
     found = as_float(value)
     if found is None:
-        raise TrainingError(f"{name} must be a number, but got {value!r}.")
+        raise TrainingError(f"{name} must be a number, but got {quoted(value)}.")
     if not (math.isfinite(found) and found >= 0):
-        raise TrainingError(f"{name} must be finite and not negative, but got {value}.")
+        raise TrainingError(f"{name} must be finite and not negative, but got {quoted(value)}.")
+    if found > SENSIBLE:
+        raise TrainingError(f"{name} must be at most {SENSIBLE:g}, but got {quoted(value)}.")
     return found
 
 

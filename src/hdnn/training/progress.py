@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -17,7 +18,9 @@ class Line:
     def show(self, text: str) -> None:
         now = time.monotonic()
         if self.on and now >= self.due:
-            sys.stderr.write(f"\r\x1b[K{text}")
+            # A line that wraps could not be taken back.
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[K{text[:width]}")
             sys.stderr.flush()
             self.due, self.shown = now + 0.1, True
 

@@ -16,5 +16,5 @@ def factor(done: float, steps: int, warmup: float, schedule: str) -> float:
     It rises for the fraction `warmup`, then stays "constant" or falls to zero as a "cosine".
     """
     if done < warmup:
-        return (done + 1 / steps) / warmup
+        return min((done + 1 / steps) / warmup, 1.0)
     return 1.0 if schedule == "constant" else cosine((done - warmup) / (1 - warmup))
