@@ -453,6 +453,21 @@ def test_no_bound_of_a_sound_network_is_said_to_fail(dtype):
         assert all(b.holds is not False for b in analysis.bounds(net, measured=own)), own
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_bounds_that_are_reached_are_not_said_to_fail(dtype):
+    for seed in range(40):
+        m, normal = 1 + seed % 4, Random(seed)
+        net = make("H2", 2 * m, 1, step=1.0, activation="identity", dtype=dtype)
+        with torch.no_grad():
+            net.K_p.copy_(10 ** (3 * seed / 40) * torch.linalg.qr(normal(m, m)).Q)
+            net.K_q.zero_()
+        low, high = analysis.bounds(net, normal(4, 2 * m).to(dtype))[-2:]
+        assert low.holds
+        assert high.holds
+        assert low.measured == pytest.approx(low.value, rel=1e-5)
+        assert high.measured == pytest.approx(high.value, rel=1e-5)
+
+
 def test_bounds_of_what_is_not_finite_cannot_be_told():
     net = make("H2", 4, 40, step=10.0, activation="identity")
     with torch.no_grad():
