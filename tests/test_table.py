@@ -296,6 +296,21 @@ def test_a_parquet_file_says_how_much_it_unpacks_to(tmp_path, monkeypatch):
     assert table.read(tmp_path / "rows.parquet").rows == 10**6
 
 
+def test_a_table_has_only_so_many_values(csv, tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = arrow.table({"a": np.zeros(10**6, np.int8), "b": np.zeros(10**6, np.int8)})
+    with parquet.ParquetWriter(tmp_path / "bomb.parquet", rows.schema) as writer:
+        for _ in range(100):
+            writer.write_table(rows)
+    monkeypatch.setattr(memory, "there", lambda: 2.0**60)
+    with pytest.raises(DataError, match="has 200,000,000 values or more, and a table may have 100"):
+        table.read(tmp_path / "bomb.parquet")
+    monkeypatch.setattr(table, "MOST_CELLS", 4096)
+    with pytest.raises(DataError, match="has 4,096 values or more"):
+        table.read(csv("a,b\n" + "1,2\n" * 5000))
+
+
 def test_names_of_many_columns_are_compared_in_no_time(csv):
     names = [f"c{i}" for i in range(20_000)]
     before = time.process_time()

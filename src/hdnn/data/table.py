@@ -29,7 +29,8 @@ BOOLEANS = {"true": 1.0, "false": 0.0}
 TASKS = ("auto", "classification", "regression")
 WHOLE = r"[+-]?[0-9]{1,18}"
 LONGEST = 2**24  # letters of a line: a million columns
-PIECE = 1024  # rows of a Parquet file that are unpacked at once
+MOST_CELLS = 10**8  # values of a table: hours of training
+PIECE = 1024  # rows that are read at once
 FEW = 20  # different whole numbers, up to which a target is taken for classes
 
 
@@ -191,6 +192,8 @@ def _csv_table(path: Path, lines: Iterator[str]) -> Table:
                 )
             rows.append(row)
             numbers.append(reader.line_num)
+            if len(rows) % PIECE == 0:
+                _check_cells(path, len(rows) * len(header))
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: this is no CSV ({error}).") from error
     if not rows:
@@ -235,6 +238,11 @@ def _parquet_columns(path: Path, file: Any) -> dict[str, list[Any]]:
 
 
 def _check_cells(path: Path, cells: int) -> None:
+    if cells >= MOST_CELLS:
+        raise DataError(
+            f"{path} has {cells:,} values or more, and a table may have {MOST_CELLS:,}; "
+            "take fewer rows or columns."
+        )
     # A value is an object of Python, of some 32 bytes, in a list, and again as a number.
     check_memory(64 * cells, f"the {cells:,} values of {path}", "rows or columns")
 
