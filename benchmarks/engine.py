@@ -7,10 +7,12 @@ All that is compared runs in one process and in turns, so that slow drifts of th
 its turn a contestant takes as many steps in a row as fill about 30 ms, after one that does not
 count, and waits for the device once at the end; a step that is longer than that has the turn to
 itself. The time of a step is that of its turn over the number of steps, a ratio is taken turn by
-turn, and medians and quartiles are over the turns. "Alone" is the ratio of single steps, each right
-after one of the other contestant, which has just emptied the caches: nobody trains like that.
+turn, and medians and quartiles are over the turns. A "single call" is one step right after one of
+the other contestant, which has just emptied the caches: what a call costs that is not in a hot loop.
 
-The plain loop indexes K[j] in Python, with autograd.
+The plain loop is the best that plain PyTorch was found to do (see `rivals.plain_h2`), with
+autograd. "auto" is what users get who ask for nothing: gradients are those of stored states.
+"reversible" has to be asked for: memory that does not grow with depth, and a check of each reversal.
 
 Other programs do not slow all alike: many small operations wait for threads that have no core, one
 kernel hardly does, and ratios come out several times too large. The last line says how much of the
@@ -92,7 +94,7 @@ def compare(what: str, steps: dict[str, Step], device: str, seconds: float, targ
     row |= {"alone": _ratio(single)[1], "target": target}
     say(
         f"{what}: {base:.2f} ms / {ours:.3f} ms = {middle:.1f}x ({low:.1f} .. {high:.1f}), "
-        f"alone {row['alone']:.1f}x {target}"
+        f"single calls {row['alone']:.1f}x {target}"
     )
     return row
 
@@ -137,7 +139,7 @@ def speed(device: str, seconds: float, quick: bool) -> list[Row]:
             "hdnn": training_step(getattr(functional, kind), tensors),
         }
         what = f"{kind.upper()}, n = {n}, batch {batch}, {N} layers, {precision}"
-        with hdnn.engine.use(precision=precision, check=False):
+        with hdnn.engine.use(precision=precision):
             rows.append(compare(what, steps, device, seconds, target))
     return rows
 
@@ -156,7 +158,7 @@ def others(device: str, seconds: float, quick: bool) -> list[Row]:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
         try:
-            with hdnn.engine.use(precision=precision, check=False):
+            with hdnn.engine.use(precision=precision):
                 steps = {
                     "rival": rivals.step_of(*make(tensors)),
                     "hdnn": training_step(functional.h2, tensors),
@@ -191,8 +193,7 @@ def sweep(device: str, seconds: float, quick: bool) -> list[Row]:
                     "plain": training_step(PLAIN[kind], tensors),
                     "hdnn": training_step(getattr(functional, kind), tensors),
                 }
-                with hdnn.engine.use(check=False):
-                    times = in_turns(steps, device, seconds / 8, least=3)
+                times = in_turns(steps, device, seconds / 8, least=3)
                 low, middle, high = _ratio(times)
                 row: Row = {"kind": kind.upper(), "n": n, "batch": batch, "ratio": middle}
                 rows.append(row | {"ratio_quartiles": [low, high], "slower": high < 1})
@@ -209,16 +210,19 @@ def depth(device: str, seconds: float, quick: bool) -> list[Row]:
     rows = []
     for N in (4, 16) if quick else (16, 64, 256, 1024, 4096):
         tensors = weights("h2", n, batch, N, device)
-        steps = {"hdnn": training_step(functional.h2, tensors, backprop="reversible")}
+        steps = {
+            "auto": training_step(functional.h2, tensors),
+            "checkpoint": training_step(functional.h2, tensors, backprop="checkpoint"),
+            "reversible": training_step(functional.h2, tensors, backprop="reversible"),
+        }
         if N <= 1024:
             steps["plain"] = training_step(rivals.plain_h2, tensors)
-        with hdnn.engine.use(check=False):
-            times = in_turns(steps, device, seconds / 2)
-            memory = {name: _memory(step, tensors, device) for name, step in steps.items()}
+        times = in_turns(steps, device, seconds / 2)
+        memory = {name: _memory(step, tensors, device) for name, step in steps.items()}
         for name in steps:
             ms = median(times[name])
             rows.append({"layers": N, "engine": name, "ms": ms, "MiB": memory[name]})
-            say(f"{N:5d} layers, {name:5s}: {ms:9.2f} ms, {memory[name]:9.2f} MiB")
+            say(f"{N:5d} layers, {name:10s}: {ms:9.2f} ms, {memory[name]:9.2f} MiB")
     return rows
 
 
@@ -260,17 +264,16 @@ def resident(field):
 
 N, batch = int(sys.argv[1]), int(sys.argv[2])
 step = lambda t: training_step(functional.h2, t, backprop="reversible")()
-with hdnn.engine.use(check=False):
-    step(weights("h2", 16, batch, 2, "cpu"))  # compiles, starts threads
-    tensors = weights("h2", 16, batch, N, "cpu")
-    try:
-        open("/proc/self/clear_refs", "w").write("5")
-    except OSError:
-        pass
-    before = resident("VmRSS")
-    step(tensors)
-    grads = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
-    print((resident("VmHWM") - before - grads) / 2**20)
+step(weights("h2", 16, batch, 2, "cpu"))  # compiles, starts threads
+tensors = weights("h2", 16, batch, N, "cpu")
+try:
+    open("/proc/self/clear_refs", "w").write("5")
+except OSError:
+    pass
+before = resident("VmRSS")
+step(tensors)
+grads = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
+print((resident("VmHWM") - before - grads) / 2**20)
 """
 
 
@@ -279,7 +282,7 @@ def peak(rows: list[Row], device: str, quick: bool) -> Row:
     depths = (4, 16) if quick else (16, 256, 4096)
     if device == "cuda":
         n, batch = 64, 8192
-        found = [r["MiB"] for r in rows if r["engine"] == "hdnn" and r["layers"] in depths]
+        found = [r["MiB"] for r in rows if r["engine"] == "reversible" and r["layers"] in depths]
     else:
         n, batch = 16, 1000 if quick else 50_000
         found = [float(_python(PEAK, str(N), str(batch))) for N in depths]
@@ -316,7 +319,7 @@ def accuracy(device: str) -> list[Row]:
         tensors = weights("h2", 64, 1000, 64, device)
         exact = [t.detach().double().requires_grad_() for t in tensors]
         training_step(functional.h2, exact, engine="reference", backprop="stored")()
-        with hdnn.engine.use(precision=precision, check=False):
+        with hdnn.engine.use(precision=precision):
             training_step(functional.h2, tensors)()
         error = max(
             float((t.grad - e.grad).norm() / e.grad.norm())  # pyright: ignore

@@ -81,7 +81,7 @@ def markdown(result: dict[str, Any]) -> str:
         ratio = f"{r['ratio']:.1f} ({low:.1f} to {high:.1f})"
         rows.append([r["what"], *times, ratio, f"{r['alone']:.1f}", r["target"]])
     lines += table(
-        "forwards and backwards | instead | hdnn | ratio (quartiles) | alone | target", rows
+        "forwards and backwards | instead | hdnn | ratio (quartiles) | single calls | target", rows
     )
     if "floor" in result:
         r = result["floor"]
@@ -128,14 +128,19 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for ax, key, label in zip(
         figure.subplots(1, 2), ("ms", "MiB"), ("time, ms", "memory, MiB"), strict=True
     ):
-        for name, colour, mark in (("plain", "#D55E00", "s"), ("hdnn", "#0072B2", "o")):
+        for name, colour, mark in (
+            ("plain", "#D55E00", "s"),
+            ("auto", "#0072B2", "o"),
+            ("checkpoint", "#56B4E9", "v"),
+            ("reversible", "#009E73", "^"),
+        ):
             rows = [r for r in result["depth"] if r["engine"] == name]
             ax.loglog(
                 [r["layers"] for r in rows],
                 [r[key] for r in rows],
                 color=colour,
                 marker=mark,
-                label={"plain": "plain loop", "hdnn": "hdnn, reversible"}[name],
+                label="plain loop" if name == "plain" else f"hdnn, {name}",
             )
         ax.set(xlabel="layers", ylabel=label)
         ax.grid(alpha=0.3)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hdnn
-
 H = 0.1  # the step of every layer
 
 Step = Callable[[], object]
@@ -37,19 +35,24 @@ def weights(kind: str, n: int, batch: int, N: int, device: str) -> list[Tensor]:
 
 
 def plain_h2(y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float) -> Tensor:
-    """The loop that all ratios refer to."""
+    """The loop that all ratios refer to, as well as plain PyTorch can be written.
+
+    The stacks are taken apart once (the gradient of K_p[j] would be a whole stack for each j), and
+    each shear is two fused products with one activation between them.
+    """
     p, q = y.chunk(2, -1)
-    for j in range(len(K_p)):
-        p = p - h * torch.tanh(q @ K_q[j].T + b_q[j]) @ K_q[j]
-        q = q + h * torch.tanh(p @ K_p[j].T + b_p[j]) @ K_p[j]
+    for Kp, Kq, bp, bq in zip(*(t.unbind() for t in (K_p, K_q, b_p, b_q)), strict=True):
+        p = torch.addmm(p, torch.addmm(bq, q, Kq.T).tanh(), Kq, alpha=-h)
+        q = torch.addmm(q, torch.addmm(bp, p, Kp.T).tanh(), Kp, alpha=h)
     return torch.cat([p, q], -1)
 
 
 def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
-    """The same for forward Euler."""
-    J = hdnn.interconnection.canonical(y.shape[-1], device=y.device)
-    for j in range(len(K)):
-        y = y + h * (torch.tanh(y @ K[j].T + b[j]) @ K[j]) @ J.T
+    """The same for forward Euler, with K J^T made once for all layers."""
+    K_p, K_q = K.chunk(2, -1)
+    moves = torch.cat([-K_q, K_p], -1)
+    for Kj, bj, Vj in zip(K.unbind(), b.unbind(), moves.unbind(), strict=True):
+        y = torch.addmm(y, torch.addmm(bj, y, Kj.T).tanh(), Vj, alpha=h)
     return y
 
 

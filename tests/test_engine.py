@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import time
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hdnn
 from hdnn import engine, functional
-from hdnn.engine import calls, dispatch, fixed, plain, stacks
+from hdnn.engine import calls, dispatch, fixed, plain, reversal, stacks
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
@@ -27,6 +27,8 @@ WAYS: dict[str, dict[str, str]] = {
     "reversible": {"engine": "reference", "backprop": "reversible"},
     "checkpoint": {"engine": "reference", "backprop": "checkpoint"},
     "fused": {"engine": "fused"},
+    "fused checkpoint": {"engine": "fused", "backprop": "checkpoint"},
+    "fused reversible": {"engine": "fused", "backprop": "reversible"},
     "auto": {},
 }
 INVERTIBLE = ("h2", "h2_inverse", "verlet", "yoshida4", "ms1", "ms3")
@@ -56,7 +58,7 @@ def stack(name: str, normal: Random, m: int, r: int, N: int) -> tuple[Callable[.
 
 
 def ways(name: str) -> list[dict[str, str]]:
-    return [w for k, w in WAYS.items() if name in INVERTIBLE or k != "reversible"]
+    return [w for k, w in WAYS.items() if name in INVERTIBLE or "reversible" not in k]
 
 
 def gradients(function: Callable[..., Tensor], y: Tensor, weights: list, **options: Any):
@@ -79,10 +81,7 @@ def test_all_ways_agree_with_the_reference(name, m, r, N, activation, seed):
     plain_way = {"engine": "reference", "backprop": "stored", "activation": activation}
     out, grads = gradients(function, y, weights, **plain_way)
     for way in ways(name):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calls, "ANCHOR", 16)  # several segments
-            patch.setattr(calls, "_known", {})
-            ours, our_grads = gradients(function, y, weights, activation=activation, **way)
+        ours, our_grads = gradients(function, y, weights, activation=activation, **way)
         size = 1 + float(out.abs().max())
         assert float((ours - out).abs().max()) <= 1e-11 * size
         for a, b in zip(our_grads, grads, strict=True):
@@ -158,8 +157,9 @@ def test_what_a_reversible_stack_keeps_does_not_grow_with_depth(name):
     assert kept(16, **reversible) == kept(256, **reversible) <= 2 * 50 * 4
 
 
-def test_checkpoints_of_an_euler_stack_are_about_the_root_of_its_depth():
-    function, weights = stack("h1", Random(0), 2, 3, 100)
+@pytest.mark.parametrize("name", STACKS)
+def test_checkpoints_are_about_the_root_of_the_depth(name):
+    function, weights = stack(name, Random(0), 2, 3, 100)
     y = Random(1)(50, 4).requires_grad_()
     stored = []
 
@@ -170,7 +170,7 @@ def test_checkpoints_of_an_euler_stack_are_about_the_root_of_its_depth():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         function(y, *weights, engine="reference", backprop="checkpoint")
-    assert stored == [11]
+    assert stored == [9]  # besides y_0
 
 
 # Fixed point
@@ -209,9 +209,40 @@ def test_gradients_through_a_fixed_point_state_are_those_of_a_float_one():
 
 def test_a_state_that_leaves_the_grid_is_an_error():
     function, weights = stack("h2", Random(0), 2, 2, 40)
-    weights[0], weights[1] = 40 * weights[0], 40 * weights[1]
-    with engine.use(state="fixed"), pytest.raises(TrainingError, match=r"holds \+-2048"):
+    weights[0], weights[1] = 400 * weights[0], 400 * weights[1]
+    with engine.use(state="fixed"), pytest.raises(TrainingError, match=r"holds \+-8.389e\+06"):
         function(100 * Random(1)(5, 4), *weights, activation="relu")
+
+
+@pytest.mark.parametrize(("size", "h"), [(1e-5, 0.1), (1e-3, 0.1), (1.0, 1e-6)])
+def test_a_fixed_point_state_follows_small_states_and_small_steps(size, h):
+    net = hdnn.H2(8, 100, step=h, dtype=F64, generator=torch.Generator().manual_seed(0))
+    y = size * Random(1)(5, 8)
+    with torch.no_grad(), engine.use(engine="reference"):
+        exact = net(y)
+    with torch.no_grad(), engine.use(state="fixed"):
+        found = net(y)
+    assert float((found - exact).norm()) <= 1e-4 * float((exact - y).norm())
+
+
+@pytest.mark.parametrize(("size", "h", "what"), [(1e-11, 0.1, "y_0"), (1.0, 1e-11, "layer adds")])
+def test_what_is_too_small_for_the_grid_is_said(size, h, what):
+    net, y = hdnn.H2(8, 10, step=h), size * Random(1)(5, 8).float()
+    with engine.use(state="fixed"), pytest.warns(fixed.GridWarning, match=f"{what} .*rounded by"):
+        net(y)
+
+
+def test_a_state_of_zeros_loses_nothing_on_the_grid():
+    with engine.use(state="fixed"):
+        assert torch.equal(hdnn.H2(8, 10)(torch.zeros(5, 8)), torch.zeros(5, 8))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_no_integer_holds_leaves_the_grid(value):
+    y = torch.zeros(5, 8)
+    y[2, 3] = value
+    with engine.use(state="fixed"), pytest.raises(TrainingError, match="left the fixed-point grid"):
+        hdnn.H2(8, 10)(y)
 
 
 def test_fixed_point_says_what_it_cannot_do():
@@ -230,24 +261,132 @@ def test_fixed_point_says_what_it_cannot_do():
 # The check of the reversal
 
 
-def test_a_reversal_that_drifts_warns_and_can_be_told_not_to():
-    shears = fixed_stack(1024, 8, 0.5, 2.0, torch.float32)
+def drifting(N: int) -> Callable[..., None]:
+    """A training step of a network whose reversal loses digits, the more the deeper it is."""
+    shears = fixed_stack(N, 8, 0.5, 2.0, torch.float32)
     y = Random(1)(10, 16).float().requires_grad_()
-    way = {"engine": "reference", "backprop": "reversible"}
 
-    def run() -> None:
+    def run(**way: str) -> None:
         functional.h2(y, *shears[:4], 0.5, **way).sum().backward()
 
-    stacks._reversals = iter([1, 1, 3])
-    with pytest.warns(ReversalWarning, match="drifted"):
-        run()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with engine.use(check=False):
-            run()
-        stacks._reversals = iter([3])  # looked at after 1, 2, 4, 8 ... reversals
-        run()
-    stacks._reversals = __import__("itertools").count(1)
+    return run
+
+
+@pytest.mark.parametrize("engine_", ["reference", "fused"])
+def test_every_reversal_that_drifts_warns_and_can_be_told_not_to(engine_):
+    run, way = drifting(40), {"engine": engine_, "backprop": "reversible"}
+    for _ in range(5):
+        with pytest.warns(ReversalWarning, match=r"off by .* backprop=\"auto\" or \"checkpoint\""):
+            run(**way)
+    with engine.use(check=False):
+        run(**way)
+
+
+@pytest.mark.parametrize("engine_", ["reference", "fused"])
+def test_a_reversal_whose_gradients_are_worthless_is_an_error(engine_):
+    run = drifting(300)
+    for _ in range(3):
+        with pytest.raises(TrainingError, match="worthless"):
+            run(engine=engine_, backprop="reversible")
+    run()  # what is advised runs
+    run(backprop="checkpoint")
+    run(backprop="stored")
+
+
+def test_a_compiled_reversal_is_checked_too():
+    torch._dynamo.reset()
+    net = hdnn.H2(16, 300, step=1.0, activation="relu", backprop="reversible")
+    y = Random(1)(10, 16).float().requires_grad_()
+    out = torch.compile(net, backend="aot_eager")(y).sum()
+    with pytest.raises(Exception, match="worthless"):
+        out.backward()
+
+
+def test_while_a_cuda_graph_is_recorded_worthless_gradients_become_nan(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    class OnAGpu(Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType]
+
+    y = Random(0)(3, 4).as_subclass(OnAGpu)
+    good, bad = (reversal.check_reversal(y, y + off, y, [y, None]) for off in (1e-12, 1.0))
+    assert torch.equal(good[0], y)
+    assert good[1] is None
+    assert bad[0].isnan().all()
+
+
+# Gradients by default
+
+
+def far_off(net: torch.nn.Module, y: Tensor, **options: Any) -> float:
+    """How far the gradients are from those of the reference in float64, relatively."""
+    found = []
+    for dtype, how in ((torch.float64, {"engine": "reference"}), (y.dtype, options)):
+        model = copy.deepcopy(net).to(dtype)
+        leaf = y.detach().to(dtype).requires_grad_()
+        with engine.use(**how):
+            out = model(leaf)
+            direction = torch.arange(1, out.numel() + 1, dtype=F64).cos().view(out.shape)
+            (out * direction.to(dtype)).sum().backward()
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    return max(
+        float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+        for b, a in zip(*found, strict=True)
+    )
+
+
+EXPANDING = [
+    lambda **o: hdnn.H2(16, 300, step=1.0, activation="relu", **o),
+    lambda **o: hdnn.H2(16, 128, step=1.0, activation="relu", **o),
+    lambda **o: hdnn.H2(16, 128, step=0.1, activation="relu", init="paper", **o),
+    lambda **o: hdnn.HamiltonianNet(8, 40, "verlet", step=1.0, activation="softplus", **o),
+    lambda **o: hdnn.HamiltonianNet(8, 30, "yoshida4", step=0.5, activation="relu", **o),
+    lambda **o: hdnn.MS1(8, 200, step=1.0, activation="relu", **o),
+    lambda **o: hdnn.MS3(8, 100, step=1.0, activation="relu", **o),
+]
+
+
+@pytest.mark.parametrize("network", EXPANDING)
+def test_by_default_gradients_of_networks_that_expand_are_as_exact_as_those_of_the_loop(network):
+    net = network(generator=torch.Generator().manual_seed(0))
+    y = Random(1)(5, net.features).float()
+    assert far_off(net, y) <= 20 * max(far_off(net, y, engine="reference"), 1e-7)
+
+
+@given(seeds)
+@settings(max_examples=30)
+def test_by_default_twelve_layers_of_the_paper_are_exact_in_float64(seed):
+    generator = torch.Generator().manual_seed(seed)
+    net = hdnn.H2(8, 12, step=1.0, init="paper", generator=generator, dtype=F64)
+    y = Random(seed)(3, 8)
+    with engine.use(backprop="checkpoint"):
+        assert far_off(net, y) < 1e-6
+    assert far_off(net, y) < 1e-6
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_is_behind_a_stack_may_work_in_place(name):
+    function, weights = stack(name, Random(0), 2, 3, 9)
+    y = Random(1)(5, 4)
+
+    def behind(y: Tensor, *weights: Any, **options: Any) -> Tensor:
+        return torch.nn.ReLU(inplace=True)(function(y, *weights, **options))
+
+    _, expected = gradients(behind, y, weights, engine="reference", backprop="stored")
+    for way in ways(name):
+        _, found = gradients(behind, y, weights, **way)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+
+
+def test_states_that_would_take_much_memory_are_kept_at_checkpoints(monkeypatch):
+    net = hdnn.H2(8, 64)
+    assert "backprop stored" in net.engine_report(batch=100)
+    monkeypatch.setattr(dispatch, "_MACHINE", 32 * 1000)
+    assert "backprop checkpoint" in net.engine_report(batch=100)
+    assert "1/32 of the memory" in net.engine_report(batch=100)
+    assert "backprop checkpoint" in hdnn.H1(8, 64).engine_report(batch=100)
+    assert "backprop stored" in hdnn.H2(8, 2).engine_report(batch=3)
 
 
 # Choosing
@@ -313,11 +452,10 @@ def test_networks_carry_their_way_to_run_and_report_it():
 REVERSIBLE = {"backprop": "reversible"}
 
 
-@pytest.mark.parametrize("way", [{"backprop": "checkpoint"}, {"engine": "fused"}, REVERSIBLE])
+@pytest.mark.parametrize("way", [{}, {"backprop": "checkpoint"}, {"engine": "fused"}, REVERSIBLE])
 @pytest.mark.parametrize("name", STACKS)
-def test_inside_compile_a_stack_can_be_one_operator(name, way, monkeypatch):
+def test_inside_compile_a_stack_is_one_operator(name, way):
     torch._dynamo.reset()
-    monkeypatch.setattr(calls, "ANCHOR", 32)
     function, weights = stack(name, Random(0), 2, 3, 70)
     y = Random(1)(5, 4)
     if name not in INVERTIBLE and way == REVERSIBLE:
@@ -333,32 +471,43 @@ def test_inside_compile_a_stack_can_be_one_operator(name, way, monkeypatch):
 
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     out, grads = gradients(compiled, y, weights, **way)
-    assert sum("split_stack" in target or "euler_stack" in target for target in seen) == 1
+    assert sum("hdnn.stack" in target for target in seen) == 1
     torch.testing.assert_close(out, expected[0], rtol=1e-9, atol=1e-9)
     for a, b in zip(grads, expected[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
 
 
-def test_the_operator_keeps_the_promises_of_an_operator(monkeypatch):
-    monkeypatch.setattr(calls, "ANCHOR", 32)
+def test_the_operator_keeps_the_promises_of_an_operator():
     from hdnn.engine import operators
 
     halves, parts = calls.turns(splitting.VERLET, True)
     normal, N = Random(0), 70
-    tensors = [normal(5, 4), normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
-    leaves = [t.requires_grad_() for t in tensors]
+    tensors = [normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
     coef = calls.coefficients(parts, 0.1, N, True, F64, torch.device("cpu"))
-    how = (coef.clone().requires_grad_(), list(halves), True, "tanh", "same")
-    for way in ("reference checkpoint", "fused reversible"):
-        torch.library.opcheck(operators.split_stack, (*leaves, None, None, *how, way))
-    y = leaves[0]
-    steps = normal(N, 1)[:, 0].requires_grad_()
-    K = normal(N, 3, 4).requires_grad_()
-    b = normal(N, 3).requires_grad_()
-    for V, kind in ((None, "canonical"), (normal(N, 3, 4).requires_grad_(), "general")):
+    leaves = [t.requires_grad_() for t in (*tensors, coef.clone())]
+    y = normal(5, 4).requires_grad_()
+    turns = "".join(map(str, halves))
+    for way in ("reference checkpoint", "fused reversible", "fused checkpoint", "fused stored"):
+        torch.library.opcheck(operators.stack, (y, leaves, turns, True, "tanh", "same", way))
+    K, V = (normal(N, 3, 4).requires_grad_() for _ in range(2))
+    b, steps = normal(N, 3).requires_grad_(), normal(N, 1)[:, 0].requires_grad_()
+    for leaves, kind in (([K, b, steps], "canonical"), ([K, b, V, steps], "general")):
         for way in ("reference checkpoint", "fused stored"):
-            arguments = (y, K, b, V, steps, "tanh", kind, way)
-            torch.library.opcheck(operators.euler_stack, arguments)
+            torch.library.opcheck(operators.stack, (y, leaves, "", False, "tanh", kind, way))
+
+
+def test_exported_programs_hold_no_operator_of_ours():
+    net = hdnn.H2(4, 3)
+    program = torch.export.export(net, (torch.zeros(2, 4),))
+    assert not [n for n in program.graph.nodes if "hdnn" in str(n.target)]
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev, torch.func.jacfwd])
+def test_transforms_can_be_compiled(transform):
+    torch._dynamo.reset()
+    net, y = hdnn.H2(4, 3, dtype=F64), Random(0)(2, 4)
+    found = torch.compile(transform(net), backend="aot_eager")(y)
+    torch.testing.assert_close(found, transform(net)(y))
 
 
 @pytest.mark.parametrize("h", [0.1, "each"])
@@ -370,13 +519,13 @@ def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
     steps = weights[4] if h == "each" else h
     y, sigma = Random(1)(2, 5, 4), hdnn.activations.get("tanh")
     for engine_, backprop in ((None, "reversible"), ("fused", None)):
-        call = compiled.make(sigma, engine_, backprop, "same", 6, splitting.VERLET, inverse)
+        call = compiled.make(y, sigma, engine_, backprop, "same", 6, splitting.VERLET, inverse)
         assert call is not None
         ours = call(y, tuple(weights[:4]), None, steps)
         expected = functional.verlet(y, *weights[:4], steps, inverse=inverse)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(OptionError, match="explicit inverse"):
-        compiled.make(sigma, "fused", "reversible", "canonical", 6, None, False)
+        compiled.make(y, sigma, "fused", "reversible", "canonical", 6, None, False)
 
 
 @pytest.mark.parametrize(
@@ -394,24 +543,20 @@ def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
         ({"batch": 0}, "reference", "no samples"),
         ({"activation": "mine"}, "reference", "mine"),
         ({"traced": True}, "reference", "traced"),
-        ({"backprop": "stored"}, "reference", "stored"),
+        ({"backprop": "stored"}, "fused", "faster"),
         ({}, "fused", "faster"),
     ],
 )
-def test_auto_chooses_by_device_dtype_and_size_and_says_why(options, engine_, why):
+def test_auto_chooses_by_device_dtype_and_size_and_says_why(options, engine_, why, monkeypatch):
+    memory = SimpleNamespace(total_memory=2**34)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     given = {"reversible": True, "dtype": torch.float32, "n": 4, "batch": 9, "activation": "tanh"}
-    given |= {"device": "cpu"} | options
+    given |= {"device": "cpu", "steps": 8} | options
     device = torch.device(given.pop("device"))
     asked = engine.Settings(backprop=given.pop("backprop", "auto"))
     plan = dispatch.plan(asked, device=device, **given)
     assert plan.engine == engine_
     assert why in plan.why
-
-
-def test_a_fused_stack_keeps_no_states():
-    function, weights = stack("h2", Random(0), 2, 2, 3)
-    with pytest.raises(OptionError, match="keeps no states"):
-        function(Random(1)(5, 4), *weights, engine="fused", backprop="stored")
 
 
 # Precision on a GPU
@@ -436,6 +581,7 @@ def test_products_are_as_precise_as_asked_or_as_pytorch_is_set(
     asked, dtype, matmul, expected, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
+    monkeypatch.setattr(stacks.Run, "ready", lambda run, device: run)
     ask = engine.Settings(precision=asked, deterministic=True)
     run = stacks.Run("tanh", "canonical", 10)
     run = calls.lay_out(run, "fused", "checkpoint", ask, on_a_gpu(dtype), learned=True)

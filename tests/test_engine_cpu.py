@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import hdnn
 from hdnn import activations, functional
 from hdnn.engine import cpu, tiles
 from hdnn.integrators import splitting
@@ -76,16 +78,18 @@ class Split:
             y_N, leaves, self.g.to(dtype).double(), allow_unused=True, materialize_grads=True
         )
         arguments = self.arguments(dtype)
-        found = cpu.split_forward(self.y.to(dtype), *arguments, activation, self.kind)
+        how = (*arguments, activation, self.kind)
+        found, kept = cpu.split_forward(self.y.to(dtype), *how, keep=True)
         assert close(found, y_N.detach(), dtype)
-        y_0, g_0, *grads = cpu.split_backward(
-            y_N.detach().to(dtype), self.g.to(dtype), *arguments, activation, self.kind
-        )
+        y_0, *undone = cpu.split_backward(y_N.detach().to(dtype), self.g.to(dtype), *how)
         assert close(y_0, leaves[0].detach(), dtype)
-        present = [g for g in grads if g is not None]
-        assert len(present) == (7 if self.kind == "general" else 5)
-        for mine, theirs in zip((g_0, *present), wanted, strict=True):
-            assert close(mine, theirs, dtype, len(self.y))
+        nothing, *stored = cpu.split_backward(None, self.g.to(dtype), *how, kept=kept)
+        assert nothing is None
+        for grads in (undone, stored):
+            present = [g for g in grads if g is not None]
+            assert len(present) == (8 if self.kind == "general" else 6)
+            for mine, theirs in zip(present, wanted, strict=True):
+                assert close(mine, theirs, dtype, len(self.y))
 
 
 @st.composite
@@ -148,7 +152,7 @@ def test_schemes_are_schedules_of_shears(name, on_path):
     half, layer = of_scheme(shears, N)
     signed = [-h * part if which == "p" else h * part for which, part in shears]
     coef = torch.tensor(signed * N, dtype=torch.float64)
-    found = cpu.split_forward(
+    found, _ = cpu.split_forward(
         y, K_p, K_q, b_p, b_q, None, None, torch.tensor(half), torch.tensor(layer), coef,
         "tanh", "same",
     )  # fmt: skip
@@ -232,8 +236,8 @@ def test_float32_gradients_of_64_layers_are_within_1e_5(m, on_path):
     stack.tensors[-1] = torch.tensor([-0.1, 0.1] * 64, dtype=torch.float64)
     arguments = stack.arguments(torch.float32)
     y, g = stack.y.float(), torch.ones_like(stack.y.float())
-    y_N = cpu.split_forward(y, *arguments, "tanh", "same")
-    _, *found = cpu.split_backward(y_N, g, *arguments, "tanh", "same")
+    _, kept = cpu.split_forward(y, *arguments, "tanh", "same", keep=True)
+    _, *found = cpu.split_backward(None, g, *arguments, "tanh", "same", kept=kept)
     leaves = [t.float().double().requires_grad_() for t in (stack.y, *stack.tensors)]
     out = stack.run(leaves[0], "tanh", leaves[1:])
     wanted = torch.autograd.grad(out, leaves, g.double())
@@ -253,7 +257,7 @@ def test_activations_and_slopes_are_exact_to_rounding(activation, dtype):
     y = torch.cat([torch.zeros_like(x), x], 1)
     schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
     arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
-    z = cpu.split_forward(y, *arguments)[:, 0]
+    z = cpu.split_forward(y, *arguments)[0][:, 0]
     g = torch.tensor([[1.0, 0.0]], dtype=dtype).repeat(len(y), 1)
     slope = cpu.split_backward(y, g, *arguments)[1][:, 1]
     sigma, x = activations.get(activation), x.double()
@@ -269,9 +273,42 @@ def test_small_values_keep_their_digits(activation, dtype):
     one, zero = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
     y = torch.cat([torch.zeros_like(x), x], 1)
     schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
-    z = cpu.split_forward(y, one, one, zero, zero, None, None, *schedule, activation, "identity")
+    arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
+    z, _ = cpu.split_forward(y, *arguments)
     wanted = activations.get(activation)(x.double())
     assert torch.allclose(z[:, :1].double(), wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != "sin"])
+def test_activations_and_slopes_are_right_at_huge_arguments(activation, dtype):
+    largest = torch.finfo(dtype).max
+    x = torch.logspace(2, math.log10(largest), 200, dtype=torch.float64).clamp_max(largest)
+    x = torch.cat([x, -x]).to(dtype).unsqueeze(1)
+    one, zero = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    y = torch.cat([torch.zeros_like(x), x], 1)
+    schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
+    arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
+    z, kept = cpu.split_forward(y, *arguments, keep=True)
+    g = torch.tensor([[1.0, 0.0]], dtype=dtype).repeat(len(y), 1)
+    slope = cpu.split_backward(None, g, *arguments, kept=kept)[1][:, 1]
+    sigma, size = activations.get(activation), torch.finfo(dtype).eps
+    assert torch.allclose(z[:, 0].double(), sigma(x.double())[:, 0], rtol=8 * size, atol=1e-30)
+    assert torch.allclose(slope.double(), sigma.slope(x.double())[:, 0], rtol=8 * size, atol=1e-30)
+
+
+@pytest.mark.parametrize("B", [1, 63, 64, 65])
+def test_lanes_without_a_sample_add_nothing_to_the_gradients(B):
+    # At 0 this network doubles its state again and again; at these samples it does nothing.
+    net = hdnn.H1(8, 200, step=1.0, activation="relu", tied=True)
+    with torch.no_grad():
+        net.K.copy_(2 * torch.eye(8))
+        net.b.fill_(1.0)
+    y = torch.full((B, 8), -5.0, requires_grad=True)
+    net(y).sum().backward()
+    assert torch.equal(y.grad, torch.ones(B, 8))
+    assert torch.equal(net.K.grad, torch.zeros_like(net.K))
+    assert torch.equal(net.b.grad, torch.zeros_like(net.b))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -280,9 +317,9 @@ def test_small_values_keep_their_digits(activation, dtype):
 def test_what_is_not_finite_stays_so(activation, value, dtype, on_path):
     stack = Split(Random(0), 2, 2, 2, 2, 70, "same", [0, 1, 0, 1], [0, 0, 1, 1])
     y = stack.y.to(dtype)
-    clean = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
+    clean, _ = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
     y[3, 1] = value
-    y_N = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
+    y_N, _ = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
     assert not y_N[3].isfinite().all()
     others = torch.arange(70) != 3
     assert torch.equal(y_N[others], clean[others])
@@ -299,8 +336,8 @@ def test_what_is_not_finite_stays_so(activation, value, dtype, on_path):
 
 def gradients(stack: Split) -> list[Tensor]:
     arguments = stack.arguments(torch.float32)
-    y_N = cpu.split_forward(stack.y.float(), *arguments, "tanh", "same")
-    found = cpu.split_backward(y_N, stack.g.float(), *arguments, "tanh", "same")
+    y_N, kept = cpu.split_forward(stack.y.float(), *arguments, "tanh", "same", keep=True)
+    found = cpu.split_backward(None, stack.g.float(), *arguments, "tanh", "same", kept=kept)
     return [y_N, *(t for t in found if t is not None)]
 
 

@@ -110,11 +110,18 @@ def split_errors(
     y_N, wanted = gradients(reference, (*tensors, coef), g)
     y, *others = (None if t is None else t.to(device) for t in (*tensors, half, layer, coef))
     options = {"alternating": scheme in ("h2", "ms1")}
-    out = engine.split_forward(y, *others, activation, kind, precision, **options)
+    out, nothing = engine.split_forward(y, *others, activation, kind, precision, **options)
+    assert nothing is None
+    same, kept = engine.split_forward(y, *others, activation, kind, precision, **options, keep=True)
+    assert torch.equal(out, same)
     settings = (activation, kind, precision, deterministic)
     got = engine.split_backward(out, g.to(device), *others, *settings, **options)
+    stored = engine.split_backward(None, g.to(device), *others, *settings, **options, kept=kept)
+    assert stored[0] is None
     names = ("y_N", "y_0", "g_0", "dK_p", "dK_q", "db_p", "db_q", "dV_p", "dV_q", "dcoef")
-    return compare(names, (out, *got), (y_N, tensors[0].double(), *wanted))
+    undone = compare(names, (out, *got), (y_N, tensors[0].double(), *wanted))
+    found = compare(names[2:], stored[1:], wanted)
+    return undone | {f"{name}, stored": error for name, error in found.items()}
 
 
 def euler_errors(
@@ -139,12 +146,12 @@ def euler_errors(
     y_N, wanted = gradients(reference, tensors, g)
     y, *others = (None if t is None else t.to(device) for t in tensors)
     settings = (activation, kind, precision)
-    out = engine.euler_forward(y, *others, *settings)
-    states = engine.euler_forward(y, *others, *settings, keep=True)
-    assert torch.equal(states[0], y)
-    got = engine.euler_backward(states, g.to(device), *others, *settings, deterministic)
+    out, _ = engine.euler_forward(y, *others, *settings)
+    last, kept = engine.euler_forward(y, *others, *settings, keep=True)
+    assert torch.equal(kept.view(N + 1, B, n)[0], y)
+    got = engine.euler_backward(kept, g.to(device), *others, *settings, deterministic)
     names = ("y_N", "last state", "g_0", "dK", "db", "dV", "dh")
-    return compare(names, (out, states[-1], *got), (y_N, y_N, *wanted))
+    return compare(names, (out, last, *got), (y_N, y_N, *wanted))
 
 
 GROUPS = {
@@ -313,21 +320,21 @@ def shifted(t):
 @pytest.mark.gpu
 def test_repeated_calls_look_again_at_where_the_tensors_lie():
     y, (K_p, *rest), shears = h2_on_gpu()
-    wanted = engine.split_forward(y, K_p, *rest, None, None, *shears)
+    wanted = engine.split_forward(y, K_p, *rest, None, None, *shears)[0]
     for state, K in [(shifted(y), K_p), (y, shifted(K_p)), (y.clone(), K_p.clone())] * 2:
-        assert torch.equal(engine.split_forward(state, K, *rest, None, None, *shears), wanted)
+        assert torch.equal(engine.split_forward(state, K, *rest, None, None, *shears)[0], wanted)
 
 
 @pytest.mark.gpu
 def test_kernels_run_on_the_current_stream():
     y, weights, shears = h2_on_gpu()
-    wanted = engine.split_forward(y, *weights, None, None, *shears)
+    wanted = engine.split_forward(y, *weights, None, None, *shears)[0]
     late, stream = torch.zeros_like(y), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late.copy_(y)
-        out = engine.split_forward(late, *weights, None, None, *shears)
+        out = engine.split_forward(late, *weights, None, None, *shears)[0]
     stream.synchronize()
     assert torch.equal(out, wanted)
 
@@ -340,7 +347,7 @@ def test_kernels_run_where_their_tensors_are():
         y, weights, shears = h2_on_gpu(device)
         y = y * 0 + 0.1
         weights = tuple(w * 0 + 0.1 for w in weights)
-        results.append(engine.split_forward(y, *weights, None, None, *shears).cpu())
+        results.append(engine.split_forward(y, *weights, None, None, *shears)[0].cpu())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -356,7 +363,7 @@ def test_autograd_takes_gradients_as_they_are(m):
     class Stack(torch.autograd.Function):
         @staticmethod
         def forward(ctx, y, *weights):
-            y_N = engine.split_forward(y, *weights, None, None, *shears)
+            y_N = engine.split_forward(y, *weights, None, None, *shears)[0]
             ctx.save_for_backward(y_N, *weights)
             return y_N
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdnn.engine import calls
+from hdnn.engine import calls, stacks
 
 
 class Apart:
@@ -28,15 +28,15 @@ class Apart:
     def forward(self, y: Tensor) -> Tensor:
         call, tensors = self.known.get(y.shape) or self._find(y)
         with torch.no_grad():
-            y_N, kept = call.stack.ahead(call.run, y, tensors)
-        self.last = (call, tensors, y, y_N, kept)
+            y_N, kept = stacks.ahead(call.run, y, tensors)
+        self.last = (call, tensors, y, kept)
         return y_N
 
     def backward(self, g: Tensor) -> None:
         """Set the gradient of each parameter, given that of y_N."""
-        call, tensors, y, y_N, kept = self.last
+        call, tensors, y, kept = self.last
         with torch.no_grad():
-            grads = call.stack.behind(call.run, y, y_N, kept, g, tensors)[1:]
+            grads = stacks.behind(call.run, y, kept, g, tensors)[1:]
         made, theirs = [], []
         for tensor, grad in zip(tensors, grads, strict=True):
             if tensor is None or not tensor.requires_grad:

@@ -84,6 +84,11 @@ def _shear_back(
     return dc
 
 
+def _steps(kept: Tensor | None, steps: int, like: Tensor) -> Tensor | None:
+    """The room for what each step reads: (steps, *like.shape)."""
+    return None if kept is None else kept[: steps * like.numel()].view(steps, *like.shape)
+
+
 @torch.no_grad()
 def split_forward(
     y: Tensor,
@@ -94,11 +99,15 @@ def split_forward(
     layer: Tensor,
     coef: Tensor,
     activation: str,
+    kept: Tensor | None,
 ) -> Tensor:
-    """`split_forward`, with the weights that move p first."""
+    """`split_forward`, with the weights that move p first; writes into `kept`."""
     halves = [part.contiguous() for part in y.chunk(2, -1)]
     room = [y.new_empty(len(y), weights.shape[1]) for weights in K]
-    for i, j, c in zip(half.tolist(), layer.tolist(), coef.tolist(), strict=True):
+    sources = _steps(kept, len(half), halves[0])
+    for s, (i, j, c) in enumerate(zip(half.tolist(), layer.tolist(), coef.tolist(), strict=True)):
+        if sources is not None:
+            sources[s].copy_(halves[1 - i])
         a = torch.addmm(b[i][j], halves[1 - i], K[i][j].mT, out=room[i])
         Vi = V[i]
         _step(halves[i], _value(a, activation), None if Vi is None else Vi[j], c)
@@ -107,7 +116,7 @@ def split_forward(
 
 @torch.no_grad()
 def split_backward(
-    y: Tensor,
+    y: Tensor | None,
     g: Tensor,
     K: tuple[Tensor, Tensor],
     b: tuple[Tensor, Tensor],
@@ -117,19 +126,24 @@ def split_backward(
     coef: Tensor,
     activation: str,
     kind: str,
+    kept: Tensor | None,
 ) -> Grads:
-    x, gx = ([part.clone() for part in t.chunk(2, -1)] for t in (y, g))
-    room = [tuple(y.new_empty(2, len(y), weights.shape[1])) for weights in K]
-    ones = y.new_ones(len(y))
+    gx = [part.clone() for part in g.chunk(2, -1)]
+    x = [None, None] if y is None else [part.clone() for part in y.chunk(2, -1)]
+    sources = _steps(kept, len(half), gx[0])
+    room = [tuple(g.new_empty(2, len(g), weights.shape[1])) for weights in K]
+    ones = g.new_ones(len(g))
     dK, db = ([torch.zeros_like(t) for t in weights] for weights in (K, b))
     dV = {"same": dK, "general": [torch.zeros_like(t) for t in K]}.get(kind, [None, None])
     dcoef = []
     schedule = list(zip(half.tolist(), layer.tolist(), coef.tolist(), strict=True))
-    for i, j, c in reversed(schedule):
+    for s, (i, j, c) in reversed(list(enumerate(schedule))):
         Vi, dVi = V[i], dV[i]
+        source, undone = (x[1 - i], x[i]) if sources is None else (sources[s], None)
+        assert source is not None
         dcoef.append(
             _shear_back(
-                *(x[1 - i], x[i], gx[1 - i], gx[i]),
+                *(source, undone, gx[1 - i], gx[i]),
                 *(K[i][j], b[i][j], None if Vi is None else Vi[j], c),
                 (dK[i][j], db[i][j], None if dVi is None else dVi[j]),
                 *(activation, room[i], ones),
@@ -137,8 +151,8 @@ def split_backward(
         )
     dV_p, dV_q = (dV[1], dV[0]) if kind == "general" else (None, None)
     dc = torch.stack(dcoef[::-1]) if dcoef else torch.zeros_like(coef)
-    y_0, g_0 = torch.cat(x, -1), torch.cat(gx, -1)
-    return y_0, g_0, dK[1], dK[0], db[1], db[0], dV_p, dV_q, dc
+    y_0 = None if sources is not None else torch.cat(x, -1)  # pyright: ignore
+    return y_0, torch.cat(gx, -1), dK[1], dK[0], db[1], db[0], dV_p, dV_q, dc
 
 
 def moves(K: Tensor, V: Tensor | None, kind: str) -> Tensor | None:
@@ -157,22 +171,22 @@ def euler_forward(
     V: Tensor | None,
     h: Tensor,
     activation: str,
-    keep: bool,
+    kept: Tensor | None,
 ) -> Tensor:
-    states = y.new_empty(len(K) + 1 if keep else 1, *y.shape)
-    states[0] = x = y.clone()
+    """y_N; writes y_0 .. y_{N-1} into `kept`."""
+    x, states = y.clone(), _steps(kept, len(K), y)
     room = y.new_empty(len(y), K.shape[1])
     for j, c in enumerate(h.tolist()):
+        if states is not None:
+            states[j].copy_(x)
         z = _value(torch.addmm(b[j], x, K[j].mT, out=room), activation)
-        if keep:
-            x = states[j + 1].copy_(x)
         _step(x, z, None if V is None else V[j], c)
-    return states if keep else x
+    return x
 
 
 @torch.no_grad()
 def euler_backward(
-    states: Tensor,
+    kept: Tensor,
     g: Tensor,
     K: Tensor,
     b: Tensor,
@@ -182,6 +196,7 @@ def euler_backward(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     gx, spare = g.clone(), torch.empty_like(g)
+    states = kept[: len(K) * g.numel()].view(len(K), *g.shape)
     room = tuple(g.new_empty(2, len(g), K.shape[1]))
     ones = g.new_ones(len(g))
     dK, db = torch.zeros_like(K), torch.zeros_like(b)

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
-from hdnn.engine import Settings, compiled, current, dispatch
+from hdnn.engine import Settings, compiled, current, dispatch, stacks
 from hdnn.engine.dispatch import Plan
-from hdnn.engine.stacks import EulerStack, Run, SplitStack
+from hdnn.engine.stacks import Run
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_J, times_X
 from hdnn.shapes import Step, autocasting
 
-ANCHOR = 256  # layers between stored states when drift is to stay that of a shallow stack
 REMEMBERED = 1024
 
 _known: dict[Any, Any] = {}
@@ -69,7 +68,7 @@ class Way:
             return
         engine, backprop, y, tensors, h, sigma = self.given
         if self.asked == "compiled":
-            self.call = compiled.make(sigma, engine, backprop, kind, N, shears, inverse)
+            self.call = compiled.make(y, sigma, engine, backprop, kind, N, shears, inverse)
             return
         made = make(kind, self.asked, y, tensors, sigma, h, N, shears, inverse)
         self.call = remember(self.key, made)
@@ -131,7 +130,7 @@ def make(
     N: int,
     shears: tuple[splitting.Shear, ...] | None = None,
     inverse: bool = False,
-) -> SplitCall | EulerCall | None:
+) -> Call | None:
     """How a call runs, or None if the reference is to run it layer by layer."""
     n = y.shape[-1]
     plan = dispatch.plan(
@@ -141,24 +140,31 @@ def make(
         dtype=y.dtype,
         n=n,
         batch=y.numel() // n if n else 0,
+        steps=N * (1 if shears is None else len(shears)),
         activation=sigma.name,
         traced=dispatch.traced(y, *tensors) or not activations.is_registered(sigma),
     )
     if plan.is_reference:
         return None
-    if shears is None:
-        return EulerCall(plan, settings, y, sigma, h, N, kind)
-    return SplitCall(plan, settings, y, sigma, h, N, kind, shears, inverse)
+    halves, parts = turns(shears, inverse)
+    run = Run(sigma.name, kind, N, halves, inverse, check=settings.check)
+    return Call(plan, settings, run, y, h, parts)
 
 
-class _Call:
-    """What shear stacks and Euler stacks have in common."""
+class Call:
+    """A stack of certain sizes, ready to run."""
 
-    stack: Any
-    parts: tuple[float, ...] = (1.0,)  # by which a layer moves, of h
-
-    def __init__(self, plan: Plan, settings: Settings, run: Run, y: Tensor, h: Step) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Settings,
+        run: Run,
+        y: Tensor,
+        h: Step,
+        parts: tuple[float, ...],
+    ) -> None:
         learned = isinstance(h, Tensor)
+        self.parts = parts  # by which a layer moves, of h
         self.run = lay_out(run, plan.engine, plan.backprop, settings, y, learned=learned)
         # The kernels know no half precision: they take such a state, and give it back, by float32.
         fused = plan.engine == "fused"
@@ -198,7 +204,7 @@ class _Call:
         if record is not None:
             record.append((self, tensors[1:], coef))
             return y
-        y_N = self.stack.run(*tensors, coef, self.run)
+        y_N = stacks.call(tensors[0], (*tensors[1:], coef), self.run)
         return y_N if len(shape) == 2 else y_N.reshape(shape)
 
 
@@ -206,54 +212,13 @@ _recording = threading.local()
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[_Call, list[Tensor | None], Tensor | None]]]:
+def recorded() -> Iterator[list[tuple[Call, list[Tensor | None], Tensor | None]]]:
     """The calls in here are not run but recorded: each with its weights, as kernels take them."""
     _recording.record = record = []
     try:
         yield record
     finally:
         del _recording.record
-
-
-class SplitCall(_Call):
-    """A shear stack of certain sizes, ready to run."""
-
-    stack = SplitStack
-
-    def __init__(
-        self,
-        plan: Plan,
-        settings: Settings,
-        y: Tensor,
-        sigma: Activation,
-        h: Step,
-        N: int,
-        kind: str,
-        shears: tuple[splitting.Shear, ...],
-        inverse: bool,
-    ) -> None:
-        halves, self.parts = turns(shears, inverse)
-        run = Run(sigma.name, kind, N, halves, inverse, check=settings.check)
-        super().__init__(plan, settings, run, y, h)
-
-
-class EulerCall(_Call):
-    """An Euler stack of certain sizes, ready to run."""
-
-    stack = EulerStack
-
-    def __init__(
-        self,
-        plan: Plan,
-        settings: Settings,
-        y: Tensor,
-        sigma: Activation,
-        h: Step,
-        N: int,
-        kind: str,
-    ) -> None:
-        run = Run(sigma.name, kind, N, check=settings.check)
-        super().__init__(plan, settings, run, y, h)
 
 
 def moving(weights: tuple[Tensor, ...], link: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -270,25 +235,24 @@ def lay_out(
     run: Run, engine: str, backprop: str, settings: Settings, y: Tensor, *, learned: bool
 ) -> Run:
     """Complete how a stack of such states runs: kernels, their options, and stored states."""
-    euler = not run.turns
-    run.grid = settings.state == "fixed"
+    run.backprop, run.grid = backprop, settings.state == "fixed"
     if backprop == "checkpoint":
-        run.segment = between(run.layers) if euler else ANCHOR
+        run.segment = between(run.layers)
     if engine == "fused":
         run.kernels, run.backward_options = kernels(y.device.type), (learned,)
         if y.is_cuda:
             precision, in_order = _precision(settings, y), settings.deterministic
             run.options, run.backward_options = (precision,), (precision, in_order, learned)
-            if not euler:
+            if run.turns:
                 # p and q take turns, which the kernel likes, but not where it adds in order
                 alternate = len(run.turns) == 2 and not in_order
                 run.options += (alternate,)
                 run.backward_options += (alternate,)
-    return run if euler else run.ready(y.device)
+    return run.ready(y.device)
 
 
 def between(N: int) -> int:
-    """Layers between the checkpoints of an Euler stack."""
+    """Layers from one checkpoint to the next."""
     return max(1, math.isqrt(N))
 
 
@@ -309,9 +273,14 @@ def _precision(settings: Settings, y: Tensor) -> str:
 
 
 def turns(
-    shears: tuple[splitting.Shear, ...], inverse: bool
+    shears: tuple[splitting.Shear, ...] | None, inverse: bool
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Of each shear of a layer: which half moves, and by what signed fraction of h."""
+    """Of each shear of a layer: which half moves, and by what signed fraction of h.
+
+    Forward Euler has no shears, and moves by h.
+    """
+    if shears is None:
+        return (), (1.0,)
     order = splitting.inverse(shears) if inverse else shears
     return (
         tuple(int(half == "q") for half, _ in order),

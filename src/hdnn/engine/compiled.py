@@ -1,4 +1,4 @@
-"""Inside `torch.compile`, a stack that is told how to run becomes one operator."""
+"""Inside `torch.compile`, a stack that other engines run becomes one operator."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdnn import activations
 from hdnn.activations import Activation
-from hdnn.engine.dispatch import HALF, NOT_REVERSIBLE
-from hdnn.errors import OptionError
+from hdnn.engine import Settings, dispatch
 from hdnn.integrators import splitting
 from hdnn.shapes import Step
 
@@ -31,23 +31,21 @@ class Compiled:
         """As the calls in `hdnn.engine.calls`."""
         from hdnn.engine import calls, operators
 
-        wide = torch.float32 if self.how.startswith("fused") and y.dtype in HALF else y.dtype
+        fused = self.how.startswith("fused")
+        wide = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype
         link = None if link is None else link.to(wide)
         moving = calls.moving(tuple(w.to(wide) for w in weights), link)
-        tensors = [None if t is None else t.contiguous() for t in moving]
+        halves, parts = calls.turns(self.shears, self.inverse)
+        coef = calls.coefficients(parts, h, self.layers, self.inverse, wide, y.device)
+        tensors = [t.contiguous() for t in (*moving, coef) if t is not None]
         flat = y.reshape(-1, y.shape[-1]).to(wide).contiguous()
-        how = (self.activation, self.kind, self.how)
-        if self.shears is None:
-            steps = calls.coefficients((1.0,), h, self.layers, False, wide, y.device)
-            out, _ = operators.euler_stack(flat, *tensors, steps, *how)
-        else:
-            halves, parts = calls.turns(self.shears, self.inverse)
-            coef = calls.coefficients(parts, h, self.layers, self.inverse, wide, y.device)
-            out, _ = operators.split_stack(flat, *tensors, coef, list(halves), self.inverse, *how)
-        return out.reshape(y.shape).to(y.dtype)
+        turns = "".join([str(half) for half in halves])
+        how = (turns, self.inverse, self.activation, self.kind, self.how)
+        return operators.stack(flat, tensors, *how)[0].reshape(y.shape).to(y.dtype)
 
 
 def make(
+    y: Tensor,
     sigma: Activation,
     engine: str | None,
     backprop: str | None,
@@ -56,11 +54,26 @@ def make(
     shears: tuple[splitting.Shear, ...] | None,
     inverse: bool,
 ) -> Compiled | None:
-    """The operator, or None: the compiler sees each layer, unless it is told not to."""
-    if engine != "fused" and backprop not in ("checkpoint", "reversible"):
+    """The operator, or None if the compiler is to see each layer, as exporters always do."""
+    settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
+    n = y.shape[-1]
+    plan = dispatch.plan(
+        settings,
+        reversible=shears is not None,
+        device=y.device,
+        dtype=y.dtype,
+        n=n,
+        batch=y.numel() // n if n else 0,
+        steps=N * (1 if shears is None else len(shears)),
+        activation=sigma.name,
+        traced=_exporting() or dispatch.transformed() or not activations.is_registered(sigma),
+    )
+    if plan.is_reference:
         return None
-    if shears is None and backprop == "reversible":
-        raise OptionError(NOT_REVERSIBLE)
-    usual = "stored" if shears is None else "checkpoint"
-    ways = ("fused" if engine == "fused" else "reference", backprop or usual)
-    return Compiled(sigma.name, kind, N, shears, inverse, " ".join(ways))
+    return Compiled(sigma.name, kind, N, shears, inverse, f"{plan.engine} {plan.backprop}")
+
+
+def _exporting() -> bool:
+    """Whether the graph is for another program, which has no such operator."""
+    is_exporting = getattr(torch.compiler, "is_exporting", None)
+    return True if is_exporting is None else is_exporting()  # PyTorch before 2.7 cannot tell

@@ -27,7 +27,14 @@ from torch import Tensor
 from hdnn.engine import blas, tiles
 from hdnn.engine.vectors import VECTOR_BYTES
 
-__all__ = ["euler_backward", "euler_forward", "path", "split_backward", "split_forward"]
+__all__ = [
+    "euler_backward",
+    "euler_forward",
+    "kept_size",
+    "path",
+    "split_backward",
+    "split_forward",
+]
 
 GROUPS = 8, 32  # the fewest and the most groups of tiles that have sums of their own
 PARTIAL_BYTES = 2**18  # for the sums of all groups over the steps that are taken back at a time,
@@ -56,6 +63,12 @@ def path(width: int, r: int, B: int, dtype: torch.dtype) -> str:
     return "tiles"
 
 
+def kept_size(split: bool, steps: int, B: int, width: int, dtype: torch.dtype) -> int:
+    """How many numbers the forward functions keep: whole tiles of what each step reads."""
+    lanes = VECTOR_BYTES // dtype.itemsize
+    return steps * (-(-B // lanes) * lanes) * width
+
+
 # The four functions
 
 
@@ -72,12 +85,19 @@ def split_forward(
     coef: Tensor,
     activation: str,
     kind: str,
-) -> Tensor:
-    """y_N: y_0 (B, 2m) through all shears of the schedule."""
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y_N: y_0 (B, 2m) through all shears; with `keep`, what `split_backward` needs of the states.
+
+    That is the half that each shear reads.
+    """
     sizes = _sizes(y.shape, K_p.shape, K_q.shape, half.shape[0], y.dtype, activation, kind)
+    kept = y.new_empty(sizes.kept) if keep else None
     if sizes.blas:
         V = {"same": (K_q, K_p), "identity": (None, None)}.get(kind, (V_q, V_p))
-        return blas.split_forward(y, (K_q, K_p), (b_q, b_p), V, half, layer, coef, activation)
+        return blas.split_forward(
+            y, (K_q, K_p), (b_q, b_p), V, half, layer, coef, activation, kept
+        ), kept
     if V_p is None or V_q is None:
         V_p, V_q = K_p, K_q
     out = torch.empty_like(y)
@@ -86,12 +106,13 @@ def split_forward(
         *(K_p.data_ptr(), K_q.data_ptr(), b_p.data_ptr(), b_q.data_ptr()),
         *(V_p.data_ptr(), V_q.data_ptr()),
         *(half.data_ptr(), layer.data_ptr(), coef.data_ptr(), sizes.code, sizes.kind),
+        0 if kept is None else kept.data_ptr(),
     )
-    return out
+    return out, kept
 
 
 def split_backward(
-    y: Tensor,
+    y: Tensor | None,
     g: Tensor,
     K_p: Tensor,
     K_q: Tensor,
@@ -105,23 +126,23 @@ def split_backward(
     activation: str,
     kind: str,
     coef_gradient: bool = True,
-    state: bool = True,
+    kept: Tensor | None = None,
 ) -> blas.Grads:
-    """y_0 and the gradients, from y_N and its gradient: the shears are undone one by one.
+    """The gradients, from that of y_N and either what `split_forward` has kept, or y_N.
 
-    Returns (y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef); dV is None unless V is general,
-    and y_0 and dcoef may be None where they are not asked for.
+    From y_N the shears are undone one by one, down to y_0. Returns (y_0, g_0, dK_p, dK_q, db_p,
+    db_q, dV_p, dV_q, dcoef); dV is None unless V is general, dcoef unless it is asked for, and y_0
+    where no shear is undone.
     """
-    sizes = _sizes(y.shape, K_p.shape, K_q.shape, half.shape[0], y.dtype, activation, kind)
+    sizes = _sizes(g.shape, K_p.shape, K_q.shape, half.shape[0], g.dtype, activation, kind)
     if sizes.blas:
         V = {"same": (K_q, K_p), "identity": (None, None)}.get(kind, (V_q, V_p))
         return blas.split_backward(
-            y, g, (K_q, K_p), (b_q, b_p), V, half, layer, coef, activation, kind
+            y, g, (K_q, K_p), (b_q, b_p), V, half, layer, coef, activation, kind, kept
         )
     if V_p is None or V_q is None:
         V_p, V_q = K_p, K_q
-    chunks = sizes.chunks
-    y_0 = torch.empty_like(y) if state or len(chunks) > 1 else None
+    y_0 = None if y is None else torch.empty_like(y)
     g_0, dcoef = torch.empty_like(g), torch.zeros_like(coef) if coef_gradient else None
     dK_p, dK_q = torch.zeros_like(K_p), torch.zeros_like(K_q)
     db_p, db_q = torch.zeros_like(b_p), torch.zeros_like(b_q)
@@ -130,12 +151,11 @@ def split_backward(
     if kind == "general":
         dV_p, dV_q = torch.zeros_like(V_p), torch.zeros_like(V_q)
         outer = (dV_p.data_ptr(), dV_q.data_ptr(), 1)
-    sums = torch.empty(sizes.sums, dtype=y.dtype)
+    sums = torch.empty(sizes.sums, dtype=g.dtype)
     before, after = (
-        (y.data_ptr(), g.data_ptr()),
-        (0 if y_0 is None else y_0.data_ptr(), g_0.data_ptr()),
+        (0 if t is None else t.data_ptr(), u.data_ptr()) for t, u in ((y, g), (y_0, g_0))
     )
-    for low, count in chunks:
+    for low, count in sizes.chunks:
         turns = (half.data_ptr() + 8 * low, layer.data_ptr() + 8 * low)
         at = low * sizes.bytes
         sizes.backward.spread(
@@ -143,6 +163,8 @@ def split_backward(
             *(K_p.data_ptr(), K_q.data_ptr(), b_p.data_ptr(), b_q.data_ptr()),
             *(V_p.data_ptr(), V_q.data_ptr(), *turns, coef.data_ptr() + at),
             *(sums.data_ptr(), sizes.total, sizes.code, sizes.kind),
+            # Not 0, even where there is nothing to read, for then it would read y.
+            0 if kept is None else (kept.data_ptr() or 1) + low * sizes.layer,
         )
         sizes.collect(
             *(sums.data_ptr(), sizes.groups, sizes.total, count, *sizes.tensors[2:5], *turns),
@@ -168,12 +190,12 @@ def euler_forward(
     V is given ("general"), K ("same"), nothing ("identity"), or K J^T ("canonical", H1).
     """
     sizes = _sizes(y.shape, K.shape, None, K.shape[0], y.dtype, activation, kind)
+    kept = y.new_empty(sizes.kept) if keep else None
     if sizes.blas:
-        states = blas.euler_forward(y, K, b, blas.moves(K, V, kind), h, activation, keep)
-        return (states[-1].clone(), states) if keep else (states, None)
+        return blas.euler_forward(y, K, b, blas.moves(K, V, kind), h, activation, kept), kept
     if V is None:
         V = K
-    out, kept = torch.empty_like(y), y.new_empty(sizes.kept) if keep else None
+    out = torch.empty_like(y)
     sizes.forward.spread(
         *(*sizes.tensors, y.data_ptr(), out.data_ptr()),
         *(K.data_ptr(), b.data_ptr(), V.data_ptr(), h.data_ptr()),
@@ -255,8 +277,8 @@ class _Sizes:
         self.chunks = spans or [(0, 0)]
         self.total = -(-chunk * each // lanes) * lanes  # elements of the sums of a group
         self.sums = self.groups * (most * each + lanes)  # of all, the same for any number of steps
-        self.layer = count * n * VECTOR_BYTES  # bytes of the states that one layer keeps
-        self.kept = steps * self.layer // self.bytes
+        self.layer = count * width * VECTOR_BYTES  # bytes that a step keeps: what it reads
+        self.kept = kept_size(K_q is not None, steps, B, width, dtype)  # enough for `blas` as well
         products, few = B * steps * R * width, B * chunk * R * width
         if K_q is None:
             self.tensors = (B, count, n, r, steps)

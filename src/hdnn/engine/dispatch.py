@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ NOT_REVERSIBLE = (
     'backprop="reversible" needs layers with an explicit inverse (H2, MS1, MS3, Verlet, Yoshida), '
     'which forward Euler has not; use "stored" or "checkpoint".'
 )
+
+
+SHARE = 1 / 32
+"""Of the memory of a GPU, or of the machine: up to which `auto` stores the states of a stack.
+
+Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them twice.
+"""
+
+_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("numba", "triton")}
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,15 @@ def plan(
     dtype: torch.dtype,
     n: int,
     batch: int,
+    steps: int,
     activation: str,
     traced: bool = False,
 ) -> Plan:
-    """Choose for a stack of that size; what was asked for and cannot run is an error."""
+    """Choose for a stack of that size; what was asked for and cannot run is an error.
+
+    `steps` are layers of forward Euler, or shears, which read half a state each. By default no
+    states are rebuilt from later ones: gradients are those of stored states for any weights.
+    """
     engine, backprop = settings.engine, settings.backprop
     if backprop == "reversible" and not reversible:
         raise OptionError(NOT_REVERSIBLE)
@@ -56,29 +70,41 @@ def plan(
         raise (MissingExtraError if "install" in missing else OptionError)(
             f'engine="fused" cannot run here: {missing}.'
         )
-    if engine == "fused" and backprop == "stored" and reversible:
-        raise OptionError(
-            'engine="fused" keeps no states of an invertible stack; use backprop="checkpoint" '
-            'or "reversible", or engine="reference".'
-        )
     if engine == "auto":
         worth, why = _worth_fusing(device, n, batch, reversible)
         if traced:
             engine, why = "reference", "the call is traced or transformed by PyTorch"
         elif missing:
             engine, why = "reference", missing
-        elif backprop == "stored" and reversible:
-            engine, why = "reference", "stored states are asked for"
         else:
             engine = "fused" if worth else "reference"
     else:
         why = f'engine="{engine}" is asked for'
     if backprop == "auto":
-        if engine == "reference":
-            backprop = "stored"
-        else:
-            backprop = "checkpoint" if reversible else "stored"
+        backprop = "stored"
+        states = steps * batch * (n // 2 if reversible else n)
+        if engine == "fused" and states * max(4, dtype.itemsize) > stored_limit(device):
+            backprop = "checkpoint"
+            why += f"; all states would take more than 1/{1 / SHARE:.0f} of the memory"
     return Plan(engine, backprop, why)
+
+
+def stored_limit(device: torch.device) -> int:
+    """How many bytes of states `auto` stores at most for one stack on that device."""
+    if device.type == "cuda":
+        return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return int(SHARE * _MACHINE)
+
+
+def _memory() -> int:
+    """The memory of this machine in bytes."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no such question, as on Windows
+        return 8 * 2**30
+
+
+_MACHINE = _memory()
 
 
 def _fixed_plan(settings: Settings, reversible: bool) -> Plan:
@@ -121,9 +147,8 @@ def has_triton() -> bool:
     return _installed("triton")
 
 
-@lru_cache
 def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return _INSTALLED[module]
 
 
 def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
@@ -162,3 +187,10 @@ def watched() -> bool:
 def transformed() -> bool:
     """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# `torch.compile` asks these while it traces, as torch.compiler.assume_constant_result has it, which
+# would import the compiler now. A PyTorch that does not know the mark sees a transform everywhere,
+# and so the layers one by one.
+for ask in (transformed, stored_limit):
+    ask._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,11 +1,14 @@
 """Shear stacks on an integer grid: the reversal is exact to the last bit, at any depth.
 
-The state is whole multiples of 2^-20. A shear adds a *rounded* increment, and undoing it subtracts
-the very same one, because it is computed from the half that the shear did not touch. What the
-arithmetic inside is (float32, bf16) does not matter.
+The state is whole multiples of 2^-40, about 1e-12, held by 64-bit integers, which reach to 8e6. A
+shear adds a *rounded* increment, and undoing it subtracts the very same one, because it is computed
+from the half that the shear did not touch. What the arithmetic inside is (float32, bf16) does not
+matter. A state that leaves the grid is an error; one that is too small for it, a warning.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from torch import Tensor
@@ -14,8 +17,13 @@ from hdnn import activations
 from hdnn.engine.plain import Shears, out, split_gradients
 from hdnn.errors import TrainingError
 
-GRID = 2.0**20
-LIMIT = 2**31  # what a 32-bit integer holds: values up to 2048
+GRID = 2.0**40
+LIMIT = 2.0**23  # as a number: beyond 2^63 multiples there is no integer
+COARSE = 1e-3  # of a number, from which on rounding it to the grid is worth a warning
+
+
+class GridWarning(UserWarning):
+    """A state, or what layers add to it, that is hardly larger than the steps of the grid."""
 
 
 def to_grid(y: Tensor) -> Tensor:
@@ -29,34 +37,64 @@ def from_grid(Y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split_forward(y: Tensor, stack: Shears) -> Tensor:
-    """The integers of y_N, int32 (B, n), from y_0."""
+    """The integers of y_N, int64 (B, n), from y_0."""
     sigma = activations.get(stack.activation)
-    parts = list(to_grid(y).chunk(2, -1))
-    largest = torch.stack([part.abs().max() if part.numel() else part.sum() for part in parts])
+    Y, sizes = list(to_grid(y).chunk(2, -1)), [_largest(y)]
+    moves = []
     for half, j, c in zip(stack.half.tolist(), stack.layer.tolist(), stack.coef, strict=True):
         K, b, V = stack.part(half)
-        z = sigma(torch.addmm(b[j], from_grid(parts[1 - half], y.dtype), K[j].mT))
-        parts[half] = parts[half] + to_grid(c * out(z, K, V, j, stack.kind))
-        if parts[half].numel():
-            largest[half] = torch.maximum(largest[half], parts[half].abs().max())
-    if not bool((largest < LIMIT).all()):
-        raise TrainingError(
-            f"the state left the fixed-point grid: it reached {float(largest.max()) / GRID:.4g}, "
-            f'but state="fixed" holds +-{LIMIT / GRID:.0f} only; take a bounded activation such as '
-            'tanh, a smaller h or weights, or state="float".'
-        )
-    return torch.cat(parts, -1).to(torch.int32)
+        z = sigma(torch.addmm(b[j], from_grid(Y[1 - half], y.dtype), K[j].mT))
+        move = c * out(z, K, V, j, stack.kind)
+        Y[half] = Y[half] + to_grid(move)
+        moves.append(_largest(move))
+        sizes.append(_largest(from_grid(Y[half], torch.float64)) + moves[-1])
+    _check_limit(torch.stack(sizes))
+    _check_grain(sizes[0], torch.stack(moves))
+    return torch.cat(Y, -1)
 
 
 def split_backward(Y: Tensor, g: Tensor, stack: Shears) -> tuple[Tensor | None, ...]:
     """As `plain.split_backward`, from the integers of y_N; y_0 comes back as integers too."""
-    parts = list(Y.to(torch.int64).chunk(2, -1))
+    parts = list(Y.chunk(2, -1))
 
     def undo(half: int, increment: Tensor) -> None:
         parts[half] = parts[half] - to_grid(increment)
 
-    def source(half: int) -> Tensor:
+    def source(s: int, half: int) -> Tensor:
         return from_grid(parts[half], g.dtype)
 
     gradients = split_gradients(g, stack, source, undo)
-    return torch.cat(parts, -1).to(torch.int32), *gradients
+    return torch.cat(parts, -1), *gradients
+
+
+def _largest(x: Tensor) -> Tensor:
+    x = x.detach().double()
+    return x.abs().max() if x.numel() else x.sum()
+
+
+def _check_limit(sizes: Tensor) -> None:
+    """That no state, nor what was added to it, is beyond the integers; NaN is beyond them too."""
+    if not bool((sizes < LIMIT).all()):
+        raise TrainingError(
+            f"the state left the fixed-point grid: it reached {float(sizes.max()):.4g}, "
+            f'but state="fixed" holds +-{LIMIT:.4g} only; take a bounded activation such as '
+            'tanh, a smaller h or weights, or state="float".'
+        )
+
+
+def _check_grain(size: Tensor, moves: Tensor) -> None:
+    """Warn if rounding to the grid changes y_0, or all that is added to it, by more than a little.
+
+    What is exactly 0 loses nothing.
+    """
+    grain = 0.5 / GRID
+    for what, found in (("y_0", float(size)), ("what a layer adds", float(moves.max()))):
+        if 0 < found < grain / COARSE:
+            warnings.warn(
+                f'state="fixed" keeps multiples of {2 * grain:.1e}, but {what} is {found:.1e} at '
+                f"most, so it is rounded by up to {min(1.0, grain / found):.0%}; scale the state "
+                'up, take larger steps, or use state="float".',
+                GridWarning,
+                stacklevel=2,
+            )
+            return

@@ -51,35 +51,51 @@ class Euler(NamedTuple):
     kind: str  # "identity", "general" or "canonical"
 
 
-def split_forward(y: Tensor, stack: Shears) -> Tensor:
-    """y_N from y_0 (B, n). Also differentiable: autograd may look through it."""
+def split_forward(y: Tensor, stack: Shears, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    """y_N from y_0 (B, n) and, with `keep`, the half that each shear reads: (M, B, m).
+
+    Also differentiable: autograd may look through it.
+    """
     sigma = activations.get(stack.activation)
-    parts = list(y.chunk(2, -1))
+    parts, kept = list(y.chunk(2, -1)), []
     for half, j, c in zip(stack.half.tolist(), stack.layer.tolist(), stack.coef, strict=True):
         K, b, V = stack.part(half)
+        if keep:
+            kept.append(parts[1 - half])
         z = sigma(parts[1 - half] @ K[j].mT + b[j])
         parts[half] = parts[half] + c * out(z, K, V, j, stack.kind)
-    return torch.cat(parts, -1)
+    return torch.cat(parts, -1), torch.stack(kept) if keep else None
 
 
-def split_backward(y: Tensor, g: Tensor, stack: Shears) -> tuple[Tensor | None, ...]:
-    """From y_N and g_N: y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q and dcoef."""
+def split_backward(
+    y: Tensor | None, g: Tensor, stack: Shears, kept: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q and dcoef, from g_N and what was kept.
+
+    Or from g_N and y_N: then the shears are undone, down to y_0, which is None otherwise.
+    """
+    if y is None:
+        assert kept is not None
+        return None, *split_gradients(g, stack, lambda s, half: kept[s], None)
     parts = [half.clone() for half in y.chunk(2, -1)]
 
     def undo(half: int, increment: Tensor) -> None:
         parts[half] -= increment
 
-    gradients = split_gradients(g, stack, parts.__getitem__, undo)
+    gradients = split_gradients(g, stack, lambda s, half: parts[half], undo)
     return torch.cat(parts, -1), *gradients
 
 
 def split_gradients(
     g: Tensor,
     stack: Shears,
-    source: Callable[[int], Tensor],
-    undo: Callable[[int, Tensor], None],
+    source: Callable[[int, int], Tensor],
+    undo: Callable[[int, Tensor], None] | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients g_0 .. dcoef, while `undo` takes the state back shear by shear."""
+    """The gradients g_0 .. dcoef; `source(s, half)` is what shear s reads.
+
+    `undo`, if it is given, takes the state back shear by shear.
+    """
     sigma = activations.get(stack.activation)
     grads = [half.clone() for half in g.chunk(2, -1)]
     d_K = [torch.zeros_like(stack.K_p), torch.zeros_like(stack.K_q)]
@@ -90,11 +106,12 @@ def split_gradients(
     for s in reversed(range(len(steps))):
         half, j, c = steps[s]
         K, b, V = stack.part(half)
-        other, delta = source(1 - half), grads[half]
+        other, delta = source(s, 1 - half), grads[half]
         a = other @ K[j].mT + b[j]
         z = sigma(a)
         moved = out(z, K, V, j, stack.kind)
-        undo(half, c * moved)
+        if undo is not None:
+            undo(half, c * moved)
         d_coef[s] = (moved * delta).sum()
         u = c * sigma.slope(a) * _out_adjoint(delta, K, V, j, stack.kind)
         d_K[1 - half][j] += u.mT @ other
@@ -106,18 +123,19 @@ def split_gradients(
     return torch.cat(grads, -1), *d_K, *d_b, *d_V, d_coef
 
 
-def euler_forward(y: Tensor, stack: Euler) -> Tensor:
-    """All states (N+1, B, n). Also differentiable."""
-    sigma, states = activations.get(stack.activation), [y]
+def euler_forward(y: Tensor, stack: Euler, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+    """y_N and, with `keep`, the states that the layers read: (N, B, n). Also differentiable."""
+    sigma, states = activations.get(stack.activation), []
     for j in range(len(stack.K)):
-        z = sigma(states[-1] @ stack.K[j].mT + stack.b[j])
-        moved = out(z, stack.K, stack.V, j, stack.kind)
-        states.append(states[-1] + stack.h[j] * moved)
-    return torch.stack(states)
+        if keep:
+            states.append(y)
+        z = sigma(y @ stack.K[j].mT + stack.b[j])
+        y = y + stack.h[j] * out(z, stack.K, stack.V, j, stack.kind)
+    return y, torch.stack(states) if keep else None
 
 
 def euler_backward(states: Tensor, g: Tensor, stack: Euler) -> tuple[Tensor | None, ...]:
-    """From all states and g_N: g_0, dK, db, dV and dh."""
+    """From the states and g_N: g_0, dK, db, dV and dh."""
     K, b, V, h, activation, kind = stack
     sigma, g = activations.get(activation), g.clone()
     d_K, d_b, d_h = torch.zeros_like(K), torch.zeros_like(b), torch.zeros_like(h)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +14,20 @@ from torch.func import vjp
 from hdnn.engine import fixed, plain
 from hdnn.engine.dispatch import transformed
 from hdnn.engine.plain import Euler, Shears
+from hdnn.engine.reversal import ReversalWarning, check_reversal
+
+__all__ = ["ReversalWarning", "Run", "Segment", "Stack", "ahead", "behind", "call", "last"]
+
+_CPU = torch.device("cpu")
+
+
+class Segment(NamedTuple):
+    """Layers that run without a state stored between them, and the schedule of their shears."""
+
+    first: int
+    last: int
+    half: Tensor
+    layer: Tensor
 
 
 @lru_cache(maxsize=256)
@@ -32,24 +44,30 @@ def schedule(
 
 @dataclass(eq=False)
 class Run:
-    """How calls of certain sizes run: by which kernels, and from which states back."""
+    """How calls of certain sizes run: by which kernels, and from which states back.
+
+    "stored": the forward pass keeps what each layer reads. "checkpoint": it keeps the state once
+    every `segment` layers, and the backward pass runs one segment after the other again, to have
+    what its layers read. "reversible": it keeps y_N, and the backward pass undoes the layers.
+    """
 
     activation: str
     kind: str
     layers: int
-    turns: tuple[int, ...] = ()  # which half moves (0: p, 1: q) in each shear of a layer
+    turns: tuple[int, ...] = ()  # which half moves (0: p, 1: q) in each shear; none: forward Euler
     inverse: bool = False  # last layer first
+    backprop: str = "stored"
     kernels: Any = plain  # a module with split_forward and so on
     options: tuple[Any, ...] = ()  # what its forward kernels take besides
     backward_options: tuple[Any, ...] = ()
-    segment: int | None = None  # layers between stored states; None stores the last one only
+    segment: int | None = None  # layers between checkpoints
     grid: bool = False  # the state is fixed-point
     check: bool = True
     coef: Any = None  # what each shear, or each layer, moves by, if that is constant
     segments: tuple[Segment, ...] = ()
 
     def ready(self, device: torch.device) -> Run:
-        """Lay out the segments of a shear stack, in the order in which they run."""
+        """Lay out the segments, in the order in which they run."""
         N, size = self.layers, self.segment or self.layers
         if not self.options:  # only the GPU kernels read the schedule on their device
             device = _CPU
@@ -60,190 +78,126 @@ class Run:
         )
         return self
 
-    def shears(self, tensors: tuple[Any, ...], segment: Segment) -> Shears:
-        """The weights and the schedule of a segment."""
-        first, last, half, layer = segment
-        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
-        if coef is None:
-            coef = self.coef
-        if last - first < (N := self.layers):
-            part = slice(first, last)
-            K_p, K_q, b_p, b_q = K_p[part], K_q[part], b_p[part], b_q[part]
-            V_p, V_q = (None if V is None else V[part] for V in (V_p, V_q))
-            begin, end = (N - last, N - first) if self.inverse else (first, last)
-            coef = coef[begin * len(self.turns) : end * len(self.turns)]
-        return Shears(K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef, self.activation, self.kind)
-
-    def euler(self, K: Any, b: Any, V: Any, h: Any) -> Euler:
-        """The weights of an Euler stack."""
-        return Euler(K, b, V, self.coef if h is None else h, self.activation, self.kind)
-
     @property
     def whole(self) -> Segment:
         """All layers at once, for the reference."""
         return Segment(0, self.layers, *schedule(self.turns, self.layers, self.inverse, _CPU))
 
+    def part(self, tensors: tuple[Any, ...], segment: Segment) -> Any:
+        """The weights of a segment, and its schedule: `Shears` or `Euler`."""
+        first, last, half, layer = segment
+        *weights, coef = tensors
+        coef = self.coef if coef is None else coef
+        if last - first < (N := self.layers):
+            weights = [None if w is None else w[first:last] for w in weights]
+            begin, end = (N - last, N - first) if self.inverse else (first, last)
+            each = len(self.turns) or 1
+            coef = coef[begin * each : end * each]
+        if self.turns:
+            return Shears(*weights, half, layer, coef, self.activation, self.kind)  # pyright: ignore
+        return Euler(*weights, coef, self.activation, self.kind)  # pyright: ignore
 
-class Segment(NamedTuple):
-    """Layers that run without a state stored between them."""
+    def parts(self, tensors: tuple[Any, ...]) -> Iterator[Any]:
+        """Those of all segments, in the order in which they run."""
+        return (self.part(tensors, segment) for segment in self.segments)
 
-    first: int
-    last: int
-    half: Tensor
-    layer: Tensor
+    def reference(self, y: Tensor, tensors: tuple[Any, ...]) -> Tensor:
+        """y_N by differentiable operations."""
+        forward = plain.split_forward if self.turns else plain.euler_forward
+        return forward(y, self.part(tensors, self.whole))[0]
+
+    # The kernels
+
+    def forward(self, y: Tensor, part: Any, keep: bool) -> tuple[Tensor, Any]:
+        """y_N and, with `keep`, what `backward` needs of the states."""
+        kernel = getattr(self.kernels, "split_forward" if self.turns else "euler_forward")
+        if self.kernels is plain:
+            return kernel(y, part, keep)
+        return kernel(y, *part, *self.options, keep)
+
+    def backward(self, kept: Tensor, g: Tensor, part: Any) -> Sequence[Any]:
+        """The gradients of y_0 and of all tensors, from what `forward` has kept."""
+        if self.turns:
+            return self._split_backward(None, g, part, kept)[1:]
+        if self.kernels is plain:
+            return plain.euler_backward(kept, g, part)
+        return self.kernels.euler_backward(kept, g, *part, *self.backward_options)
+
+    def undo(self, y_N: Tensor, g: Tensor, part: Any) -> Sequence[Any]:
+        """The rebuilt y_0, then the gradients, from y_N."""
+        return self._split_backward(y_N, g, part, None)
+
+    def _split_backward(self, y_N: Any, g: Tensor, part: Any, kept: Any) -> Sequence[Any]:
+        if self.kernels is plain:
+            return plain.split_backward(y_N, g, part, kept)
+        return self.kernels.split_backward(y_N, g, *part, *self.backward_options, kept)
 
 
-_CPU = torch.device("cpu")
+# Forwards and backwards
 
 
-def _forward(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """y_N, and what its reversal starts from besides: states in between, or integers."""
+def last(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> Tensor:
+    """y_N alone."""
     if run.grid:
-        Y = fixed.split_forward(y, run.shears(tensors, run.whole))
+        return fixed.from_grid(fixed.split_forward(y, run.part(tensors, run.whole)), y.dtype)
+    for part in run.parts(tensors):
+        y, _ = run.forward(y, part, False)
+    return y
+
+
+def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """y_N, and what gradients come back from besides y_0.
+
+    None of it is y_N itself: whoever changes that in place changes no gradient.
+    """
+    if run.grid:
+        Y = fixed.split_forward(y, run.part(tensors, run.whole))
         return fixed.from_grid(Y, y.dtype), Y
-    if len(run.segments) == 1:
-        return run.kernels.split_forward(y, *_flat(run, run.shears(tensors, run.segments[0]))), None
-    anchors = []
-    for segment in run.segments:
-        y = run.kernels.split_forward(y, *_flat(run, run.shears(tensors, segment)))
-        anchors.append(y)
-    return y, torch.stack(anchors[:-1])
+    if run.backprop == "reversible":
+        y_N = last(run, y, tensors)
+        return y_N, y_N.clone()
+    if run.backprop == "stored":
+        return run.forward(y, next(run.parts(tensors)), True)
+    states = []
+    for part in run.parts(tensors):
+        states.append(y)
+        y, _ = run.forward(y, part, False)
+    return y, torch.stack(states[1:]) if len(states) > 1 else y.new_empty(0, *y.shape)
 
 
-def _backward(
-    run: Run, y: Tensor, y_N: Tensor, anchors: Tensor | None, g: Tensor, tensors: tuple[Any, ...]
-) -> Sequence[Any]:
+def behind(run: Run, y: Tensor, kept: Tensor, g: Tensor, tensors: tuple[Any, ...]) -> Sequence[Any]:
     """The gradients of y_0 and of all tensors."""
     if torch.is_grad_enabled():  # a gradient of the gradient is wanted
         return _reference_vjp(run, g, y, *tensors)
+    g = g.contiguous()
     if run.grid:
-        assert anchors is not None
-        _, *found, d_coef = fixed.split_backward(anchors, g, run.shears(tensors, run.whole))
+        _, *found = fixed.split_backward(kept, g, run.part(tensors, run.whole))
+    elif run.backprop == "reversible":
+        y_0, *found = run.undo(kept, g, next(run.parts(tensors)))
+        if run.check and y.numel():
+            found = check_reversal(y, y_0, kept, found)
+    elif run.backprop == "stored":
+        found = [*run.backward(kept, g, next(run.parts(tensors)))]
     else:
-        *found, d_coef = back(run, y, y_N, anchors, g.contiguous(), tensors)
-    return *found, None if tensors[-1] is None else d_coef
+        found = _from_checkpoints(run, [y, *kept.unbind(0)], g, tensors)
+    if tensors[-1] is None:
+        found[-1] = None
+    return found
 
 
-class SplitStack(torch.autograd.Function):
-    """y_N and the states that gradients come back from, given y_0, weights and coefficients."""
-
-    @classmethod
-    def run(cls, y: Tensor, *rest: Any) -> Tensor:
-        """y_N, by the form of this function that costs least here."""
-        if transformed():
-            return cls.apply(y, *rest)[0]
-        if not torch.is_grad_enabled():
-            return _forward(rest[-1], y, rest[:-1])[0]
-        return EagerSplitStack.apply(y, *rest)  # pyright: ignore[reportReturnType]
-
-    @staticmethod
-    def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        """y_N, and what `behind` needs besides."""
-        return _forward(run, y, tensors)
-
-    @staticmethod
-    def behind(
-        run: Run, y: Tensor, y_N: Tensor, kept: Any, g: Tensor, tensors: tuple[Any, ...]
-    ) -> Sequence[Any]:
-        """The gradients of y_0 and of all tensors."""
-        return _backward(run, y, y_N, kept, g, tensors)
-
-    @staticmethod
-    def forward(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, run: Run):
-        y_N, anchors = _forward(run, y, (K_p, K_q, b_p, b_q, V_p, V_q, coef))
-        return y_N, y.new_empty(0) if anchors is None else anchors
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        *tensors, ctx.run = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        y, *tensors, y_N, anchors = ctx.saved_tensors
-        if grads[0] is None:
-            return (None,) * 9
-        return *_backward(ctx.run, y, y_N, anchors, grads[0], tuple(tensors)), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        *tensors, run = args
-        if all(d is None for d in in_dims[1:8]):  # mapped samples are more samples
-            y = tensors[0].movedim(in_dims[0], 0)
-            y_N, anchors = SplitStack.apply(y.flatten(0, 1), *tensors[1:], run)
-            return (y_N.reshape(y.shape), anchors), (0, None)
-
-        def one(*tensors: Any) -> Tensor:
-            return plain.split_forward(tensors[0], run.shears(tensors[1:], run.whole))
-
-        y_N = torch.func.vmap(one, in_dims=tuple(in_dims[:8]))(*tensors)
-        return (y_N, y_N.new_empty(0)), (0, None)
-
-
-class EagerSplitStack(torch.autograd.Function):
-    """The same for ordinary autograd: PyTorch calls this form with less ado."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        y, *tensors, ctx.run = inputs
-        y_N, anchors = _forward(ctx.run, y, tuple(tensors))
-        ctx.save_for_backward(y, *tensors, y_N, anchors)
-        return y_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        y, *tensors, y_N, anchors = ctx.saved_tensors
-        return *_backward(ctx.run, y, y_N, anchors, grads[0], tuple(tensors)), None
-
-
-def _flat(run: Run, stack: Shears) -> tuple[Any, ...]:
-    return (stack,) if run.kernels is plain else (*stack, *run.options)
-
-
-def _reference_vjp(run: Run, g: Tensor, y: Tensor, *tensors: Any) -> tuple[Tensor | None, ...]:
-    present = [t for t in tensors if t is not None]
-
-    def function(y: Tensor, *present: Tensor) -> Tensor:
-        rest = iter(present)
-        return plain.split_forward(
-            y, run.shears(tuple(None if t is None else next(rest) for t in tensors), run.whole)
-        )
-
-    g_0, *grads = vjp(function, y, *present)[1](g)
-    rest = iter(grads)
-    return g_0, *(None if t is None else next(rest) for t in tensors)
-
-
-def back(
-    run: Run, y: Tensor, y_N: Tensor, anchors: Tensor | None, g: Tensor, tensors: tuple[Any, ...]
+def _from_checkpoints(
+    run: Run, starts: list[Tensor], g: Tensor, tensors: tuple[Any, ...]
 ) -> list[Any]:
-    """Segment by segment from the last that ran: undo it, and collect its layers' gradients."""
-    if len(run.segments) == 1:
-        look = run.check and y.numel() > 0 and not _recorded(y) and _due()
-        y_0, *grads = _undo(run, y_N, g, run.shears(tensors, run.segments[0]), look)
-        if look:
-            _check_drift(y, y_0)
-        return grads
-    assert anchors is not None
-    parts = []
-    ends = [*anchors.unbind(0), y_N]
-    for segment, y_end in zip(reversed(run.segments), reversed(ends), strict=True):
-        _, g, *grads = _undo(run, y_end, g, run.shears(tensors, segment), False)
-        parts.append(grads)
-    ordered = parts if run.inverse else parts[::-1]  # by layer
-    weights = [_join(pieces) for pieces in list(zip(*ordered, strict=True))[:-1]]
-    return [g, *weights, _join([part[-1] for part in reversed(parts)])]
-
-
-def _undo(run: Run, y: Tensor, g: Tensor, stack: Shears, state: bool) -> Any:
-    """The gradients of a segment, after the state it began with, which only the CPU leaves out."""
-    if run.kernels is plain:
-        return plain.split_backward(y, g, stack)
-    if run.options:
-        return run.kernels.split_backward(y, g, *stack, *run.backward_options)
-    return run.kernels.split_backward(y, g, *stack, *run.backward_options, state)
+    """Segment by segment from the last that ran: run it again, then back."""
+    found = []
+    for part, start in reversed([*zip(run.parts(tensors), starts, strict=True)]):
+        kept = run.forward(start, part, True)[1]
+        g, *grads = run.backward(kept, g, part)
+        del kept
+        found.append(grads)
+    ordered = found if run.inverse else found[::-1]  # by layer
+    *weights, _ = (_join(pieces) for pieces in zip(*ordered, strict=True))
+    return [g, *weights, _join([grads[-1] for grads in reversed(found)])]
 
 
 def _join(pieces: Sequence[Tensor | None]) -> Tensor | None:
@@ -251,106 +205,40 @@ def _join(pieces: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-_reversals = itertools.count(1)
+def _reference_vjp(run: Run, g: Tensor, y: Tensor, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def filled(present: Sequence[Any]) -> tuple[Any, ...]:
+        rest = iter(present)
+        return tuple(None if t is None else next(rest) for t in tensors)
+
+    def function(y: Tensor, *present: Tensor) -> Tensor:
+        return run.reference(y, filled(present))
+
+    g_0, *grads = vjp(function, y, *(t for t in tensors if t is not None))[1](g)
+    return g_0, *filled(grads)
 
 
-def _due() -> bool:
-    """Whether to look at this reversal: the 1st, 2nd, 4th, 8th ... since looking takes time."""
-    count = next(_reversals)
-    return count & (count - 1) == 0
+# For autograd
 
 
-def _recorded(y: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, in which nothing can be looked at."""
-    return y.is_cuda and torch.cuda.is_current_stream_capturing()
+def call(y: Tensor, tensors: Sequence[Any], run: Run) -> Tensor:
+    """y_N, by the form that costs least here."""
+    if transformed():
+        return Stack.apply(y, *tensors, run)[0]  # pyright: ignore[reportOptionalSubscript]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, *tensors)):
+        return EagerStack.apply(y, *tensors, run)  # pyright: ignore[reportReturnType]
+    return last(run, y, tuple(tensors))
 
 
-def _check_drift(y: Tensor, y_0: Tensor) -> None:
-    """Warn if the reversal came back elsewhere."""
-    drift = float((y_0 - y).abs().max() / y.abs().max().clamp_min(1e-30))
-    if drift > 10 * torch.finfo(y.dtype).eps ** 0.5:
-        warnings.warn(
-            f"the reversal of this stack drifted by {drift:.2g} relative to its input, so its "
-            'gradients are inexact: use hdnn.engine.use(state="fixed"), backprop="checkpoint", '
-            "float64, or smaller steps; check=False turns this check off.",
-            ReversalWarning,
-            stacklevel=2,
-        )
-
-
-class ReversalWarning(UserWarning):
-    """A reversible stack whose rebuilt states are no longer those that it passed through."""
-
-
-def _euler_forward(run: Run, y: Tensor, stack: Euler) -> tuple[Tensor, Tensor]:
-    """y_N and the states to store."""
-    if run.segment is None:
-        return _euler_states(run, y, stack)
-    anchors = [y]
-    for start in range(0, run.layers, run.segment):
-        part = _layers(stack, start, start + run.segment)
-        anchors.append(_euler_last(run, anchors[-1], part))
-    return anchors[-1], torch.stack(anchors)
-
-
-def euler_back(
-    run: Run, y: Tensor, states: Tensor, g: Tensor, stack: Euler
-) -> Sequence[Tensor | None]:
-    """The gradients of y_0, K, b, V and h."""
-    if torch.is_grad_enabled():
-        K, b, V, h, activation, kind = stack
-
-        def function(y: Tensor, *tensors: Tensor) -> Tensor:
-            K, b, h, *rest = tensors
-            V = rest[0] if rest else None
-            return plain.euler_forward(y, Euler(K, b, V, h, activation, kind))[-1]
-
-        given = (K, b, h) if V is None else (K, b, h, V)
-        d_y, d_K, d_b, d_h, *d_V = vjp(function, y, *given)[1](g)
-        return d_y, d_K, d_b, d_V[0] if d_V else None, d_h
-    g = g.contiguous()
-    if run.segment is None:
-        return _euler_back(run, states, g, stack)
-    parts = []
-    for k in reversed(range(len(states) - 1)):
-        part = _layers(stack, k * run.segment, (k + 1) * run.segment)
-        g, *grads = _euler_back(run, _euler_states(run, states[k], part)[1], g, part)
-        parts.append(grads)
-    return g, *[_join(pieces[::-1]) for pieces in zip(*parts, strict=True)]
-
-
-class EulerStack(torch.autograd.Function):
-    """y_N and the stored states of an Euler stack."""
-
-    @classmethod
-    def run(cls, y: Tensor, *rest: Any) -> Tensor:
-        """y_N, by the form of this function that costs least here."""
-        if transformed():
-            return cls.apply(y, *rest)[0]
-        if not torch.is_grad_enabled():
-            K, b, V, h, run = rest
-            return _euler_last(run, y, run.euler(K, b, V, h))
-        return EagerEulerStack.apply(y, *rest)  # pyright: ignore[reportReturnType]
+class Stack(torch.autograd.Function):
+    """y_N and what gradients come back from, given y_0, weights and coefficients."""
 
     @staticmethod
-    def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        """y_N, and what `behind` needs besides."""
-        return _euler_forward(run, y, run.euler(*tensors))
+    def forward(y: Tensor, *rest: Any) -> Any:
+        *tensors, run = rest
+        return ahead(run, y, tuple(tensors))
 
     @staticmethod
-    def behind(
-        run: Run, y: Tensor, y_N: Tensor, kept: Any, g: Tensor, tensors: tuple[Any, ...]
-    ) -> Sequence[Any]:
-        """The gradients of y_0 and of all tensors."""
-        *found, d_h = euler_back(run, y, kept, g, run.euler(*tensors))
-        return *found, None if tensors[-1] is None else d_h
-
-    @staticmethod
-    def forward(y, K, b, V, h, run: Run):
-        return _euler_forward(run, y, run.euler(K, b, V, h))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.run = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
@@ -358,65 +246,37 @@ class EulerStack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (y, K, b, V, h, states), run = ctx.saved_tensors, ctx.run
+        y, *tensors, kept = ctx.saved_tensors
         if grads[0] is None:
-            return (None,) * 6
-        return *EulerStack.behind(run, y, y, states, grads[0], (K, b, V, h)), None
+            return (None,) * (len(tensors) + 2)
+        return *behind(ctx.run, y, kept, grads[0], tuple(tensors)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        *tensors, run = args
-        if all(d is None for d in in_dims[1:5]):
-            y = tensors[0].movedim(in_dims[0], 0)
-            y_N, states = EulerStack.apply(y.flatten(0, 1), *tensors[1:], run)
-            return (y_N.reshape(y.shape), states), (0, None)
+        y, *tensors, run = args
+        if all(d is None for d in in_dims[1:-1]):  # mapped samples are more samples
+            y = y.movedim(in_dims[0], 0)
+            found: Any = Stack.apply(y.flatten(0, 1), *tensors, run)
+            return (found[0].reshape(y.shape), found[1]), (0, None)
 
-        def one(y: Tensor, K: Tensor, b: Tensor, V: Tensor | None, h: Tensor) -> Tensor:
-            return plain.euler_forward(y, run.euler(K, b, V, h))[-1]
+        def one(y: Tensor, *tensors: Any) -> Tensor:
+            return run.reference(y, tensors)
 
-        y_N = torch.func.vmap(one, in_dims=tuple(in_dims[:5]))(*tensors)
+        y_N = torch.func.vmap(one, in_dims=tuple(in_dims[:-1]))(y, *tensors)
         return (y_N, y_N.new_empty(0)), (0, None)
 
 
-class EagerEulerStack(torch.autograd.Function):
-    """The same for ordinary autograd."""
+class EagerStack(torch.autograd.Function):
+    """The same for ordinary autograd: PyTorch calls this form with less ado."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        y, K, b, V, h, run = inputs
-        ctx.run = run
-        y_N, states = _euler_forward(run, y, run.euler(K, b, V, h))
-        ctx.save_for_backward(y, K, b, V, h, states)
+        y, *tensors, ctx.run = inputs
+        y_N, kept = ahead(ctx.run, y, tuple(tensors))
+        ctx.save_for_backward(y, *tensors, kept)
         return y_N
 
-    backward = EulerStack.backward
-
-
-def _layers(stack: Euler, start: int, end: int) -> Euler:
-    K, b, V, h, activation, kind = stack
-    part = slice(start, end)
-    return Euler(K[part], b[part], None if V is None else V[part], h[part], activation, kind)
-
-
-def _euler_last(run: Run, y: Tensor, stack: Euler) -> Tensor:
-    if run.kernels is plain:
-        return plain.euler_forward(y, stack)[-1]
-    last = run.kernels.euler_forward(y, *stack, *run.options, False)
-    return last[0] if isinstance(last, tuple) else last
-
-
-def _euler_states(run: Run, y: Tensor, stack: Euler) -> tuple[Tensor, Tensor]:
-    """y_N, and the states as the kernels keep them."""
-    if run.kernels is plain:
-        states = plain.euler_forward(y, stack)
-    else:
-        states = run.kernels.euler_forward(y, *stack, *run.options, True)
-        if isinstance(states, tuple):
-            return states
-    return states[-1].clone(), states
-
-
-def _euler_back(run: Run, states: Tensor, g: Tensor, stack: Euler) -> tuple[Any, ...]:
-    if run.kernels is plain:
-        return plain.euler_backward(states, g, stack)
-    return run.kernels.euler_backward(states, g, *stack, *run.backward_options)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y, *tensors, kept = ctx.saved_tensors
+        return *behind(ctx.run, y, kept, grads[0], tuple(tensors)), None

@@ -98,8 +98,8 @@ def _tanh(x):  # pragma: kernel
         far = where_less(x, splat(0.0, x), splat(0.0, x) - far, far)
         return where_less(size, splat(0.625, x), near, far)
     # A rational function that is exact to rounding up to where tanh is 1.
-    x = where_less(x, splat(-7.90531110763549805, x), splat(-7.90531110763549805, x), x)
-    x = where_less(splat(7.90531110763549805, x), x, splat(7.90531110763549805, x), x)
+    x = where_less(x, splat(-7.99881172180175781, x), splat(-7.99881172180175781, x), x)
+    x = where_less(splat(7.99881172180175781, x), x, splat(7.99881172180175781, x), x)
     s = x * x
     top = s * -2.76076847742355e-16 + 2.00018790482477e-13
     top = top * s - 8.60467152213735e-11
@@ -169,6 +169,21 @@ def _normal_cdf(x, bell):  # pragma: kernel
     p = p * u + 1.2329951186255526
     tail = p * bell * 0.5 / (a + a + 1.0)
     return where_less(x, splat(0.0, x), tail, splat(1.0, x) - tail)
+
+
+def _far(x):  # pragma: kernel
+    """From where on `_exp` of -x stands still, so that x times it is no longer next to 0."""
+    return splat(708.0, x) if is_double(x) else splat(87.0, x)
+
+
+def _unless_far_below(x):  # pragma: kernel
+    """x, or 0 where sigma(x) = x times next to nothing."""
+    return where_less(x, splat(0.0, x) - _far(x), splat(0.0, x), x)
+
+
+def _unless_far(x):  # pragma: kernel
+    """x, or 0 where it is so large that its slope is 0 or 1."""
+    return where_less(_far(x), x, splat(0.0, x), _unless_far_below(x))
 
 
 def _turns(x):  # pragma: kernel
@@ -241,11 +256,11 @@ def _activate(code, a, rows, one):  # pragma: kernel
     elif code == 4:
         for i in range(rows):
             x = load(a, i, one)
-            store(a, i, x * _normal_cdf(x, _exp(x * x * -0.5)))
+            store(a, i, _unless_far_below(x) * _normal_cdf(x, _exp(x * x * -0.5)))
     elif code == 5:
         for i in range(rows):
             x = load(a, i, one)
-            store(a, i, x / (_exp(splat(0.0, x) - x) + 1.0))
+            store(a, i, _unless_far_below(x) / (_exp(splat(0.0, x) - x) + 1.0))
     elif code == 6:
         for i in range(rows):
             store(a, i, _sin(load(a, i, one)))
@@ -283,15 +298,15 @@ def _activate_both(code, a, d, rows, one):  # pragma: kernel
             x = load(a, i, one)
             bell = _exp(x * x * -0.5)
             Phi = _normal_cdf(x, bell)
-            store(a, i, x * Phi)
-            store(d, i, x * bell * 0.3989422804014327 + Phi)
+            store(a, i, _unless_far_below(x) * Phi)
+            store(d, i, _unless_far(x) * bell * 0.3989422804014327 + Phi)
     elif code == 5:
         for i in range(rows):
             x = load(a, i, one)
             e = _exp(splat(0.0, x) - x)
             z = splat(1.0, x) / (e + 1.0)
-            store(a, i, x * z)
-            store(d, i, z + x * z * (e * z))
+            store(a, i, _unless_far_below(x) * z)
+            store(d, i, z + _unless_far(x) * z * (e * z))
     elif code == 6:
         for i in range(rows):
             x = load(a, i, one)
@@ -482,14 +497,22 @@ def _turn(x, step, y, other_step, rows, columns, one):  # pragma: kernel
             put(y + k * other_step, i, at(x + i * step, k, one))
 
 
-def _gather(y, tile, B, n, x, one):  # pragma: kernel
-    """The rows y (B, n) of a tile, turned: x is (n, lanes), zero where there is no sample."""
+def _gather(y, tile, B, n, x, again, one):  # pragma: kernel
+    """The rows y (B, n) of a tile, turned: x is (n, lanes).
+
+    Lanes without a sample repeat the last one, if `again`, or are zero. States repeat: a made-up
+    state might overflow where no sample does, and 0 times infinity would reach the sums.
+    """
     lanes, size = lanes_of(one), bytes_of(one)
     count = min(lanes, B - tile * lanes)
+    rows = y + tile * lanes * n * size
     if count < lanes:
         for k in range(n):
-            store(x, k, splat(0.0, one))
-    _turn(y + tile * lanes * n * size, n * size, x, lanes * size, count, n, one)
+            fill = splat(0.0, one)
+            if again:
+                fill = splat(at(rows, (count - 1) * n + k, one), one)
+            store(x, k, fill)
+    _turn(rows, n * size, x, lanes * size, count, n, one)
 
 
 def _scatter(x, tile, B, n, y, one):  # pragma: kernel
@@ -500,17 +523,17 @@ def _scatter(x, tile, B, n, y, one):  # pragma: kernel
 
 
 def _split_forward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 24)
+    one, given = unit(args), arguments(args, 25)
     scratch, part, B, tiles, m, r_p, r_q, M = given[3:11]
     y, out, K_p, K_q, b_p, b_q, V_p, V_q = given[11:19]
-    half, layer, coef, code, kind = given[19:24]
+    half, layer, coef, code, kind, kept = given[19:25]
     scratch += claim(args, 0) * part
     size = bytes_of(one)
     vector = lanes_of(one) * size
     z = scratch + 2 * m * vector
     tile = claim(args, 1)
     while tile < tiles:
-        _gather(y, tile, B, 2 * m, scratch, one)
+        _gather(y, tile, B, 2 * m, scratch, True, one)
         for s in range(M):
             j, c = integer(layer, s), at(coef, s, one)
             if integer(half, s) == 0:
@@ -519,6 +542,10 @@ def _split_forward(args):  # pragma: kernel
             else:
                 target, source, r = scratch + m * vector, scratch, r_p
                 K, b, V = K_p + j * r * m * size, b_p + j * r * size, V_p + j * r * m * size
+            if kept:  # as it is: a tile, feature by feature
+                place = kept + (s * tiles + tile) * m * vector
+                for k in range(m):
+                    store(place, k, load(source, k, one))
             _affine(K, b, source, z, r, m, one)
             _activate(code, z, r, one)
             if kind == IDENTITY:
@@ -531,10 +558,11 @@ def _split_forward(args):  # pragma: kernel
 
 
 def _split_backward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 28)
+    """From y_N each shear is undone; where the halves that they read were kept, none is."""
+    one, given = unit(args), arguments(args, 29)
     groups, scratch, part, B, tiles, m, r_p, r_q, M = given[2:11]
     y, g, y_0, g_0, K_p, K_q, b_p, b_q, V_p, V_q = given[11:21]
-    half, layer, coef, grads, total, code, kind = given[21:28]
+    half, layer, coef, grads, total, code, kind, kept = given[21:29]
     scratch += claim(args, 0) * part
     size = bytes_of(one)
     vector = lanes_of(one) * size
@@ -552,8 +580,9 @@ def _split_backward(args):  # pragma: kernel
         dV = dcoef + M * size
         _clear(dK, total, one)
         for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
-            _gather(y, tile, B, 2 * m, x, one)
-            _gather(g, tile, B, 2 * m, gx, one)
+            if not kept:
+                _gather(y, tile, B, 2 * m, x, True, one)
+            _gather(g, tile, B, 2 * m, gx, False, one)
             for step in range(M):
                 s = M - 1 - step
                 j, c = integer(layer, s), at(coef, s, one)
@@ -563,27 +592,32 @@ def _split_backward(args):  # pragma: kernel
                 else:
                     r, to, of = r_p, m * vector, 0
                     K, b, V = K_p + j * r * m * size, b_p + j * r * size, V_p + j * r * m * size
-                _affine(K, b, x + of, z, r, m, one)
+                source = x + of
+                if kept:
+                    source = kept + (s * tiles + tile) * m * vector
+                _affine(K, b, source, z, r, m, one)
                 _activate_both(code, z, d, r, one)
-                v = w  # V g
-                if kind == IDENTITY:
-                    for k in range(m):
-                        store(x + to, k, load(x + to, k, one) - load(z, k, one) * c)
-                    v = gx + to
-                else:
-                    _add_adjoint(V, m, z, -c, x + to, r, m, one)
+                if not kept:
+                    if kind == IDENTITY:
+                        for k in range(m):
+                            store(x + to, k, load(x + to, k, one) - load(z, k, one) * c)
+                    else:
+                        _add_adjoint(V, m, z, -c, x + to, r, m, one)
+                v = gx + to  # V g
+                if kind != IDENTITY:
                     _affine(V, 0, gx + to, w, r, m, one)
+                    v = w
                 put(dcoef, s, at(dcoef, s, one) + _weigh(z, v, d, c, r, one))
                 _add_sums(db + s * R * size, d, r, one)
                 into = s * R * m * size
                 if kind == SAME:
-                    _add_outer(dK + into, d, x + of, z, gx + to, r, m, one)
+                    _add_outer(dK + into, d, source, z, gx + to, r, m, one)
                 else:
-                    _add_outer(dK + into, d, x + of, 0, 0, r, m, one)
+                    _add_outer(dK + into, d, source, 0, 0, r, m, one)
                     if kind == GENERAL:
                         _add_outer(dV + into, z, gx + to, 0, 0, r, m, one)
                 _add_adjoint(K, m, d, one, gx + of, r, m, one)
-            if y_0:
+            if y_0 and not kept:
                 _scatter(x, tile, B, 2 * m, y_0, one)
             _scatter(gx, tile, B, 2 * m, g_0, one)
         group = claim(args, 1)
@@ -599,7 +633,7 @@ def _euler_forward(args):  # pragma: kernel
     x, z = scratch, scratch + n * vector
     tile = claim(args, 1)
     while tile < tiles:
-        _gather(y, tile, B, n, x, one)
+        _gather(y, tile, B, n, x, True, one)
         for j in range(N):
             if kept:  # as it is: a tile, feature by feature
                 place = kept + (j * tiles + tile) * n * vector
@@ -642,7 +676,7 @@ def _euler_backward(args):  # pragma: kernel
         dV = dh + N * size
         _clear(dK, total, one)
         for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
-            _gather(g, tile, B, n, gx, one)
+            _gather(g, tile, B, n, gx, False, one)
             for step in range(N):
                 j = N - 1 - step
                 c = at(h, j, one)
@@ -721,8 +755,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "collect": _collect,
 }
 
-INLINE = ("_exp", "_tanh", "_log1p", "_normal_cdf", "_turns", "_sin", "_cos")
-INLINE += ("_one_row", "_two_rows", "_four_rows")
+INLINE = ("_exp", "_tanh", "_log1p", "_normal_cdf", "_far", "_unless_far_below", "_unless_far")
+INLINE += ("_turns", "_sin", "_cos", "_one_row", "_two_rows", "_four_rows")
 PARTS = ("_activate", "_activate_both", "_affine", "_add_adjoint", "_add_outer", "_add_sums")
 PARTS += ("_turn", "_gather", "_scatter", "_weigh", "_clear", "_add")
 

@@ -51,8 +51,11 @@ def _sigma(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
             z = tl.inline_asm_elementwise(
                 "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
             )
-        else:
-            z = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+        else:  # exact to rounding near 0 too, where the difference of two large numbers is not
+            s = x * x
+            near = ((s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2) * s
+            near = x + x * (((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s)
+            z = tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     elif ACT == "relu":
         z = tl.maximum(x, 0.0)
     elif ACT == "sigmoid":
@@ -222,6 +225,7 @@ def _put_matrix(
 def _split_forward_kernel(
     y_in,
     y_out,
+    kept,
     K_p,
     K_q,
     b_p,
@@ -242,6 +246,7 @@ def _split_forward_kernel(
     FAST: constexpr,
     EVEN: constexpr,
     ALT: constexpr,
+    KEEP: constexpr,
     RB: constexpr,
     BT: constexpr,
     BM: constexpr,
@@ -255,6 +260,8 @@ def _split_forward_kernel(
     inside = (first + rows[:, None] < B) & (cols[None, :] < m)
     y_in += here
     y_out += here
+    kept += first * m
+    in_kept = rows[:, None] * m + cols[None, :]
     source = tl.load(y_in + at + m, mask=inside, other=0.0)
     target = tl.load(y_in + at, mask=inside, other=0.0)
 
@@ -328,6 +335,9 @@ def _split_forward_kernel(
                 target = tl.where(swap, source, target)
                 source = other
 
+            if KEEP:  # all blocks of a shear read the same half
+                step = (first * 0 + k // RB) * (B * m)
+                tl.store(kept + step + in_kept, source, mask=inside & (k % RB == 0))
             bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
             a = _times_transposed(source, K, bias, BT, BR, BM, PREC)
             z = c * _sigma(a, ACT, FAST)
@@ -376,12 +386,14 @@ def _split_backward_kernel(
     DET: constexpr,
     STEP: constexpr,
     ALT: constexpr,
+    KEEP: constexpr,
     WPREC: constexpr,
     RB: constexpr,
     BT: constexpr,
     BM: constexpr,
     BR: constexpr,
 ):  # pragma: kernel
+    """With KEEP, y_in is what the shears have read, and none is undone; else it is y_N."""
     pid = tl.program_id(0)
     first = pid.to(tl.int64) * BT
     rows = tl.arange(0, BT)
@@ -389,15 +401,21 @@ def _split_backward_kernel(
     here = first * (2 * m)
     at = rows[:, None] * (2 * m) + cols[None, :]
     inside = (first + rows[:, None] < B) & (cols[None, :] < m)
-    y_in += here
     g_in += here
     y_out += here
     g_out += here
-    # Rows beyond the batch repeat its last sample: a state that surely can be taken back.
-    last = (tl.minimum(B - first, BT) - 1).to(tl.int32)
-    again = tl.minimum(rows, last)[:, None] * (2 * m) + cols[None, :]
-    source = tl.load(y_in + again + m, mask=cols[None, :] < m, other=0.0)
-    target = tl.load(y_in + again, mask=cols[None, :] < m, other=0.0)
+    if KEEP:
+        y_in += first * m
+        in_kept = rows[:, None] * m + cols[None, :]
+        read = (first * 0 + high - 1) * (B * m)
+        source_next = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
+    else:
+        y_in += here
+        # Rows beyond the batch repeat its last sample: a state that surely can be taken back.
+        last = (tl.minimum(B - first, BT) - 1).to(tl.int32)
+        again = tl.minimum(rows, last)[:, None] * (2 * m) + cols[None, :]
+        source = tl.load(y_in + again + m, mask=cols[None, :] < m, other=0.0)
+        target = tl.load(y_in + again, mask=cols[None, :] < m, other=0.0)
     g_source = tl.load(g_in + at + m, mask=inside, other=0.0)
     g_target = tl.load(g_in + at, mask=inside, other=0.0)
 
@@ -430,9 +448,10 @@ def _split_backward_kernel(
     if ALT:  # the shears take turns, so that the roles change by name alone
         swap = turn_next != 0
         before = turn_next
-        other = tl.where(swap, target, source)
-        target = tl.where(swap, source, target)
-        source = other
+        if not KEEP:
+            other = tl.where(swap, target, source)
+            target = tl.where(swap, source, target)
+            source = other
         other = tl.where(swap, g_target, g_source)
         g_target = tl.where(swap, g_source, g_target)
         g_source = other
@@ -473,12 +492,17 @@ def _split_backward_kernel(
                     PREC,
                 )
 
+            if KEEP:
+                source = source_next
+                read = (first * 0 + tl.maximum(k - 1, low * RB) // RB) * (B * m)
+                source_next = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
             if not ALT:
                 swap = turn != before
                 before = turn
-                other = tl.where(swap, target, source)
-                target = tl.where(swap, source, target)
-                source = other
+                if not KEEP:
+                    other = tl.where(swap, target, source)
+                    target = tl.where(swap, source, target)
+                    source = other
                 other = tl.where(swap, g_target, g_source)
                 g_target = tl.where(swap, g_source, g_target)
                 g_source = other
@@ -493,10 +517,11 @@ def _split_backward_kernel(
             u = c * _slope(a, z, ACT) * t
             cz = c * z
             g_source = _times(u, K, g_source, BT, BR, BM, PREC)
-            if KIND == "identity":
-                target -= cz
-            else:
-                target = _times(-cz, V, target, BT, BR, BM, PREC)
+            if not KEEP:
+                if KIND == "identity":
+                    target -= cz
+                else:
+                    target = _times(-cz, V, target, BT, BR, BM, PREC)
 
             block = k % RB
             r = tl.where(turn == 0, r_q, r_p)
@@ -521,12 +546,14 @@ def _split_backward_kernel(
             if STEP:
                 _put(dcoef + slot_coef, tl.sum(z * t), None, DET)
             if ALT:
-                source, target = target, source
+                if not KEEP:
+                    source, target = target, source
                 g_source, g_target = g_target, g_source
 
     p_moved = before == 0
-    tl.store(y_out + at, tl.where(p_moved, target, source), mask=inside)
-    tl.store(y_out + at + m, tl.where(p_moved, source, target), mask=inside)
+    if not KEEP:
+        tl.store(y_out + at, tl.where(p_moved, target, source), mask=inside)
+        tl.store(y_out + at + m, tl.where(p_moved, source, target), mask=inside)
     tl.store(g_out + at, tl.where(p_moved, g_target, g_source), mask=inside)
     tl.store(g_out + at + m, tl.where(p_moved, g_source, g_target), mask=inside)
 
@@ -1060,6 +1087,11 @@ def _targets(parts: list[Any]) -> tuple[Any, Any, Any, Any]:
     return dK, db, dK if dV is None else dV, db if dstep is None else dstep
 
 
+def kept_size(split: bool, steps: int, B: int, width: int, dtype: torch.dtype) -> int:
+    """How many numbers the forward functions keep: what each step reads; Euler's also y_N."""
+    return (steps if split else steps + 1) * B * width
+
+
 def split_forward(
     y: Tensor,
     K_p: Tensor,
@@ -1075,13 +1107,16 @@ def split_forward(
     kind: str = "same",
     precision: str = "tf32",
     alternating: bool = False,
-) -> Tensor:
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """y_N from y_0 (B, 2m) by the shears `target += coef[s] sigma(source K^T + b) V`.
 
     Shear s moves p by K_q (half[s] = 0) or q by K_p (half[s] = 1), with the weights of layer[s];
     coef (M,) is float32, half and layer are int32. `kind`: V is K ("same"), given ("general",
     V_p and V_q (N, r, m)), or left out ("identity", r = m). The weights may be of half precision.
     `alternating` promises that p and q take turns and M is even, which saves a few instructions.
+    `keep` also returns what `split_backward` needs of the states: the half (M B m) that each shear
+    reads.
     """
     recipe = _recipe(
         _Stack(
@@ -1096,19 +1131,21 @@ def split_forward(
             kind,
             precision,
             alternating,
+            keep,
         )
     )
+    kept = y.new_empty(recipe.steps * y.numel() // 2) if keep else None
     if recipe.empty:
-        return y.clone()
+        return y.clone(), kept
     out = torch.empty_like(y)
     V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
     weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
-    recipe.launch((y, out, *weights), recipe.steps)
-    return out
+    recipe.launch((y, out, out if kept is None else kept, *weights), recipe.steps)
+    return out, kept
 
 
 def split_backward(
-    y_N: Tensor,
+    y_N: Tensor | None,
     g_N: Tensor,
     K_p: Tensor,
     K_q: Tensor,
@@ -1125,45 +1162,60 @@ def split_backward(
     deterministic: bool = False,
     coef_gradient: bool = True,
     alternating: bool = False,
+    kept: Tensor | None = None,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
+    Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
 ]:
-    """(y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef) from y_N and g_N = dL/dy_N.
+    """(y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef) from g_N = dL/dy_N.
 
-    Gradients are float32 and contiguous. `deterministic` adds up the tiles in a fixed order, in at
-    most PARTIAL_BYTES; `coef_gradient=False` leaves dcoef out, which takes time.
+    And from what `split_forward` has kept, or from y_N: then the shears are undone, down to y_0,
+    which is None otherwise. Gradients are float32 and contiguous. `deterministic` adds up the tiles
+    in a fixed order, in at most PARTIAL_BYTES; `coef_gradient=False` leaves dcoef out, which takes
+    time.
     """
+    start = y_N if kept is None else kept
+    assert start is not None
     recipe = _recipe(
         _Stack(
             "split",
             True,
-            y_N.shape,
+            g_N.shape,
             K_p.shape[0],
             (K_q.shape[1], K_p.shape[1]),
             half.shape[0],
-            _arguments(y_N, g_N, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
+            _arguments(g_N, start, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
             activation,
             kind,
             precision,
             alternating,
-            False,
+            kept is not None,
             deterministic,
             coef_gradient,
         )
     )
     copy = torch.clone if deterministic or recipe.empty else torch.empty_like
-    y_0, g_0 = copy(y_N), copy(g_N)
-    buffer, parts = recipe.gradients.new(y_N)
+    y_0, g_0 = None if kept is not None else copy(start), copy(g_N)
+    buffer, parts = recipe.gradients.new(g_N)
     V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
     weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
     if recipe.empty:
         pass
     elif deterministic:
         rows = _rows_of_shears(half, layer, recipe)
-        recipe.gradients.add_in_order(buffer, rows, recipe, (y_0, g_0, y_0, g_0, *weights))
+        states = (start, g_0, g_0, g_0) if y_0 is None else (y_0, g_0, y_0, g_0)
+        recipe.gradients.add_in_order(buffer, rows, recipe, (*states, *weights))
     else:
         targets = _targets(parts[::2])
-        recipe.launch((y_N, g_N, y_0, g_0, *weights, *targets), 0, recipe.steps)
+        states = (start, g_N, g_0 if y_0 is None else y_0, g_0)
+        recipe.launch((*states, *weights, *targets), 0, recipe.steps)
     dK_q, dK_p, db_q, db_p, dV_q, dV_p, dcoef = parts
     return y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef  # pyright: ignore[reportReturnType]
 
@@ -1187,8 +1239,8 @@ def euler_forward(
     kind: str = "general",
     precision: str = "tf32",
     keep: bool = False,
-) -> Tensor:
-    """y_N by `y += h[j] sigma(y K[j]^T + b[j]) V[j]`, or with `keep` all states (N+1, B, n).
+) -> tuple[Tensor, Tensor | None]:
+    """y_N by `y += h[j] sigma(y K[j]^T + b[j]) V[j]`; with `keep` also all states, (N + 1) B n.
 
     `kind`: V (N, r, n) is given ("general"), is K ("same"), is K J^T with the canonical J
     ("canonical"), or left out ("identity", r = n). The weights may be of half precision.
@@ -1211,9 +1263,10 @@ def euler_forward(
     )
     out = y.new_empty((N + 1, B, n) if keep else (B, n))
     if recipe.empty:
-        return out.copy_(y)
-    recipe.launch((y, out, *_euler_weights(K, b, V, h, recipe)), N)
-    return out
+        out.copy_(y)
+    else:
+        recipe.launch((y, out, *_euler_weights(K, b, V, h, recipe)), N)
+    return (out[-1].clone(), out.view(-1)) if keep else (out, None)
 
 
 def euler_backward(
@@ -1229,7 +1282,7 @@ def euler_backward(
     deterministic: bool = False,
     step_gradient: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(g_0, dK, db, dV, dh) from the states (N+1 or N, B, n) and g_N = dL/dy_N.
+    """(g_0, dK, db, dV, dh) from the states that `euler_forward` has kept and g_N = dL/dy_N.
 
     Gradients are float32 and contiguous. With kind "same" or "canonical", dK holds both parts and
     dV is None; `step_gradient=False` leaves dh out, which takes time.

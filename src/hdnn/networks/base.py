@@ -39,6 +39,7 @@ class Network(nn.Module):
     stacked: tuple[str, ...] = ()  # the weights with one entry a layer
     invertible: bool = False
     engines: bool = False  # whether it can run other than layer by layer
+    turns: int = 1  # how often p and q move in a layer, where they take turns
     engine: str = "auto"
     backprop: str = "auto"
 
@@ -188,6 +189,7 @@ class Network(nn.Module):
             dtype=like.dtype,
             n=self.features,
             batch=positive_int("batch", batch),
+            steps=self.layers * self.turns,
             activation=self.activation,
         )
         return f"{where}: {plan.engine} engine, backprop {plan.backprop} ({plan.why})"

@@ -106,6 +106,7 @@ class HamiltonianNet(ODENetwork):
         )
         self.integrator = integrator
         self.engines = not scheme.implicit
+        self.turns = len(scheme.shears) or 1
         self._choose_engine(engine, backprop)
         self.newton = _newton_options(scheme, integrator, tol, max_iter)
         learn_X, learn_J = flag("learn_X", learn_X), flag("learn_J", learn_J)

@@ -73,6 +73,7 @@ class MS1(_MarginallyStable):
 
     stacked = ("K_0", "b_1", "b_2")
     invertible = True
+    turns = 2
 
     def _add_weights(self, initial: Initial) -> None:
         m, stored = self._halves(), self.stored
@@ -165,6 +166,7 @@ class MS3(_MarginallyStable):
 
     stacked = ("K_1", "K_2", "b_1", "b_2")
     invertible = True
+    turns = 2
 
     def _add_weights(self, initial: Initial) -> None:
         m, stored = self._halves(), self.stored
