@@ -8,11 +8,11 @@ its turn a contestant takes as many steps in a row as fill about 30 ms, after on
 count, and waits for the device once at the end; a step that is longer than that has the turn to
 itself. The time of a step is that of its turn over the number of steps, a ratio is taken turn by
 turn, and medians and quartiles are over the turns. A "single call" is one step right after one of
-the other contestant, which has just emptied the caches: what a call costs that is not in a hot loop.
+the other contestant, which has just emptied the caches: a call that is not in a hot loop.
 
 The plain loop is the best that plain PyTorch was found to do (see `rivals.plain_h2`), with
 autograd. "auto" is what users get who ask for nothing: gradients are those of stored states.
-"reversible" has to be asked for: memory that does not grow with depth, and a check of each reversal.
+"reversible" has to be asked for: its memory does not grow with depth, and each reversal is checked.
 
 Other programs do not slow all alike: many small operations wait for threads that have no core, one
 kernel hardly does, and ratios come out several times too large. The last line says how much of the

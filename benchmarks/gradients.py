@@ -157,7 +157,9 @@ def extended(y: Tensor, g: Tensor, stack: Any, split: bool) -> tuple[Any, list[t
         to = 1 - half if split else 0
         gs[to] = gs[to] + u @ K
     return np.concatenate(gs, 1), [
-        (t, g) for pair, found in zip(owners, d, strict=True) for t, g in zip(pair, found, strict=True)
+        (t, g)
+        for pair, found in zip(owners, d, strict=True)
+        for t, g in zip(pair, found, strict=True)
     ]
 
 
@@ -234,7 +236,8 @@ def measured(number: int, device: str) -> Row:
 def ran(net: nn.Module, y: Tensor, device: str) -> str:
     """By which engine, and from which states back."""
     if isinstance(net, hdnn.HamiltonianUnit):
-        return "units"
+        work = torch.float32
+        return f"units, {net._way(y.to(device), work)}"
     said = copy.deepcopy(net).to(device).engine_report(batch=len(y))
     engine = "fused" if "fused engine" in said else "reference"
     return f"{engine}, {said.split('backprop ')[1].split()[0]}"
@@ -244,11 +247,11 @@ def page(result: Row) -> str:
     """The result in words."""
     about = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
     lines = [
-        f"# Gradients by default against those of the plain loop, on {result['machine']['machine']}",
+        f"# Gradients by default against the plain loop's, on {result['machine']['machine']}",
         "",
         f"`{result['command']}`, {about}",
         "",
-        f"{result['networks']} random networks: {', '.join(KINDS)}; 6 to 300 layers (units: to 40), "
+        f"{result['networks']} random networks: {', '.join(KINDS)}; 6 to 300 layers (units: 40), "
         "steps from 0.01 to 1, both initialisations, all activations, float32 and float64 (units: "
         "float32). Off is the relative error of the worst gradient against float64, or against "
         "extended precision where the network is in float64.",
@@ -262,7 +265,9 @@ def page(result: Row) -> str:
     ]
     head = "kind | networks | of them overflow | median ratio | largest ratio | fail"
     lines += report.table(head, rows)
-    share = [[how, count, f"{100 * count / result['networks']:.1f}%"] for how, count in result["ran"]]
+    share = [
+        [how, count, f"{100 * count / result['networks']:.1f}%"] for how, count in result["ran"]
+    ]
     lines += report.table("ran on | networks | share", share)
     lines += [
         "",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import hdnn
 from hdnn import engine, functional
-from hdnn.engine import calls, dispatch, fixed, plain, reversal, stacks
+from hdnn.engine import calls, dispatch, fixed, plain, stacks
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
@@ -274,9 +274,9 @@ def drifting(N: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("engine_", ["reference", "fused"])
 def test_every_reversal_that_drifts_warns_and_can_be_told_not_to(engine_):
-    run, way = drifting(40), {"engine": engine_, "backprop": "reversible"}
+    run, way = drifting(60), {"engine": engine_, "backprop": "reversible"}
     for _ in range(5):
-        with pytest.warns(ReversalWarning, match=r"off by .* backprop=\"auto\" or \"checkpoint\""):
+        with pytest.warns(ReversalWarning, match=r"off by .* backprop=.auto. or"):
             run(**way)
     with engine.use(check=False):
         run(**way)
@@ -302,17 +302,13 @@ def test_a_compiled_reversal_is_checked_too():
         out.backward()
 
 
-def test_while_a_cuda_graph_is_recorded_worthless_gradients_become_nan(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-
-    class OnAGpu(Tensor):
-        is_cuda = True  # pyright: ignore[reportAssignmentType]
-
-    y = Random(0)(3, 4).as_subclass(OnAGpu)
-    good, bad = (reversal.check_reversal(y, y + off, y, [y, None]) for off in (1e-12, 1.0))
-    assert torch.equal(good[0], y)
-    assert good[1] is None
-    assert bad[0].isnan().all()
+@pytest.mark.parametrize("engine_", ["reference", "fused"])
+def test_a_reversal_reads_zeros_of_the_first_state_as_zeros(engine_):
+    # Half of it is 0, as of an augmented sample, where ReLU has its kink.
+    net = hdnn.H2(8, 20, activation="relu", engine=engine_, dtype=F64)
+    y = torch.cat([Random(1)(7, 4), torch.zeros(7, 4, dtype=F64)], 1)
+    found = [far_off(net, y, backprop=way) for way in ("stored", "reversible")]
+    assert max(found) < 1e-12
 
 
 # Gradients by default

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import hdnn
 from hdnn import HamiltonianUnit, describe_images, models
-from hdnn.engine import units
+from hdnn.engine import dispatch, units
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, TrainingError
 from strategies import ACTIVATIONS
@@ -28,7 +28,7 @@ F32, F64 = torch.float32, torch.float64
 @pytest.fixture
 def no_room(monkeypatch):
     """No states fit into the memory that they may take."""
-    monkeypatch.setattr(units, "stored_limit", lambda device: 0)
+    monkeypatch.setattr(dispatch, "stored_limit", lambda device: 0)
 
 
 def draw(seed, networks=("h1", "h2"), dtypes=(F32, F64)):
@@ -99,7 +99,7 @@ def test_gradients_by_default_are_no_further_from_float64_than_those_of_a_plain_
     room, monkeypatch
 ):
     if not room:
-        monkeypatch.setattr(units, "stored_limit", lambda device: 0)
+        monkeypatch.setattr(dispatch, "stored_limit", lambda device: 0)
     compared = 0
     for seed in range(80):
         unit, y, g = draw(seed, dtypes=(F32,))
@@ -136,7 +136,7 @@ def test_the_gradients_of_a_deep_unit_that_expands_are_right_by_default():
     wanted = gradients(unit, y, g, lambda y: by_a_plain_loop(unit, y))
     assert furthest(gradients(unit, y, g), [w.double() for w in wanted]) < 1e-2
     unit.reversible = True
-    with pytest.raises(TrainingError, match=r"y_1 that is off by .* worthless; leave `reversible`"):
+    with pytest.raises(TrainingError, match=r"y_1 that is off by .* worthless; take backprop"):
         gradients(unit, y, g)
 
 
@@ -169,10 +169,10 @@ def test_states_are_stored_as_long_as_they_take_a_32nd_of_the_memory(monkeypatch
     unit, y = HamiltonianUnit(4, 10, network="h2"), torch.empty(3, 4, 5, 6)
     needed = units.IMAGES * 10 * y.numel() * 4
     for limit, way in ((needed, "stored"), (needed - 1, "checkpoint")):
-        monkeypatch.setattr(units, "stored_limit", lambda device, limit=limit: limit)
+        monkeypatch.setattr(dispatch, "stored_limit", lambda device, limit=limit: limit)
         assert unit._way(y, F32) == way
     monkeypatch.undo()
-    assert 2**24 < units.stored_limit(torch.device("cpu")) < 2**40
+    assert 2**24 < dispatch.stored_limit(torch.device("cpu")) < 2**40
     for asked in ("stored", "checkpoint", "reversible"):
         with hdnn.engine.use(backprop=asked):
             assert unit._way(y, F32) == asked

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from hdnn import memory
 from hdnn.engine import Settings
 from hdnn.errors import MissingExtraError, OptionError
 
@@ -27,6 +27,7 @@ SHARE = 1 / 32
 Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them twice.
 """
 
+_MACHINE = memory.there()
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("numba", "triton")}
 
 
@@ -89,22 +90,11 @@ def plan(
     return Plan(engine, backprop, why)
 
 
-def stored_limit(device: torch.device) -> int:
-    """How many bytes of states `auto` stores at most for one stack on that device."""
+def stored_limit(device: torch.device) -> float:
+    """How many bytes of states `auto` stores at most for one stack or unit on that device."""
     if device.type == "cuda":
-        return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
-    return int(SHARE * _MACHINE)
-
-
-def _memory() -> int:
-    """The memory of this machine in bytes."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # no such question, as on Windows
-        return 8 * 2**30
-
-
-_MACHINE = _memory()
+        return SHARE * torch.cuda.get_device_properties(device).total_memory
+    return SHARE * _MACHINE
 
 
 def _fixed_plan(settings: Settings, reversible: bool) -> Plan:

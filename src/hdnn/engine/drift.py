@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.dispatch import transformed
-from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import TrainingError
 
 WORTHLESS = 0.1  # of a state, by which the rebuilt one is off
 ADVICE = (
-    'leave `reversible` out or take backprop="checkpoint", whose gradients are those of stored '
-    "states, or take smaller steps or weights"
+    'take backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
+    "steps or weights"
 )
+
+
+class ReversalWarning(UserWarning):
+    """A backward pass whose rebuilt states are no longer those that the forward pass had."""
 
 
 def noticeable(dtype: torch.dtype) -> float:
@@ -59,8 +62,8 @@ def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
         return [None if g is None else torch.full_like(g, torch.nan) for g in grads]
     advice = ADVICE if wide is torch.float64 else f"{ADVICE}, or float64"
     what = (
-        "the backward pass rebuilt its states from the last, as reversible=True asks for, and came "
-        f"back to a y_1 that is off by {found:.2g} of its size"
+        'the backward pass rebuilt its states from the last, as backprop="reversible" asks for, '
+        f"and came back to a y_1 that is off by {found:.2g} of its size"
     )
     if found >= WORTHLESS:
         raise TrainingError(f"{what}, so the gradients would be worthless; {advice}.")

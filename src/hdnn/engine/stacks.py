@@ -13,8 +13,8 @@ from torch.func import vjp
 
 from hdnn.engine import fixed, plain
 from hdnn.engine.dispatch import transformed
+from hdnn.engine.drift import ReversalWarning, check_reversal, drift_of
 from hdnn.engine.plain import Euler, Shears
-from hdnn.engine.reversal import ReversalWarning, check_reversal
 
 __all__ = ["ReversalWarning", "Run", "Segment", "Stack", "ahead", "behind", "call", "last"]
 
@@ -65,6 +65,7 @@ class Run:
     check: bool = True
     coef: Any = None  # what each shear, or each layer, moves by, if that is constant
     segments: tuple[Segment, ...] = ()
+    ends: tuple[Segment, ...] = ()  # the layer that runs first, and all others
 
     def ready(self, device: torch.device) -> Run:
         """Lay out the segments, in the order in which they run."""
@@ -72,10 +73,13 @@ class Run:
         if not self.options:  # only the GPU kernels read the schedule on their device
             device = _CPU
         cuts = [(first, min(first + size, N)) for first in range(0, N, size)]
-        self.segments = tuple(
-            Segment(first, last, *schedule(self.turns, last - first, self.inverse, device))
-            for first, last in (reversed(cuts) if self.inverse else cuts)
-        )
+
+        def segment(first: int, last: int) -> Segment:
+            return Segment(first, last, *schedule(self.turns, last - first, self.inverse, device))
+
+        self.segments = tuple(segment(*cut) for cut in (cuts[::-1] if self.inverse else cuts))
+        ends = ((N - 1, N), (0, N - 1)) if self.inverse else ((0, 1), (1, N))
+        self.ends = tuple(segment(*cut) for cut in ends)
         return self
 
     @property
@@ -173,15 +177,28 @@ def behind(run: Run, y: Tensor, kept: Tensor, g: Tensor, tensors: tuple[Any, ...
     if run.grid:
         _, *found = fixed.split_backward(kept, g, run.part(tensors, run.whole))
     elif run.backprop == "reversible":
-        y_0, *found = run.undo(kept, g, next(run.parts(tensors)))
-        if run.check and y.numel():
-            found = check_reversal(y, y_0, kept, found)
+        found = _undone(run, y, kept, g, tensors)
     elif run.backprop == "stored":
         found = [*run.backward(kept, g, next(run.parts(tensors)))]
     else:
         found = _from_checkpoints(run, [y, *kept.unbind(0)], g, tensors)
     if tensors[-1] is None:
         found[-1] = None
+    return found
+
+
+def _undone(run: Run, y: Tensor, y_N: Tensor, g: Tensor, tensors: tuple[Any, ...]) -> list[Any]:
+    """From y_N back to y_1, which is known since y_0 is: so the reversal can be checked.
+
+    The layer that ran first reads y_0 itself: what is exactly 0 there stays so.
+    """
+    first, others = (run.part(tensors, segment) for segment in run.ends)
+    y_1, kept = run.forward(y, first, True)
+    rebuilt, g, *grads = run.undo(y_N, g, others)
+    g, *of_first = run.backward(kept, g, first)
+    found = _by_layer(run, [of_first, grads], g)
+    if run.check and y.numel():
+        found = check_reversal(drift_of(y_1, rebuilt, y_N), found)
     return found
 
 
@@ -195,9 +212,14 @@ def _from_checkpoints(
         g, *grads = run.backward(kept, g, part)
         del kept
         found.append(grads)
-    ordered = found if run.inverse else found[::-1]  # by layer
+    return _by_layer(run, found[::-1], g)
+
+
+def _by_layer(run: Run, found: list[Any], g: Tensor) -> list[Any]:
+    """g_0 and the gradients of all tensors, from those of the segments, in the order they ran."""
+    ordered = found[::-1] if run.inverse else found
     *weights, _ = (_join(pieces) for pieces in zip(*ordered, strict=True))
-    return [g, *weights, _join([grads[-1] for grads in reversed(found)])]
+    return [g, *weights, _join([grads[-1] for grads in found])]
 
 
 def _join(pieces: Sequence[Tensor | None]) -> Tensor | None:

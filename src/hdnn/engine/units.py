@@ -21,23 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hdnn import memory
 from hdnn.engine.drift import check_reversal, drift_of
 from hdnn.engine.pixels import Pixels, Step, images
 from hdnn.operators import conv
 
-SHARE = 1 / 32  # of the memory of a GPU, or of the machine, that the states of one unit may take
 IMAGES = 5  # as many as a state is large, that the backward pass of a layer needs
-
-
-_MACHINE = memory.there()
-
-
-def stored_limit(device: torch.device) -> float:
-    """How many bytes of states are stored at most; of more, checkpoints are."""
-    if device.type == "cuda":
-        return SHARE * torch.cuda.get_device_properties(device).total_memory
-    return SHARE * _MACHINE
 
 
 def segment(N: int) -> int:

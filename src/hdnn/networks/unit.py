@@ -320,7 +320,7 @@ class HamiltonianUnit(nn.Module):
         if way == "auto":
             size = max(math.prod(y.shape[2:]), math.prod(self._inner_size(y)))
             states = units.IMAGES * self.layers * len(y) * self.channels * size * work.itemsize
-            way = "stored" if states <= units.stored_limit(y.device) else "checkpoint"
+            way = "stored" if states <= dispatch.stored_limit(y.device) else "checkpoint"
         if way == "checkpoint" and not torch.compiler.is_compiling():
             # PyTorch cannot run a segment again inside of its transforms.
             return "stored" if dispatch.transformed() or dispatch.watched() else way
