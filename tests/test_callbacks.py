@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import hdnn
+from hdnn import tasks
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, TrainingError
+from hdnn.runs import Run, TrainConfig
 from hdnn.training import EarlyStopping, Moment, TensorBoard, WellPosed, checkpoint, fit, loop
 from said import scalars
 
@@ -412,3 +414,70 @@ def test_a_limit_lies_between_0_and_1(limit):
 def test_explicit_layers_need_no_limit():
     with pytest.raises(TrainingError, match="H2 has none"):
         quick(model_of(), WellPosed())
+
+
+def implicit_model(kind="semi_implicit_euler_full", seed=0, **options):
+    like = {"generator": torch.Generator().manual_seed(seed)}
+    net = hdnn.HamiltonianNet(4, 2, kind, init="paper", step=1.0, **like, **options)
+    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, **like))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_fit_keeps_implicit_layers_well_posed_without_being_asked(activation):
+    model, seen = implicit_model(activation=activation), []
+    assert float(model.net.coupling().max()) > 1
+    quick(model, lambda moment: seen.append(float(moment.model.net.coupling().max())), epochs=2)
+    assert max(seen) <= 0.95 * (1 + 1e-5)
+    model = implicit_model(activation=activation)
+    quick(model, WellPosed(0.5), epochs=1)  # what was asked for counts
+    assert float(model.net.coupling().max()) <= 0.5 * (1 + 1e-5)
+
+
+def test_who_wants_no_limit_gets_none():
+    model, seen = implicit_model(), []
+    watch = lambda moment: seen.append(float(moment.model.net.coupling().max()))  # noqa: E731
+    quick(model, WellPosed(None), watch, epochs=1, batch=200)
+    assert max(seen) > 1
+
+
+def test_layers_with_one_solution_at_any_coupling_and_frozen_ones_are_left_alone():
+    model = implicit_model("midpoint")
+    K = model.net.weight("K").detach().clone()
+    quick(model, epochs=1, learning_rate=1e-9)
+    assert torch.allclose(model.net.weight("K"), K, atol=1e-6)
+    assert float(model.net.coupling().max()) > 1
+    model = implicit_model()
+    model.net.K.requires_grad_(False)
+    K = model.net.K.clone()
+    quick(model, epochs=1, batch=200)
+    assert torch.equal(model.net.K, K)
+
+
+def test_an_implicit_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    class Stop(BaseException):
+        pass
+
+    def stop(moment):
+        if moment.step == 5:
+            raise Stop
+
+    whole, resumed = implicit_model(), implicit_model(seed=3)
+    history = quick(whole, epochs=2)
+    monkeypatch.setattr(loop, "SAVE_EVERY", -1.0)
+    with pytest.raises(Stop):
+        quick(implicit_model(), stop, epochs=2, folder=tmp_path)
+    assert quick(resumed, epochs=2, folder=tmp_path, resume=True).loss == history.loss
+    assert same(resumed, whole)
+
+
+@pytest.mark.parametrize(("network", "layers"), [("implicit_h2", 4), ("midpoint", 1)])
+def test_the_program_trains_saves_and_certifies_implicit_networks_by_default(
+    network, layers, tmp_path
+):
+    config = TrainConfig.of(
+        {"data": "swiss_roll", "network": network, "layers": layers, "epochs": 1}
+    )
+    metrics = tasks.train(config, Run(tmp_path / "run"))
+    assert metrics["certificate"]["holds"] is True
+    net = tasks.load_model(Run(tmp_path / "run")).net
+    assert net.always_solvable or float(net.coupling().max()) < 1

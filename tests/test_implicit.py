@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 import hdnn
 from hdnn import activations, functional
 from hdnn.errors import ConvergenceError
-from hdnn.integrators import implicit
+from hdnn.integrators import implicit, path
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
@@ -487,3 +488,152 @@ def test_coupling_is_that_of_the_equation_that_a_layer_solves():
     B = 0.35 * (J - J.T) @ K.mT
     assert torch.allclose(net.coupling(), implicit.coupling(K, B, 1.0))
     assert not hdnn.H2(4, 3).coupling().any()
+
+
+# Several solutions
+
+
+def coupled(seed: int, n: int, kind: str = "semi_implicit_euler_full", *, factor=4.0, **options):
+    """A network all of whose layers have that coupling."""
+    like = {"generator": torch.Generator().manual_seed(seed), "dtype": F64, **options}
+    net = hdnn.HamiltonianNet(n, 1, kind, step=1.0, init="paper", **like).requires_grad_(False)
+    net.assign("K", net.weight("K") * (factor / net.coupling()).sqrt().view(-1, 1, 1))
+    return net
+
+
+def one_by_one(function, states):
+    """What a function gives for each state; None where it raises or warns that there are more."""
+    results = []
+    for y in states:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                results.append(function(y))
+            except (ConvergenceError, implicit.SeveralSolutionsWarning):
+                results.append(None)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["semi_implicit_euler_full", "midpoint"])
+@pytest.mark.parametrize("name", ["tanh", "relu", "sin"])
+def test_a_round_trip_past_the_contraction_comes_back_or_says_why_not(kind, name):
+    back = 0
+    for seed in range(4):
+        net, y = coupled(seed, 4, kind, activation=name), 2 * Random(seed)(6, 4)
+        out = [(state, end) for state in y for end in one_by_one(net, [state]) if end is not None]
+        for (state, _), found in zip(
+            out, one_by_one(net.inverse, [e for _, e in out]), strict=True
+        ):
+            if found is not None:
+                torch.testing.assert_close(found, state, rtol=1e-7, atol=1e-7)
+                back += 1
+    assert back >= 14  # of 24; relu has no solution for some
+
+
+def test_an_inverse_goes_to_the_state_that_was_given_or_there_is_an_error():
+    """Not every state is an end: where solutions jump, none of them comes to those in between."""
+    net, y = coupled(1, 4, factor=8.0, activation="sin"), 2 * Random(1)(20, 4)
+    found = one_by_one(net.inverse, y)
+    ends = [(x, state) for x, state in zip(found, y, strict=True) if x is not None]
+    for x, state in ends:
+        torch.testing.assert_close(net(x), state, rtol=1e-6, atol=1e-6)
+    assert 0 < len(ends) < 20
+    with pytest.raises(ConvergenceError, match=r"no state was found .* of 20 samples \(coupling 8"):
+        net.inverse(y)
+
+
+def test_several_states_with_the_same_end_are_told():
+    net, y = coupled(0, 4, factor=5.0, activation="sin"), 2 * Random(0)(30, 4)
+    out = net(y)
+    with pytest.warns(implicit.SeveralSolutionsWarning, match=r"for \d+ of 30 .*coupling 5"):
+        back = net.inverse(out)
+    torch.testing.assert_close(net(back), out, rtol=1e-7, atol=1e-7)
+    assert not torch.allclose(back, y)
+
+
+@pytest.mark.parametrize("name", ["tanh", "sin", "sigmoid"])
+def test_which_solution_is_taken_does_not_hang_on_the_last_digit(name):
+    """Nor then on the batch, whose size changes the rounding."""
+    c, B, A, a = problem(5, 3, 6, (1500,), factor=20.0, activation=name)
+    x = implicit.solve(c, B, A, a, activations.get(name))
+    again = implicit.solve(c * (1 + 4e-16), B, A, a * (1 - 4e-16), activations.get(name))
+    torch.testing.assert_close(again, x, rtol=1e-9, atol=1e-9)
+    part = implicit.solve(c[:10], B, A, a[:10], activations.get(name))
+    torch.testing.assert_close(part, x[:10], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [a for a in ACTIVATIONS if activations.get(a).monotone])
+def test_midpoint_steps_of_a_monotone_activation_have_one_solution_at_any_coupling(
+    name, monkeypatch
+):
+    monkeypatch.setattr(implicit, "_connected", None)  # and Newton's method alone finds it
+    net, y = coupled(0, 6, "midpoint", factor=30.0, activation=name), Random(0)(20, 6)
+    assert net.always_solvable
+    torch.testing.assert_close(net.inverse(net(y)), y, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=60)
+@given(seeds, st.integers(1, 4), st.integers(1, 4), st.sampled_from(ACTIVATIONS), st.floats(0.5, 5))
+def test_one_solution_is_claimed_only_where_the_matrix_never_turns_singular(
+    seed, k, r, name, factor
+):
+    _, B, A, _ = problem(seed, k, r, factor=factor, activation=name)
+    sigma = activations.get(name)
+    claimed = implicit.one_solution(B, A, sigma)
+    assert claimed == implicit.one_solution(A.mT, B.mT, sigma) or sigma.s_min < 0
+    # det(I - B D A) is affine in each slope, so its signs at the corners tell of all of them.
+    ends = torch.tensor([sigma.s_min, sigma.s_max], dtype=F64)
+    slopes = torch.cartesian_prod(*[ends] * r).view(-1, 1, r)
+    dets = torch.linalg.det(torch.eye(k, dtype=F64) - (B * slopes) @ A)
+    if claimed and sigma.s_min < sigma.s_max:
+        assert (dets > 0).all()
+    if float(implicit.coupling(A, B, sigma.S)) < 0.999:
+        assert claimed
+
+
+def test_what_is_symmetric_stays_so():
+    """At zero with no bias nothing tells one side from the other, also where it is unstable."""
+    net = coupled(0, 4, factor=9.0)
+    net.assign("b", torch.zeros(1, 4, dtype=F64))
+    assert torch.equal(net(torch.zeros(2, 4, dtype=F64)), torch.zeros(2, 4, dtype=F64))
+    # Two equations side by side: the first pulls, the second is at rest where it is unstable.
+    B, A = torch.tensor([[4.0, 0], [0, 4]], dtype=F64), torch.eye(2, dtype=F64)
+    c, a = torch.tensor([[0.5, 0.0]], dtype=F64), torch.zeros(1, 2, dtype=F64)
+    x = implicit.solve(c, B, A, a, TANH)
+    assert float(x[0, 0]) > 3
+    assert abs(float(x[0, 1])) < 1e-12
+
+
+def test_a_curve_goes_round_the_kinks_of_relu():
+    """At t = 1/2 the first unit turns on and the curve turns back, until the third holds it."""
+    B = torch.tensor([[3.0, 2.0, -4.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=F64)
+    c, A = torch.tensor([[-1.0, 1.0, -2.0]], dtype=F64), torch.eye(3, dtype=F64)
+    x, arrived = path.follow(c, B, A, torch.zeros_like(c), RELU, 400)
+    assert bool(arrived)
+    torch.testing.assert_close(x, torch.tensor([[4.5, 1.0, 2.5]], dtype=F64))
+
+
+def test_a_curve_to_infinity_is_given_up():
+    one = torch.ones(1, 1, dtype=F64)
+    _, arrived = path.follow(one, 3 * one, one, one, RELU, 400)
+    assert not bool(arrived)
+
+
+def test_inverses_past_the_contraction_can_be_mapped_compiled_and_differentiated():
+    net, y = coupled(1, 4, factor=2.0), Random(1)(3, 4)
+    out = net(y)
+    back = net.inverse(out)
+    torch.testing.assert_close(back, y, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(vmap(net.inverse)(out), back, rtol=1e-10, atol=1e-10)
+    compiled = torch.compile(net.inverse, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(out), back, rtol=1e-10, atol=1e-10)
+    there, here = jacrev(net)(y[0]), jacrev(net.inverse)(out[0])
+    torch.testing.assert_close(here @ there, torch.eye(4, dtype=F64), rtol=1e-7, atol=1e-7)
+    K = net.weight("K").expand(2, 1, 4, 4) * torch.tensor([1.0, 0.5], dtype=F64).view(2, 1, 1, 1)
+    mapped = vmap(lambda K: functional.implicit_h2(out, K, net.b, 1.0, inverse=True))(K)
+    torch.testing.assert_close(mapped[0], back, rtol=1e-10, atol=1e-10)
+
+
+def test_round_trips_past_the_contraction_come_back_in_single_precision():
+    net, y = coupled(2, 6, factor=2.0).float(), Random(2)(20, 6).float()
+    torch.testing.assert_close(net.inverse(net(y)), y, rtol=1e-3, atol=1e-3)

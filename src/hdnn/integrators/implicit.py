@@ -198,15 +198,22 @@ def _nearest(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _others(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """All solutions that Newton's method meets from around c, (starts, batch, k), and which are.
+    """All solutions that Newton's method meets from afar, (starts, batch, k), and which are.
 
-    For a bounded sigma every solution lies among c + B s with s in its range.
+    Half of the starts are c + B s, where for a bounded sigma all solutions lie. The others solve
+    the equation with each sigma(u) replaced by 0 or s_max u, as is right for large states of relu
+    and its like.
     """
+    B, A, sigma = equation.B, equation.A, equation.sigma
     generator = torch.Generator().manual_seed(0)  # the same starts every time
-    around = 2 * torch.rand(_STARTS, 1, a.shape[-1], generator=generator, dtype=torch.float64) - 1
-    around[::2] = around[::2].sign()
-    size = 1 + equation.sigma(c @ equation.A.mT + a).abs()
-    x = c + (around.to(c) * size) @ equation.B.mT
+    s = 2 * torch.rand(_STARTS, 1, len(A), generator=generator, dtype=torch.float64).to(c) - 1
+    corners, half = s.sign(), _STARTS // 2
+    s[::2] = corners[::2]
+    near = c + (s[:half] * (1 + sigma(c @ A.mT + a).abs())) @ B.mT
+    D = sigma.s_max * (0.5 + 0.5 * corners[half:])
+    M = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device) - (B * D) @ A
+    far = torch.linalg.solve_ex(M, (c + (D * a) @ B.mT).mT)[0].mT
+    x = torch.cat([near, far])
     c, a = (t.expand(_STARTS, *t.shape).flatten(0, 1) for t in (c, a))
     found, which = equation.newton(x.flatten(0, 1), c, a)
     return found.view_as(x), which.view(x.shape[:-1])

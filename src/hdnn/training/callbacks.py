@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
 from hdnn.training import coordinate, identity
 from hdnn.training.checks import check_data, head_of, number, whole_number
-from hdnn.training.loop import Moment
+
+if TYPE_CHECKING:
+    from hdnn.training.loop import Callback, Moment
 
 PART = 4096  # samples of a validation set that are looked at together
 
@@ -185,26 +187,44 @@ class EarlyStopping:
 class WellPosed:
     """Keep the steps of implicit layers solvable, with exactly one solution each.
 
-    After each step K is made smaller in those layers whose `coupling` has gone above `limit`, which
-    is below 1. Without it a training of ImplicitH2 may come to a step that has no solution.
+    Before the first step and after each, K is made smaller in those layers whose `coupling` is
+    above `limit`, which is below 1. `fit` does so by itself where weights of a network could come
+    to a step with no solution or with several; `WellPosed(None)` leaves them as they are.
     """
 
-    def __init__(self, limit: float = 0.95) -> None:
-        self.limit = number("limit", limit)
-        if not 0 < self.limit < 1:
+    def __init__(self, limit: float | None = 0.95) -> None:
+        self.limit = None if limit is None else number("limit", limit)
+        if self.limit is not None and not 0 < self.limit < 1:
             raise TrainingError(f"limit must lie between 0 and 1, but is {limit}.")
 
     def settings(self) -> dict[str, Any]:
         return {"limit": self.limit}
 
-    def __call__(self, moment: Moment) -> None:
-        net = moment.model.net
+    def begin(self, model: Model) -> None:
+        net = model.net
         if not (isinstance(net, HamiltonianNet) and net.scheme.implicit):
             raise TrainingError(
                 f"WellPosed is for implicit layers (ImplicitH2, midpoint), and {type(net).__name__}"
                 " has none; leave it out."
             )
-        net.limit_coupling(self.limit)
+        if self.limit is not None:
+            net.limit_coupling(self.limit)
+
+    def __call__(self, moment: Moment) -> None:
+        self.begin(moment.model)
+
+
+def begun(model: Model, callbacks: Iterable[Callback]) -> list[Callback]:
+    """The callbacks of a training that begins; implicit layers are kept well posed by default."""
+    chosen, net = list(callbacks), model.net
+    if not any(isinstance(one, WellPosed) for one in chosen) and (
+        isinstance(net, HamiltonianNet) and not net.always_solvable and net.learns("K")
+    ):
+        chosen = [WellPosed(), *chosen]
+    for one in chosen:
+        if isinstance(one, WellPosed):
+            one.begin(model)
+    return chosen
 
 
 class TensorBoard:

@@ -29,6 +29,7 @@ from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.networks import ODENetwork
 from hdnn.training import checkpoint, identity, schedule, small_steps
+from hdnn.training.callbacks import begun
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
 from hdnn.training.output import Output
 from hdnn.training.parallel import Team, team
@@ -113,7 +114,8 @@ def fit(
             alike, then each goes its way.
         weight: of each sample (B,) in the mean loss.
         seed: of the order of the samples; the global random state is neither read nor written.
-        callbacks: called with a `Moment` after each step.
+        callbacks: called with a `Moment` after each step. Implicit layers have a `WellPosed()`
+            without asking.
         folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
             interruption to the very same result.
         progress: show one line while a person waits at a terminal.
@@ -144,6 +146,7 @@ def fit(
             check_weight(weight, x)
             place = checkpoint.open_folder(folder, resume) if members.first else None
             stack.enter_context(checkpoint.locked(place))
+            callbacks = begun(model, callbacks)
             chosen = [c for c in callbacks if members.first or not getattr(c, "first_only", False)]
             data = x.detach(), t, weight
             training = _Training(model, *data, options, chosen, progress, place, members)
