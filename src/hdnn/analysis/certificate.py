@@ -91,7 +91,8 @@ class Certificate:
         if missing:
             of = "all" if missing == self.samples else f"{missing} of"
             return f"the norms at {of} {self.samples} points, because {self.trouble}"
-        return self.trouble
+        unseen = "the norms" if self.guaranteed and self.holds is None else ""
+        return self.trouble or unseen
 
     @property
     def status(self) -> str:
