@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hdnn import report, reproduced
+from hdnn.__main__ import main
 from hdnn.errors import CheckpointError
 from hdnn.runs import Run, TrainConfig, write_json
 
@@ -159,6 +160,45 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be(make, file, content):
     assert "whole" in "".join(page.text)
     if file == "config.toml" or (file == "metrics.json" and content != b'{"epoch": "x"}\n'):
         assert "damaged" in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.json", '{"pictures": 3}'),
+        ("metrics.json", '{"epochs": {"a": 1}}'),
+        ("metrics.json", '{"test_accuracy": Infinity}'),
+        ("metrics.json", "[" * 10**5),
+        ("metrics.json", '{"a": ' + "[" * 60 + "]" * 60 + "}"),
+        ("log.jsonl", '{"epoch": "x"}\n'),
+        ("log.jsonl", "[" * 10**5 + "\n"),
+        ("config.toml", "[train]\ndata = 3\n"),
+        ("config.toml", "[train]\ndrop = " + "[" * 10**5),
+    ],
+)
+def test_one_broken_run_is_named_and_the_others_are_shown(make, file, content, tmp_path, capsys):
+    broken, whole = make("broken"), make("whole", seed=5)
+    (broken.folder / file).write_text(content)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("2 runs in")
+    assert str(broken.folder / file) in said.err
+    assert str(whole.folder) not in said.err
+    text = "".join(Page(out.read_text()).text)
+    assert f"damaged: {broken.folder / file}" in text or f"{broken.folder / file}" in text
+    assert str(whole.folder) in text
+    assert "90.00%" in text  # of the other
+
+
+def test_what_is_whole_of_a_broken_run_is_shown(make):
+    run = make("broken")
+    run.log_file.unlink()
+    run.log_file.mkdir()
+    text = report.page([run])
+    assert "90.00%" in text
+    assert "damaged" in text
+    assert "learning-rate = 0.05" in text
 
 
 def test_a_run_without_an_end_says_so(make):

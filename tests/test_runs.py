@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import string
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdnn import runs
+from hdnn import runfiles, runs, serialization, tasks
+from hdnn.__main__ import main
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
 from hdnn.runs import Run, TrainConfig, read_config
 
@@ -188,3 +193,194 @@ def test_json_holds_no_infinite_numbers(tmp_path):
     (tmp_path / "x.json").write_text("[" * 10**5)
     with pytest.raises(CheckpointError, match="cannot read"):
         runs.read_json(tmp_path / "x.json")
+
+
+# What the files of a run hold is checked when they are read
+
+QUICK = ["--layers", "2", "--features", "4", "--epochs", "2", "--batch", "16", "--quiet"]
+FLOWERS = [("a", 1.0, 2.0), ("b", 3.0, 1.0), ("c", 2.0, 5.0)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run on three classes, and one on values."""
+    home = tmp_path_factory.mktemp("runs")
+    rows = [
+        f"{name},{x + k % 7 / 10},{y - k % 5 / 10}" for k in range(20) for name, x, y in FLOWERS
+    ]
+    (home / "t.csv").write_text("kind,x,y\n" + "\n".join(rows) + "\n")
+    for name, target, more in (("classes", "kind", []), ("values", "y", ["--drop", "kind"])):
+        flags = ["--data", str(home / "t.csv"), "--target", target, *more]
+        assert main(["train", *flags, *QUICK, "--out", str(home / name)]) == 0
+    return home
+
+
+@pytest.fixture
+def run(trained, tmp_path, capsys) -> Run:
+    shutil.copytree(trained / "classes", tmp_path / "run")
+    capsys.readouterr()
+    return Run(tmp_path / "run")
+
+
+def refused(capsys, *command: object) -> str:
+    """The one sentence with which a command ends."""
+    assert main([str(word) for word in command]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hdnn: ")
+    assert "mistake in hdnn" not in said
+    assert len(said.splitlines()) == 1
+    return said
+
+
+ODD = [None, True, 3, -1, 1e400, "x", "", [], ["x"], [None], [[]], {}, {"a": 1}, [1e308, "y"]]
+ENTRIES = ("task", "target", "names", "mean", "scale", "classes", "target_mean", "target_scale")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_columns_of_any_other_kind_are_one_sentence(run, trained, entry, capsys):
+    given = json.loads(run.columns_file.read_text())
+    for odd in ODD:
+        run.columns_file.write_text(json.dumps(given | {entry: odd}))
+        if run.columns_file.read_text() == json.dumps(given):
+            continue
+        said = refused(capsys, "predict", "--run", run.folder, "--data", trained / "t.csv")
+        assert "columns.json" in said
+    del given[entry]
+    run.columns_file.write_text(json.dumps(given))
+    assert f"it has no {entry}" in refused(
+        capsys, "predict", "--run", run.folder, "--data", "t.csv"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"classes": ["c", "b", "a"]},
+        {"classes": ["a", "b", "d"]},
+        {"classes": ["a", "b"]},
+        {"classes": ["a", "b", "c", "d"]},
+        {"mean": [0.0, 0.0]},
+        {"scale": [1.0, 1.0]},
+        {"names": ["y", "x"]},
+        {"names": ["x"], "mean": [0.0], "scale": [1.0]},
+        {"task": "regression", "classes": []},
+        {"target": "other"},
+    ],
+)
+def test_columns_that_are_not_those_of_the_model_are_refused(run, trained, change, capsys):
+    rows = trained / "t.csv"
+    assert main(["predict", "--run", str(run.folder), "--data", str(rows)]) == 0
+    capsys.readouterr()
+    given = json.loads(run.columns_file.read_text())
+    run.columns_file.write_text(json.dumps(given | change))
+    for command in ("predict", "certify"):
+        said = refused(capsys, command, "--run", run.folder, "--data", rows)
+        assert "columns.json" in said
+        assert "do not fit together" in said or "was edited" in said
+    run.columns_file.write_text(json.dumps(given))  # in another layout
+    assert main(["predict", "--run", str(run.folder), "--data", str(rows)]) == 0
+
+
+def test_columns_of_another_run_are_refused(run, trained, capsys):
+    shutil.copy(trained / "values" / "columns.json", run.columns_file)
+    assert "do not fit" in refused(
+        capsys, "predict", "--run", run.folder, "--data", trained / "t.csv"
+    )
+
+
+def test_a_run_from_before_its_model_knew_the_columns_predicts_as_ever(run, trained, capsys):
+    command = ["predict", "--run", str(run.folder), "--data", str(trained / "t.csv")]
+    assert main(command) == 0
+    before = capsys.readouterr().out
+    serialization.save(serialization.load(run.model_file), run.model_file)
+    assert serialization.read_note(run.model_file) is None
+    assert main(command) == 0
+    assert capsys.readouterr().out == before
+
+
+METRICS = (*runfiles.METRICS, *runfiles.OF_TABLES, "test_accuracy")
+
+
+@pytest.mark.parametrize("entry", METRICS)
+def test_metrics_of_any_other_kind_are_one_sentence(run, entry, capsys):
+    given = json.loads(run.metrics_file.read_text())
+    resume = ["train", "--resume", "--out", str(run.folder)]
+    assert main(resume) == 0
+    capsys.readouterr()
+    changed = [(odd, {entry: odd}) for odd in ODD]
+    if entry == "certificate":
+        inner = given[entry]
+        shown = ("smallest_norm", "largest_norm", "guaranteed", "guarantee", "holds")
+        changed += [(0, {entry: {**inner, name: odd}}) for name in shown for odd in ODD]
+    for odd, change in changed:
+        run.metrics_file.write_text(json.dumps(given | change))
+        code, said = main(resume), capsys.readouterr().err
+        if code:
+            assert code == 2
+            assert f"{run.metrics_file} is" in said
+        else:  # any text is a name, and None a number that is not finite
+            assert isinstance(odd, str) or odd in ({}, None, 3, 0, -1)
+
+
+def test_metrics_of_another_run_are_refused(run, trained, capsys):
+    given = json.loads(run.metrics_file.read_text())
+    for name, value in (("seed", 7), ("layers", 3), ("data", "other.csv")):
+        run.metrics_file.write_text(json.dumps(given | {name: value}))
+        said = refused(capsys, "train", "--resume", "--out", run.folder)
+        assert f"is of another run: its {name} is {value!r}" in said
+
+
+@pytest.mark.parametrize("file", ["columns.json", "metrics.json", "config.toml"])
+def test_files_that_nobody_could_have_meant_are_one_sentence(run, trained, file, capsys):
+    path, rows = run.folder / file, trained / "t.csv"
+    command = ["train", "--resume", "--out", run.folder]
+    if file == "columns.json":
+        command = ["predict", "--run", run.folder, "--data", rows]
+    deep = {"config.toml": "[train]\ndrop = " + "[" * 10**5}.get(file, "[" * 10**5)
+    walked = "[" * 60 + "]" * 60
+    digits = '{"seed": ' + "9" * 10**4 + "}"
+    huge = "[train]\nlayers = " + "9" * 400 if file == "config.toml" else digits
+    for text in (deep, walked, huge, "", "\0", "[]", "3", "null", "NaN", '{"a": 1, "a": {}}'):
+        path.write_text(text)
+        said = refused(capsys, *command)
+        assert file in said or "layers" in said
+    with path.open("wb") as sparse:
+        sparse.truncate(2**33)
+    assert "larger than" in refused(capsys, *command)
+    path.unlink()
+    path.mkdir()
+    assert main(list(map(str, command))) == 2
+    assert "mistake" not in capsys.readouterr().err
+
+
+def test_a_log_of_other_lines_is_read_as_far_as_it_is_one(tmp_path):
+    run = Run(tmp_path)
+    good = ['{"epoch": 1, "loss": 0.5}', '{"epoch": 2, "loss": NaN, "accuracy": null}']
+    bad = [
+        '{"epoch": "x"}',
+        "[1]",
+        "3",
+        "null",
+        "[" * 10**5,
+        '{"loss": 1}',
+        '{"epoch": 1, "a": []}',
+    ]
+    run.log_file.write_text("\n".join([good[0], *bad, good[1]]) + '\n{"epo')
+    entries, faults = run.log_and_faults()
+    assert [entry["epoch"] for entry in entries] == [1, 2]
+    assert faults == len(bad)
+    run.log_file.unlink()
+    os.mkfifo(run.log_file)
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        run.log()
+
+
+def test_a_training_goes_on_though_its_log_was_edited(trained, tmp_path, capsys):
+    """The checkpoint knows what it needs; of the log it keeps the lines that were there."""
+    shutil.copytree(trained / "classes", tmp_path / "run")
+    run = Run(tmp_path / "run")
+    run.metrics_file.unlink()
+    run.log_file.write_bytes(b"\xff\xfe\n{}\n[")
+    assert main(["train", "--resume", "--out", str(run.folder), "--quiet"]) == 0
+    assert run.model_file.read_bytes() == (trained / "classes" / "model.safetensors").read_bytes()
+    assert tasks.known_metrics(run) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import hdnn
 from hdnn import reproduced
 from hdnn.errors import CheckpointError, HDNNError
-from hdnn.runs import Run
+from hdnn.files import read_bytes
+from hdnn.runs import CONFIG, Run
 
 # Colours of Okabe and Ito, told apart by colour-blind readers; lines differ in their dashes too.
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
@@ -145,21 +146,33 @@ def page(runs: Sequence[Run], results: Path | None = None) -> str:
     )
 
 
+def faults(runs: Sequence[Run]) -> list[str]:
+    """What is wrong with the files of each run that is damaged."""
+    return [fault for run in runs for fault in _read(run)["faults"]]
+
+
 def _read(run: Run) -> dict[str, Any]:
     """What a run has come to so far; what cannot be read is told, and the rest is shown."""
     known: dict[str, Any] = {"run": run, "name": str(run.folder), "log": [], "metrics": {}}
-    known |= {"config": "", "options": {}, "note": ""}
-    try:
-        known["config"] = run.config_file.read_text(encoding="utf-8", errors="replace")
-        known["log"] = run.log()
-        if run.complete:
-            known["metrics"] = run.metrics()
-        else:
-            known["note"] = "not complete"
-        config = run.config()
-        known["options"] = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    except (HDNNError, OSError) as error:
-        known["note"] = f"damaged: {error}"
+    known |= {"config": "", "options": {}, "faults": []}
+
+    def read(name: str, make: Callable[[], Any]) -> None:
+        try:
+            known[name] = make()
+        except (HDNNError, OSError) as error:
+            known["faults"].append(str(error))
+
+    read("config", lambda: read_bytes(run.config_file, CONFIG).decode("utf-8", "replace"))
+    read("options", lambda: vars(run.config()))
+    read("lines", run.log_and_faults)
+    known["log"], wrong = known.pop("lines", ([], 0))
+    if wrong:
+        known["faults"].append(f"{run.log_file} has {wrong} lines that hdnn did not write.")
+    if run.complete:
+        read("metrics", run.metrics)
+    known["note"] = "" if run.complete else "not complete"
+    if known["faults"]:
+        known["note"] = f"damaged: {' '.join(known['faults'])}"
     return known
 
 
@@ -323,7 +336,10 @@ def _norm_curve(certified: dict[str, Any], unit: str) -> str:
 def _certificate(certified: dict[str, Any], unit: str) -> str:
     holds, why = certified.get("holds"), escape(str(certified.get("guarantee", "")))
     verdict = f"No guarantee: {why}."
-    if holds is True:
+    if holds is None and certified.get("unknown"):
+        unknown = escape(str(certified["unknown"]))
+        verdict = f'<span class="broken">COULD NOT BE COMPUTED</span>: {unknown}.'
+    elif holds is True:
         verdict = f'<span class="holds">Norm at least 1: holds</span>, guaranteed {why}.'
     elif holds is False:
         verdict = f'<span class="broken">Norm at least 1: DOES NOT HOLD</span>, guaranteed {why}.'

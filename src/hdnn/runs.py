@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from hdnn import activations, table_recipe
+from hdnn import activations, runfiles, table_recipe
 from hdnn.data import planar, table
 from hdnn.errors import (
     SENSIBLE,
     CheckpointError,
     DataError,
+    HDNNError,
     OptionError,
     as_float,
     choose,
@@ -37,6 +38,7 @@ from hdnn.errors import (
     quoted,
 )
 from hdnn.files import finite, read_bytes, write_atomically
+from hdnn.files import read_json as read_json
 from hdnn.initial import INITS
 from hdnn.networks import BY_NAME
 from hdnn.training import fit
@@ -450,7 +452,10 @@ class Run:
         options = read_config(self.config_file)
         if before_penalties(options) and is_table(options.get("data")):
             options["penalties"] = "mean"
-        return config_of(options)
+        try:
+            return config_of(options)
+        except HDNNError as error:
+            raise CheckpointError(f"{self.config_file} was edited: {error}") from error
 
     def resumed(self, given: dict[str, Any]) -> TrainConfig | ImageConfig:
         """The same, unless the options that were given ask for something else."""
@@ -475,40 +480,34 @@ class Run:
 
     def columns(self) -> table.Columns:
         """How rows become inputs."""
-        return table.Columns.from_json(read_json(self.columns_file), self.columns_file)
+        return runfiles.read_columns(self.columns_file)
 
     def metrics(self) -> dict[str, Any]:
-        """What it came to."""
-        metrics = read_json(self.metrics_file)
-        if not isinstance(metrics, dict):
-            raise CheckpointError(f"{self.metrics_file} is damaged or was edited.")
+        """What it came to, as far as its file has it."""
+        return runfiles.read_metrics(self.metrics_file)
+
+    def result(self) -> dict[str, Any]:
+        """What it came to, all of it, if it is complete."""
+        metrics, config = self.metrics(), self.config()
+        images = config.data in IMAGE_SETS
+        runfiles.check_complete(self.metrics_file, metrics, config, images)
         return metrics
 
     def log(self) -> list[dict[str, Any]]:
         """One entry an epoch, counted on over levels; a last line that was cut off is left out."""
-        if self.log_file.is_file():
-            return _read_log(self.log_file)
+        return self.log_and_faults()[0]
+
+    def log_and_faults(self) -> tuple[list[dict[str, Any]], int]:
+        """The log, and how many of its lines are none of hdnn's."""
+        if os.path.lexists(self.log_file):
+            return runfiles.read_log(self.log_file)
         entries: list[dict[str, Any]] = []
-        files = self.folder.glob(f"level-*/{self.log_file.name}")
+        faults, files = 0, self.folder.glob(f"level-*/{self.log_file.name}")
         for file in sorted(files, key=lambda file: (len(str(file)), file)):
-            before = len(entries)
-            for entry in _read_log(file):
-                if isinstance(entry.get("epoch"), int):
-                    entry["epoch"] += before
-                entries.append(entry)
-        return entries
-
-
-def _read_log(file: Path) -> list[dict[str, Any]]:
-    entries = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+            before, (found, wrong) = len(entries), runfiles.read_log(file)
+            entries += [{**entry, "epoch": entry["epoch"] + before} for entry in found]
+            faults += wrong
+        return entries, faults
 
 
 def usable_folder(folder: Path, room: int) -> None:
@@ -530,11 +529,3 @@ def usable_folder(folder: Path, room: int) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(finite(value), indent=2) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CheckpointError(f"cannot read {path}: {reason}.") from error

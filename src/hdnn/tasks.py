@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import hdnn
-from hdnn import analysis, plotting, serialization
+from hdnn import analysis, plotting, runfiles, serialization
 from hdnn.analysis import Certificate
 from hdnn.analysis.image_certificate import Certificates
 from hdnn.data import planar, table
@@ -159,7 +159,8 @@ def train(
         trained = model.to("cpu")
 
         def finish() -> dict[str, Any]:
-            serialization.save(trained, run.model_file)
+            known = {"columns": runfiles.fingerprint(problem.columns)}
+            serialization.write(trained, run.model_file, known)
             metrics = _measure(run, problem, trained, history)
             if processes.several:
                 metrics["processes"] = processes.size
@@ -183,7 +184,7 @@ def known_metrics(run: Run) -> dict[str, Any] | None:
     """What a complete run came to; None for one to start or to go on with."""
     if not run.exists:
         run.check_free()
-    return run.metrics() if run.exists and run.complete else None
+    return run.result() if run.exists and run.complete else None
 
 
 def _claim(run: Run, problem: Problem, model: Model, lock: ExitStack) -> None:
@@ -320,8 +321,9 @@ def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
     columns = run.columns()
     if not isinstance(model, Model) or model.augment is None:
         raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
-    if model.augment.inputs != len(columns.names):
-        raise CheckpointError(f"{run.model_file} and {run.columns_file} do not fit together.")
+    note = serialization.read_note(run.model_file)
+    known = note.get("columns") if isinstance(note, dict) else None
+    runfiles.check_columns(run.columns_file, columns, model.augment.inputs, model.head, known)
     return model, columns
 
 
