@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -26,7 +27,8 @@ from hdnn import cli, memory, tasks
 from hdnn.__main__ import main
 from hdnn.data.table import split
 from hdnn.runs import Run
-from hdnn.training import Moment, fit, fit_multilevel
+from hdnn.training import Moment, fit, fit_multilevel, schedule
+from hdnn.training.progress import Line
 from said import files, told, trained_elsewhere
 
 QUICK = ["--layers", "2", "--epochs", "2"]
@@ -914,6 +916,27 @@ def test_further_lines_stand_under_the_value_of_the_first():
     lines = ["name of it  one two", f"{indent}three four", f"{indent}five six"]
     assert cli._fitted("name of it  one two three four five six", 24).splitlines() == lines
     assert cli._fitted("short", 24) == "short"
+
+
+def test_the_line_of_progress_is_never_wider_than_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    line = Line(True)
+    line.due = 0.0
+    line.show("x" * 100)
+    assert terminal.getvalue().count("x") == 39
+
+
+@pytest.mark.parametrize("warmup", [1e-320, 1e-9, 0.05, 0.5])
+def test_a_rate_never_rises_above_itself_while_it_warms_up(warmup):
+    rates = [schedule.factor(k / 7, 7, warmup, "constant") for k in range(7)]
+    assert rates == sorted(rates)
+    assert 0 < rates[0] <= rates[-1] == 1
 
 
 def spoil_cell(text):
