@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         _fill(row, [one for job, one in zip(jobs, found, strict=True) if _of(job, row)])
     draw(rows, options.out / f"{NAME}.png")
     result = {
-        "command": f"hdnn reproduce {NAME}",
+        "command": runner.command(NAME, parser, options, "images", "steps"),
         **like,
         "epochs": " and ".join(map(str, sorted(trained))),
         "remark": data.remark,

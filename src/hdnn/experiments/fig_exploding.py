@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     curves, layers = finite(first), exponential()
     draw(chosen, found[0][1], curves, layers, options.out / f"{NAME}.png")
     result: dict[str, Any] = {
-        "command": f"hdnn reproduce {NAME}",
+        "command": runner.command(NAME, parser, options, "seed"),
         "seed": options.seed,
         "versions": {
             "hdnn": hdnn.__version__,

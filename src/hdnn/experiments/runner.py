@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -154,6 +155,31 @@ def arguments(description: str | None, name: str) -> Arguments:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quiet", action="store_true")
     return parser
+
+
+def command(name: str, parser: Arguments, options: argparse.Namespace, *shown: str) -> str:
+    """The command that makes this result: those of the named options that are not the default."""
+    words = []
+    for option in shown:
+        value, flag = getattr(options, option), f"--{option}"
+        if value == parser.get_default(option):
+            continue
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        words += [flag, *(shlex.quote(str(each)) for each in values)]
+    return " ".join([f"hdnn reproduce {name}", *(["--", *words] if words else [])])
+
+
+def read_table(path: Path, name: str, keys: Iterable[str]) -> dict[str, Any]:
+    """A result that was recorded before, by the experiment of that name, with these keys."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if all(key in table for key in ("command", *keys)) and name in table["command"]:
+            return table
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}.") from error
+    except (ValueError, TypeError):
+        pass
+    raise DataError(f"{path} is no table of `hdnn reproduce {name}`.")
 
 
 def image_arguments(description: str | None, name: str, seeds: int) -> Arguments:
