@@ -1,25 +1,31 @@
 """Experiments run, go on after an interruption, and say what they found."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hdnn import image_recipes
-from hdnn.data import cifar10
-from hdnn.errors import DataError, OptionError
+from hdnn.data import cifar10, planar
+from hdnn.errors import ConvergenceError, DataError, OptionError
 from hdnn.experiments import (
+    counted,
     fig_cifar,
     fig_distributed,
     fig_exploding,
     fig_gradients,
     fig_planar,
+    recipe_search,
     runner,
+    starts,
     table_cifar,
     table_distributed,
+    table_mnist,
     table_planar,
 )
 
@@ -133,8 +139,12 @@ def test_a_mistake_is_one_sentence_on_the_command_line_too():
 @pytest.fixture
 def short(monkeypatch):
     for recipe in (*table_planar.RECIPES.values(), table_distributed.OPTIONS):
-        monkeypatch.setitem(recipe, "epochs", 1)
         monkeypatch.setitem(recipe, "batch", 1000)
+    for recipe in ("paper", "published"):
+        monkeypatch.setitem(table_planar.RECIPES[recipe], "epochs", 1)
+    for more in (*table_planar.MORE.values(), *table_distributed.MORE.values()):
+        for name, value in {"epochs": 1, "copies": 1, "starts": 2}.items():
+            monkeypatch.setitem(more, name, value)
 
 
 def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
@@ -154,10 +164,188 @@ def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
     assert "double moons, 1" in (tmp_path / "table-planar.md").read_text()
 
 
-def test_a_printed_100_is_reached_by_what_rounds_to_it():
-    assert table_planar.reached(99.95, 100.0)
-    assert not table_planar.reached(99.9, 100.0)
-    assert table_planar.reached(97.6, 97.6)
+def test_99_95_is_below_100_and_within_rounding_of_it():
+    assert not counted.reached(99.95, 100.0)
+    assert counted.within_rounding(99.95, 100.0)
+    assert not counted.within_rounding(99.9475, 100.0)
+    assert counted.reached(sum([97.6] * 10) / 10, 97.6)  # whatever the last bit of the sum is
+    for value in (97.55, 97.5975):  # only a printed 100 is rounded
+        assert not counted.reached(value, 97.6)
+        assert not counted.within_rounding(value, 97.6)
+    text = counted.sentence([(99.95, 100.0), (100.0, 100.0), (97.6, 97.6), (97.5, 97.6)], "mean")
+    assert text.startswith("2 of 4 cells have their mean at or above the paper's figure; within")
+    assert text.endswith("it is 3.")
+
+
+def test_tables_count_what_is_there_unrounded():
+    row = {"data": "double_moons", "layers": 1, "std": 0.0, "worst": 99.0, "best": 100.0, "T": 1.0}
+    rows = [{**row, "mean": mean, "paper": 100.0, "failed": 0} for mean in (99.95, 100.0)]
+    pages = [table_planar.markdown({"command": "", "seeds": 1, "recipes": {"ours": rows}})]
+    row = {"data": "swiss_roll", "layers": 2, "variant": "masked"}
+    pages += [
+        table_distributed.markdown(
+            {"command": "", "seeds": 1, "rows": [{**each, **row} for each in rows]}
+        )
+    ]
+    for page in pages:
+        assert "1 of 2 cells have their mean at or above the paper's figure" in page
+        assert "within rounding, 99.95 being 100, it is 2." in page
+        assert "**100.00 ± 0.00**" in page
+        assert "**99.95" not in page
+
+
+# Starts
+
+
+class Points:
+    """Two classes that any network tells apart."""
+
+    x = torch.tensor([[-1.0, -1.0], [1.0, 1.0]]).repeat(20, 1)
+    t = torch.tensor([0, 1]).repeat(20)
+
+
+def starts_made(monkeypatch, losses, **more):
+    """Which start is taken, and how many are made, where trainings come to these losses."""
+    seen = []
+
+    def fake_fit(model, x, t, *, seed, **_):
+        seen.append((x, seed))
+        if losses[model.start] is None:
+            raise ConvergenceError("no solution.")
+
+    def network_of(start):
+        return SimpleNamespace(start=start, loss=lambda *_: torch.tensor(losses[start]))
+
+    monkeypatch.setattr(starts, "fit", fake_fit)
+    like = {"moved": 0.1, "copies": 3, "starts": len(losses), **more}
+    model, made = starts.best_start(network_of, Points.x, Points.t, 7, **like)
+    return model.start, made, seen
+
+
+def test_the_start_of_least_loss_is_taken_and_one_that_is_enough_is_the_last(monkeypatch):
+    assert starts_made(monkeypatch, [0.3, 0.1, 0.2])[:2] == (1, 3)
+    assert starts_made(monkeypatch, [0.3, starts.ENOUGH / 2, 0.0])[:2] == (1, 2)
+    assert starts_made(monkeypatch, [None, 0.2, 0.3])[:2] == (1, 3)
+    with pytest.raises(ConvergenceError, match="no solution"):
+        starts_made(monkeypatch, [None, None])
+
+
+def test_points_are_moved_by_no_more_than_is_said_and_alike_for_all_starts(monkeypatch):
+    seen = starts_made(monkeypatch, [0.3, 0.1, 0.2])[2]
+    assert len({seed for _, seed in seen}) == 3
+    for x, _ in seen:
+        torch.testing.assert_close(x, seen[0][0], rtol=0, atol=0)
+        distance = (x - Points.x.repeat(3, 1)).abs()
+        assert 0.09 < distance.max() <= 0.1 + 1e-6
+    unmoved = starts_made(monkeypatch, [0.3], moved=0.0, copies=1)[2]
+    assert torch.equal(unmoved[0][0], Points.x)
+
+
+def test_our_recipe_never_looks_at_the_test_points(short, monkeypatch):
+    job = table_planar.job_of(
+        {"network": "H1", "data": "double_moons", "layers": 1}, "ours", 0.5, 0
+    )
+    data = planar.double_moons(seed=0)
+    seen = []
+    monkeypatch.setattr(starts, "fit", lambda model, x, t, **_: seen.append((x, t)))
+    table_planar.trained(job, data.x_train, data.t_train)
+    moved = job["more"]["moved"]
+    for x, t in seen:
+        assert (x - data.x_train).abs().max() <= moved + 1e-6
+        assert torch.equal(t, data.t_train)
+    assert len(seen) == 2
+
+
+def test_the_search_has_seeds_of_its_own_and_takes_the_recipe_of_the_tables(
+    short, tmp_path, monkeypatch, capsys
+):
+    cells = {"planar": [("H1", "double_moons", 1)], "distributed": [("masked", "swiss_roll", 2)]}
+    monkeypatch.setattr(recipe_search, "CELLS", cells)
+    for table, tried in recipe_search.TRIED.items():
+        (cell,) = cells[table]
+        taken = recipe_search.job_of(table, cell, tried[recipe_search.TAKEN], 0)
+        own = table_planar if table == "planar" else table_distributed
+        assert taken["more"] == own.MORE[cell[1]]
+        few = {name: tried[name] for name in (list(tried)[-2], recipe_search.TAKEN)}
+        monkeypatch.setitem(recipe_search.TRIED, table, few)
+    assert min(recipe_search.FIRST.values()) >= 1012  # after all seeds of the tables
+    options = ["--seeds", "1", "--processes", "1", "--out", str(tmp_path), "--json"]
+    assert recipe_search.main([*options, "--runs", str(tmp_path / "runs")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [len(rows) for rows in result["tables"].values()] == [2, 2]
+    seeds = {
+        json.loads(line)["job"]["seed"]
+        for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()
+    }
+    assert seeds == set(recipe_search.FIRST.values())
+    page = (tmp_path / "recipe-search.md").read_text()
+    assert "`python -m hdnn.experiments.recipe_search --seeds 1`" in page
+    assert "| masked, swiss roll, 2 [91.05] |" in page
+
+
+# Recorded pages
+
+
+def recorded_pages():
+    """Each recorded result of an experiment, with the experiment."""
+    others = (recipe_search, table_cifar, table_mnist)
+    by_name = {experiment.NAME: experiment for experiment in (*EXPERIMENTS, *others)}
+    for file in sorted(file for name in by_name for file in RESULTS.glob(f"{name}*.json")):
+        name = file.stem.rstrip("0123456789").rstrip("-")
+        yield pytest.param(file, by_name[name], id=file.stem)
+
+
+@pytest.mark.parametrize(("file", "experiment"), [*recorded_pages()])
+def test_a_recorded_page_is_what_its_result_makes(file, experiment):
+    result = json.loads(file.read_text())
+    page = experiment.markdown(result)
+    assert file.with_suffix(".md").read_text() == page
+    assert f"`{result['command']}`" in page
+
+
+def test_the_recorded_tables_have_what_their_commands_ask_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(table_planar, "table", lambda recipe, _: asked.append(recipe) or [])
+    monkeypatch.setattr(runner, "finish", lambda *_: None)
+    recorded = json.loads((RESULTS / "table-planar.json").read_text())
+    flags = shlex.split(recorded["command"].removeprefix("hdnn reproduce table-planar"))
+    table_planar.main([flag for flag in flags if flag != "--"])
+    assert asked == list(recorded["recipes"])
+    for epochs in (40, 160):
+        table = json.loads((RESULTS / f"table-cifar-{epochs}.json").read_text())
+        networks = [row["network"] for row in table["rows"]]
+        _, named, listed = table["command"].partition(" --networks ")
+        assert networks == (listed.split() if named else table_cifar.networks_for(epochs))
+
+
+def test_a_command_names_what_is_not_the_default():
+    parser = runner.arguments("", "table-x")
+    parser.add_argument("--recipes", nargs="+", default=["paper"])
+    parser.add_argument("--mean", action="store_true")
+
+    def command(*flags):
+        return runner.command("table-x", parser, parser.parse_args(flags), *shown)
+
+    shown = ("seeds", "recipes", "mean")
+    assert command() == command("--quiet") == "hdnn reproduce table-x"
+    changed = ("--seeds", "3", "--recipes", "paper", "a b", "--mean")
+    assert command(*changed) == "hdnn reproduce table-x -- " + shlex.join(changed)
+
+
+def test_recipes_that_are_not_asked_for_come_from_the_recorded_table(tmp_path, monkeypatch, capsys):
+    recorded = json.loads((RESULTS / "table-planar.json").read_text())
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps(recorded))
+    rows = [{**row, "mean": 0.0} for row in recorded["recipes"]["ours"]]
+    monkeypatch.setattr(table_planar, "table", lambda *_: rows)
+    options = ["--recipes", "ours", "--recorded", str(path), "--out", str(tmp_path), "--json"]
+    assert table_planar.main(options) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["recipes"] == {**recorded["recipes"], "ours": rows}
+    assert list(result["recipes"]) == list(table_planar.RECIPES)
+    assert result["command"].endswith(" -- --recipes paper published ours")
+    with pytest.raises(DataError, match="a table of 10 seeds, not 2"):
+        table_planar.main([*options, "--seeds", "2"])
 
 
 def test_table_distributed_has_the_parameters_that_it_says(short, tmp_path, monkeypatch, capsys):
@@ -218,14 +406,26 @@ def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fig_gradients, "EPOCHS", 1)
     monkeypatch.setattr(fig_gradients, "SAMPLES", 10)
     monkeypatch.setattr(
-        fig_gradients, "NETWORKS", {"H2, 4 layers": ("H2", 4), "MLP, 3 layers": ("MLP", 3)}
+        fig_gradients,
+        "NETWORKS",
+        {
+            "H2, 4 layers": ("H2", 4, {}),
+            "MLP, 3 layers": ("MLP", 3, {}),
+            "MLP, 3 layers, joint": ("MLP", 3, fig_gradients.JOINT),
+        },
     )
-    assert fig_gradients.main(["--out", str(tmp_path), "--every", "16", "--mean", "--json"]) == 0
+    monkeypatch.setattr(fig_gradients, "LAYERS", 2)
+    flags = ["--out", str(tmp_path), "--every", "16", "--mean", "--json", "--seeds", "2"]
+    assert fig_gradients.main(flags) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["command"] == "hdnn reproduce fig-gradients -- --mean --seeds 2"
+    assert list(result["ways"]) == list(fig_gradients.WAYS)
+    assert all(found["seeds"] == 2 for found in result["ways"].values())
     assert result["networks"]["H2, 4 layers"]["smallest"] >= 1
     assert result["networks"]["MLP, 3 layers"]["smallest"] < 1
     for file in ("fig-gradients.png", "fig-gradients-mean.png", "fig-gradients.md"):
         assert (tmp_path / file).stat().st_size > 300
+    assert (tmp_path / "fig-gradients-mlp-3-joint.csv").exists()
     rows = (tmp_path / "fig-gradients-h2-4.csv").read_text().splitlines()
     assert rows[0].startswith("step,layer,smallest")
     assert len(rows) == 1 + 2 * 5

@@ -9,7 +9,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 20
 
 def test_pages_and_pictures_become_one_section(tmp_path):
     (tmp_path / "table-one.md").write_text(
-        "# A table\n\nSome `code` and **bold** <b>.\n\n- a\n- b\n\n"
+        "# A table\n\nSome `code` and **bold** <b>, [more](other.md).\n\n- a\n- b\n\n"
         "| | x |\n| --- | --- |\n| row | **1** |\n\n![](fig-one.png)\n"
     )
     (tmp_path / "fig-one.png").write_bytes(PNG)
@@ -17,7 +17,7 @@ def test_pages_and_pictures_become_one_section(tmp_path):
     text = reproduced.section(tmp_path)
     for part in (
         "<h3>A table</h3>",
-        "<code>code</code> and <strong>bold</strong> &lt;b&gt;.",
+        "<code>code</code> and <strong>bold</strong> &lt;b&gt;, more.",
         "<li>a</li><li>b</li>",
         '<td class="text">row</td><td><strong>1</strong></td>',
         '<img alt="fig one" src="data:image/png;base64,',

@@ -92,5 +92,6 @@ def _table(lines: list[str]) -> str:
 
 def _inline(text: str) -> str:
     text = escape(text)
+    text = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text)  # other pages are not there to be linked to
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)

@@ -18,9 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     options = runner.figure_arguments(__doc__, NAME).parse_args(argv)
     for data in ("swiss_roll", "double_circles"):
         points = planar.load(data, seed=options.seed)
-        model = table_distributed.network("masked", 4, options.seed)
+        job = table_distributed.job_of("masked", data, 4, options.seed)
+        model, _ = table_distributed.trained(job, points)
         path = options.out / f"{NAME}-{data}.png"
-        accuracy = draw(model, points, options.seed, path, table_distributed.OPTIONS)
+        accuracy = draw(model, points, path)
         text = f"{path}: H2 on a ring of 8 nodes, 4 layers, {accuracy:.2f}% of the test points"
         runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
     return 0

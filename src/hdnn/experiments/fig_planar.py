@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import hdnn
 from hdnn.data import planar
 from hdnn.experiments import runner, table_planar
-from hdnn.training import fit
 
 NAME = "fig-planar"
 FIGURES = {  # data: layers of an H1
@@ -21,13 +19,10 @@ FIGURES = {  # data: layers of an H1
 }
 
 
-def draw(
-    model: hdnn.Model, data: planar.PlanarData, seed: int, path: Path, options: dict[str, Any]
-) -> float:
-    """Train, draw, and return the test accuracy in per cent."""
+def draw(model: hdnn.Model, data: planar.PlanarData, path: Path) -> float:
+    """Draw what a trained network makes of the plane, and return its test accuracy in per cent."""
     from hdnn.plotting import decision_regions
 
-    fit(model, data.x_train, data.t_train, seed=seed, progress=False, **options)
     accuracy = 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
     ax = decision_regions(model, data)
     ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
@@ -40,9 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     options = runner.figure_arguments(__doc__, NAME).parse_args(argv)
     for data, layers in FIGURES.items():
         points = planar.load(data, seed=options.seed)
-        model = table_planar.network("H1", layers, table_planar.T_ours(layers), options.seed)
+        cell = {"network": "H1", "data": data, "layers": layers}
+        job = table_planar.job_of(cell, "ours", table_planar.T_ours(layers), options.seed)
+        model, _ = table_planar.trained(job, points.x_train, points.t_train)
         path = options.out / f"{NAME}-{data}.png"
-        accuracy = draw(model, points, options.seed, path, table_planar.RECIPES["ours"])
+        accuracy = draw(model, points, path)
         text = f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points"
         runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
     return 0

@@ -19,7 +19,6 @@ Networks whose rows a table has already are taken from it (`--recorded`) and not
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -189,17 +188,10 @@ def read_recorded(path: Path | None, on: str, epochs: int) -> dict[str, Any]:
     """A table that was written before, by trainings of as many epochs, tested on the same."""
     if path is None:
         return {"rows": [], "device": ""}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        fits = all(isinstance(table[name], str) for name in ("data", "remark", "device"))
-        fits = fits and table["on"] == on
-        for row in table["rows"]:
-            name = row["network"]
-            fits = fits and row["epochs"] == min(epochs, SHORT.get(name, epochs))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no table of `hdnn reproduce {NAME}`.") from error
+    table = runner.read_table(path, NAME, ("data", "remark", "device", "on", "rows"))
+    fits = table["on"] == on
+    for row in table["rows"]:
+        fits = fits and row["epochs"] == min(epochs, SHORT.get(row["network"], epochs))
     if not fits:
         raise DataError(
             f"{path} is a table of other trainings; give one of {epochs} epochs, tested on {on}."

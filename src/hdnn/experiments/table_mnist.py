@@ -24,6 +24,7 @@ from hdnn import engine, image_recipes, models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
+from hdnn.experiments.counted import reached
 from hdnn.experiments.runner import Job
 from hdnn.training.images import ImageRecipe, ImageTraining
 
@@ -127,12 +128,12 @@ def main(argv: list[str] | None = None) -> int:
                 "paper": paper,
                 "train": runner.summary([one["train"] for one in some]),
                 "test": test,
-                "reached": test["mean"] >= least,
+                "reached": reached(test["mean"], least),
                 "curves": [one["curve"] for one in some],
             }
         )
     result = {
-        "command": f"hdnn reproduce {NAME}",
+        "command": runner.command(NAME, parser, options, "seeds", "epochs", "recipes"),
         "seeds": options.seeds,
         "epochs": options.epochs,
         "device": runner.devices(one for _, one in found),

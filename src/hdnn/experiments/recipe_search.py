@@ -1,0 +1,151 @@
+"""How our recipe of table-planar and table-distributed was chosen: on other seeds than theirs.
+
+The cells are some of those that the recipe before did not bring to the paper's figure. None of the
+seeds is one of the tables', whose test points have decided nothing. Results are kept, and a run
+that was broken off goes on.
+
+    python -m hdnn.experiments.recipe_search
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hdnn.experiments import runner, table_distributed, table_planar
+from hdnn.experiments.counted import reached
+from hdnn.experiments.runner import Job
+
+NAME = "recipe-search"
+Cell = tuple[str, str, int]  # network, data, layers
+Options = dict[str, Any]
+FIRST = {"planar": 5000, "distributed": 7000}  # seeds
+CELLS: dict[str, list[Cell]] = {
+    "planar": [
+        ("H2", "swiss_roll", 16),
+        ("MS1", "swiss_roll", 32),
+        ("MS3", "double_moons", 1),
+        ("H1", "double_moons", 2),
+        ("MS2", "double_moons", 4),
+        ("MS3", "double_moons", 4),
+        ("H2", "double_moons", 4),
+    ],
+    "distributed": [
+        ("centralised", "swiss_roll", 2),
+        ("centralised", "swiss_roll", 3),
+        ("masked", "swiss_roll", 4),
+        ("centralised", "double_circles", 2),
+        ("centralised", "double_circles", 4),
+    ],
+}
+PLAIN: Options = {"copies": 1, "moved": 0.0, "starts": 1}
+TAKEN = "points moved, several starts (taken)"
+TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # from what is taken
+    "planar": {
+        "minibatches of 50, 50 epochs (before)": lambda _: {**PLAIN, "batch": 50, "epochs": 50},
+        "minibatches of 100, 100 epochs": lambda _: {**PLAIN, "epochs": 100},
+        "half the rate, 200 epochs": lambda _: {**PLAIN, "epochs": 200, "learning_rate": 3e-2},
+        "points moved, one start": lambda taken: {**taken, "starts": 1},
+        "points not moved, several starts": lambda taken: {**taken, "moved": 0.0},
+        TAKEN: lambda taken: taken,
+    },
+    "distributed": {
+        "50 epochs (before)": lambda _: {**PLAIN, "epochs": 50},
+        "points moved half as far, one start": lambda taken: {
+            **taken,
+            "moved": taken["moved"] / 2,
+            "starts": 1,
+        },
+        "points moved, one start": lambda taken: {**taken, "starts": 1},
+        TAKEN: lambda taken: taken,
+    },
+}
+OTHERS = """Tried too, by a faster program of the same recipe that is no part of this project, on
+seeds from 5000 and from 6000 on: with four layers on the double moons a ridge of 1e-4, a weight
+decay of 1e-4, the rate 0.1, minibatches of 200. None left fewer seeds with a wrong point. Points of
+the double moons moved by 0.03 or 0.06 did less than by 0.1, and by 0.15 no more; those of the Swiss
+roll did worse by 0.1 than by 0.05."""
+
+
+def job_of(table: str, cell: Cell, change: Callable[[Options], Options], seed: int) -> Job:
+    """A training of a table, with another recipe."""
+    network, data, layers = cell
+    if table == "planar":
+        like = {"network": network, "data": data, "layers": layers}
+        job = table_planar.job_of(like, "ours", table_planar.T_ours(layers), seed)
+    else:
+        job = table_distributed.job_of(network, data, layers, seed)
+    return {**job, "more": change(job["more"])}
+
+
+def train(job: Job) -> Job:
+    """One training of either table."""
+    return (table_planar if "network" in job else table_distributed).train(job)
+
+
+def paper(table: str, cell: Cell) -> float:
+    """The paper's figure."""
+    network, data, layers = cell
+    if table == "planar":
+        return table_planar.PAPER[data, layers][table_planar.NETWORKS.index(network)]
+    return table_distributed.PAPER[data, layers][network == "centralised"]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    seeds = result["seeds"]
+    lines = ["# How our recipe of Tables I and II was chosen", "", f"`{result['command']}`, on"]
+    lines += [
+        f"{seeds} seeds from {' and from '.join(map(str, FIRST.values()))} on. The tables are"
+    ]
+    lines += ["of the seeds 0 to 9, whose test points have decided nothing. Mean of the test"]
+    lines += ["accuracy in %, and on how many seeds it is 100%; bold where the mean is at or above"]
+    lines += ["the paper's figure.", ""]
+    for rows in result["tables"].values():
+        heads = [f"{row['network']}, {row['data'].replace('_', ' ')}" for row in rows[TAKEN]]
+        depths = [f", {row['layers']} [{row['paper']:g}]" for row in rows[TAKEN]]
+        lines += ["| | " + " | ".join(map("".join, zip(heads, depths, strict=True))) + " |"]
+        lines += ["| --- |" + " --- |" * len(heads)]
+        for name, found in rows.items():
+            parts = []
+            for row in found:
+                mark = "**" if reached(row["mean"], row["paper"]) else ""
+                parts.append(f"{mark}{row['mean']:.3f}{mark}, {row['right']} of {seeds}")
+            lines += [f"| {name} | " + " | ".join(parts) + " |"]
+        lines += [""]
+    return "\n".join([*lines, OTHERS]) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runner.arguments(__doc__, NAME)
+    parser.set_defaults(seeds=6)
+    options = parser.parse_args(argv)
+    keys = [
+        (table, name, cell)
+        for table, tried in TRIED.items()
+        for name in tried
+        for cell in CELLS[table]
+    ]
+    jobs = [
+        job_of(table, cell, TRIED[table][name], FIRST[table] + k)
+        for table, name, cell in keys
+        for k in range(options.seeds)
+    ]
+    path, quiet = options.runs / "results.jsonl", options.quiet
+    done = runner.run_all(jobs, train, path, processes=options.processes, progress=not quiet)
+    tables: dict[str, dict[str, list[Options]]] = {table: {} for table in TRIED}
+    for number, (table, name, cell) in enumerate(keys):
+        found = done[number * options.seeds : (number + 1) * options.seeds]
+        values = [one["accuracy"] for one in found]
+        row = dict(zip(("network", "data", "layers"), cell, strict=True))
+        row |= {"paper": paper(table, cell), "right": values.count(100.0)}
+        tables[table].setdefault(name, []).append({**row, **runner.summary(values)})
+    command = f"python -m hdnn.experiments.{NAME.replace('-', '_')}"
+    command += f" --seeds {options.seeds}" * (options.seeds != parser.get_default("seeds"))
+    result = {"command": command, "seeds": options.seeds, "tables": tables}
+    runner.finish(result, markdown(result), NAME, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(runner.guarded(main))

@@ -1,0 +1,62 @@
+"""Training on copies of points that are moved a little, from several starts: our recipe for tables.
+
+Moved copies keep the border between two classes away from the points of both. Which start is taken
+follows from the training points alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hdnn
+from hdnn.errors import ConvergenceError
+from hdnn.training import fit
+
+ENOUGH = 1e-4  # a loss with which all points are right by far
+
+
+def start_seed(seed: int, start: int) -> int:
+    """The seed of a start's weights and order; the first has that of the training."""
+    return seed + 1_000_000 * start
+
+
+def best_start(
+    network_of: Callable[[int], hdnn.Model],
+    x: Tensor,
+    t: Tensor,
+    seed: int,
+    *,
+    moved: float,
+    copies: int,
+    starts: int,
+    **options: Any,
+) -> tuple[hdnn.Model, int]:
+    """The start of least loss on the points, and how many were made: one below ENOUGH is the last.
+
+    Each is trained, with the options of `fit`, on copies of the points whose coordinates are moved
+    by up to `moved`. `network_of` gives the network of a start. One whose layers come to have no
+    solution is passed over, unless they all do.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    near, labels = x.repeat(copies, 1), t.repeat(copies)
+    near += moved * (2 * torch.rand(near.shape, generator=generator, dtype=x.dtype) - 1)
+    found: list[tuple[float, hdnn.Model]] = []
+    failed: list[ConvergenceError] = []
+    for start in range(starts):
+        model = network_of(start)
+        try:
+            fit(model, near, labels, seed=start_seed(seed, start), progress=False, **options)
+        except ConvergenceError as error:
+            failed.append(error)
+            continue
+        with torch.no_grad():
+            found.append((float(model.loss(x, t)), model))
+        if found[-1][0] < ENOUGH:
+            break
+    if not found:
+        raise failed[-1]
+    return min(found, key=lambda pair: pair[0])[1], len(found) + len(failed)
