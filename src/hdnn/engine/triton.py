@@ -91,7 +91,7 @@ def _slope(x, z, ACT: constexpr):  # pragma: kernel
     elif ACT == "sin":
         d = tl.cos(x)
     else:
-        d = x * 0.0 + 1.0
+        d = tl.zeros_like(x) + 1.0
     return d
 
 

@@ -103,9 +103,26 @@ def run(
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():
         if torch.is_grad_enabled() and any(t.requires_grad for t in (y, *weights)):
             return _UnitStack.apply(y, schedule, factors, *weights)
-        unit = _Unit(y, schedule, weights, factors)
-        halves = unit.ahead(schedule.halves(y), end=y.dtype)
-        return _joined(halves, y.dtype), *unit.statistics()
+        with _as_precise_as_set():
+            unit = _Unit(y, schedule, weights, factors)
+            halves = unit.ahead(schedule.halves(y), end=y.dtype)
+            return _joined(halves, y.dtype), *unit.statistics()
+
+
+@contextmanager
+def _as_precise_as_set() -> Iterator[None]:
+    """Convolutions in float32 are cut to tf32 only as matrix products are, where that is asked for.
+
+    `torch.set_float32_matmul_precision` asks for it, as for all stacks here; cuDNN would do it by
+    default, and gradients lose half of their digits.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    cudnn.allow_tf32 = before and torch.get_float32_matmul_precision() != "highest"
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before
 
 
 class _UnitStack(torch.autograd.Function):
@@ -116,6 +133,7 @@ class _UnitStack(torch.autograd.Function):
     """
 
     @staticmethod
+    @_as_precise_as_set()
     def forward(
         ctx: Any, y: Tensor, schedule: Schedule, factors: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
@@ -137,6 +155,7 @@ class _UnitStack(torch.autograd.Function):
         return out, *statistics
 
     @staticmethod
+    @_as_precise_as_set()
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, factors, *rest = ctx.saved_tensors
         schedule: Schedule = ctx.schedule
