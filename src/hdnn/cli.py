@@ -780,7 +780,8 @@ def _print(text: object) -> None:
 
 def _columns() -> int | None:
     """The width of the terminal; None where nobody asks for one."""
-    if not ("COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())):
+    at_terminal = getattr(sys.stdout, "isatty", lambda: False)
+    if not ("COLUMNS" in os.environ or at_terminal()):
         return None
     return max(shutil.get_terminal_size().columns, 20)
 

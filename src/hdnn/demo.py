@@ -21,6 +21,7 @@ from hdnn.networks import H2
 from hdnn.runs import usable_folder
 from hdnn.tasks import one_thread, save_picture
 from hdnn.training import fit
+from hdnn.training.checks import whole_number
 
 # The paper's 50 epochs of minibatches of 125 and its initial weights N(0, 1). The cosine halves the
 # rate on average, so it starts from twice the paper's 2.5e-2. Over the seeds 0 .. 13 this gave a
@@ -49,7 +50,7 @@ def run(
     # Weights, gradients and two moments; the states of a minibatch of 125.
     needed = 4 * (4 * 12 + 4 * 125) * positive_int("layers", layers)
     check_memory(needed, f"{layers} layers of 4 features", "layers")
-    epochs = EPOCHS if epochs is None else positive_int("epochs", epochs)
+    epochs = EPOCHS if epochs is None else whole_number("epochs", epochs, 1)
     data = planar.swiss_roll(seed=seed)
     generator = torch.Generator().manual_seed(seed)
     net = H2(4, layers, T=2.4, init="paper", generator=generator)
