@@ -22,6 +22,10 @@ from hdnn import models
 from hdnn.data import planar
 from hdnn.data.images import ImageData
 from hdnn.distributed.checkpoint import Shards
+from hdnn.distributed.graph import Graph, from_edges
+from hdnn.distributed.network import GraphNetwork
+from hdnn.distributed.plan import Plan
+from hdnn.distributed.training import Training
 from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
 from hdnn.training import (
     EarlyStopping,
@@ -432,6 +436,31 @@ def test_a_folder_or_a_pipe_in_place_of_a_checkpoint_is_one_sentence(tmp_path):
     for folder, what in (("a", "a folder"), ("b", "a pipe")):
         with pytest.raises(CheckpointError, match=f"cannot be read: it is {what}"):
             quick(model_of(), folder=tmp_path / folder, resume=True)
+
+
+# Trainings on a graph
+
+
+def graph_training(folder, x, t, **options) -> Training:
+    links = from_edges(2, [(0, 1)])
+    graph = Graph(links, links, None, (1, 1))
+    net = GraphNetwork(Plan(graph, [0, 0]), 2)
+    net.draw(0, "scaled", 1.0)
+    head = hdnn.SigmoidHead(4, generator=torch.Generator().manual_seed(0))
+    return Training(net, head, x, t, folder=folder, epochs=2, batch=20, **options)
+
+
+def test_a_training_on_a_graph_does_not_go_on_with_other_data(tmp_path):
+    x, t = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
+    graph_training(tmp_path, x, t).run()
+    other = x.clone()
+    other[3, 5] += 1e-6
+    for data in ((other, t), (x, 1 - t)):
+        with pytest.raises(CheckpointError, match="belongs to a training with other data of node"):
+            graph_training(tmp_path, *data).run(resume=True)
+    with pytest.raises(CheckpointError, match="other options, data or graph"):
+        graph_training(tmp_path, x, t, seed=3).run(resume=True)
+    graph_training(tmp_path, x, t).run(resume=True)
 
 
 # Trainings on images

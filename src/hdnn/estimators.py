@@ -22,7 +22,7 @@ from hdnn.heads import (
 )
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
-from hdnn.serialization import describe, restore
+from hdnn.serialization import describe, restore, weights
 from hdnn.table_recipe import CLASSES, VALUES, share, solver_of, width
 from hdnn.training import History
 
@@ -192,7 +192,7 @@ class _HDNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         state: Any = super().__getstate__()
         if "model_" not in state:
             return state
-        arrays = {name: t.numpy(force=True) for name, t in self.model_.state_dict().items()}
+        arrays = {name: t.numpy(force=True) for name, t in weights(self.model_).items()}
         return {**state, "model_": (describe(self.model_), arrays)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ class Initial:
 
     def K(self, *shape: int) -> Tensor:
         """Entries from N(0, 1) or N(0, 1/n)."""
+        if self.device.type == "meta":  # shapes alone; PyTorch would import half of itself to draw
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
         g = self.generator
         # Drawn in float32 whatever the dtype, so that one seed is one network.
         draw = torch.randn(

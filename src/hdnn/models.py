@@ -90,6 +90,8 @@ class _Make:
         return layer
 
     def _uniform(self, shape: Sequence[int], bound: float) -> Tensor:
+        if self.like["device"].type == "meta":  # as in `hdnn.initial`
+            return torch.empty(shape, device="meta")
         # In float32 and where the generator is, so that one seed is one network.
         g = self.generator
         where = self.like["device"] if g is None else g.device

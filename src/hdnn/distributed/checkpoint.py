@@ -82,6 +82,14 @@ class Shards:
             )
         return tensors, note
 
+    def check(self, node: int, step: int, note: dict[str, Any], data: str) -> None:
+        """Refuse the shard of a training on other samples; earlier versions did not note them."""
+        if note.get("data", data) != data:
+            raise CheckpointError(
+                f"{self._file(node, step)} belongs to a training with other data of node {node}; "
+                "choose another folder, or the same data."
+            )
+
     def newest(self, below: int | None = None) -> int:
         """The newest step of which all nodes have a whole shard, -1 if there is none."""
         common = set.intersection(*(set(self._steps(node)) for node in self.nodes))

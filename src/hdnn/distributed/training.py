@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hdnn.distributed.tree import Spanning
 from hdnn.errors import DataError, TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.networks import HamiltonianNet
-from hdnn.training import schedule
+from hdnn.training import identity, schedule
 from hdnn.training.checks import check_options
 from hdnn.training.coordinate import Head
 from hdnn.training.output import Output
@@ -355,6 +356,18 @@ class Training:
 
     # Shards
 
+    @cached_property
+    def data(self) -> dict[int, str]:
+        """A digest of the samples of each node, at the root with their labels."""
+        own, root = self.net.positions(self.part.number).tolist(), self.net.plan.tree.root
+        place = {position: row for row, position in enumerate(own)}
+        found = {}
+        for node in self.part.nodes:
+            x = self.x[[place[position] for position in self.net.positions_of(node)]]
+            t = [self.t] if node == root and self.t is not None else []
+            found[node] = identity.digest([x, *t])
+        return found
+
     def _columns(self, owners: Tensor) -> dict[int, Tensor]:
         """The entries of each node, in their order."""
         counts = owners.bincount(minlength=len(self.part.nodes)).tolist()
@@ -372,9 +385,9 @@ class Training:
         if self.replicas is not None and self.replicas.index:
             return  # the first replica's shards are all the same
         for node in self.part.nodes:
-            note: dict[str, Any] = {}
+            note: dict[str, Any] = {"data": self.data[node]}
             if node == self.net.plan.tree.root:
-                note = {"progress": asdict(self.progress), "sums": self.sums}
+                note |= {"progress": asdict(self.progress), "sums": self.sums}
             tensors = {name: whole[:, columns] for name, whole, columns in self._own(node)}
             self.shards.save(node, self.step, tensors, note)
 
@@ -391,8 +404,9 @@ class Training:
                 break
         for node in self.part.nodes:
             tensors, note = self.shards.load(node, agreed)
+            self.shards.check(node, agreed, note, self.data[node])
             for name, whole, columns in self._own(node):
                 whole[:, columns] = tensors[name]
-            if note:
+            if "progress" in note:
                 self.progress, self.sums = Progress(**note["progress"]), note["sums"]
         self.step = self.adam.count = agreed

@@ -59,7 +59,7 @@ def read_config(path: Path) -> run.Config:
     """The config in a file."""
     try:
         return run.Config(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{path} is no config of a training on a graph: {reason}.") from error
 

@@ -117,8 +117,8 @@ class MS2(_MarginallyStable):
         n = self.features
         self.K_upper = nn.Parameter(initial.K(self.stored, n * (n - 1) // 2))
         self.b = nn.Parameter(initial.b(self.stored, n))
-        index = interconnection.upper_indices(n, device=initial.device)
-        self.register_buffer("_index", index, persistent=False)
+        index = interconnection.upper_indices(n, device="cpu")
+        self.register_buffer("_index", index.to(initial.device), persistent=False)
 
     @property
     def K(self) -> Tensor:
