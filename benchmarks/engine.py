@@ -205,18 +205,18 @@ def sweep(device: str, seconds: float, quick: bool) -> list[Row]:
 
 
 def depth(device: str, seconds: float, quick: bool) -> list[Row]:
-    """Time and memory of a training step against the number of layers."""
+    """Time and memory of a training step against the number of layers, at T = 6.4 for all."""
     n, batch = (64, 8192) if device == "cuda" else (16, 1000)
     rows = []
     for N in (4, 16) if quick else (16, 64, 256, 1024, 4096):
-        tensors = weights("h2", n, batch, N, device)
+        tensors, h = weights("h2", n, batch, N, device), 6.4 / N
         steps = {
-            "auto": training_step(functional.h2, tensors),
-            "checkpoint": training_step(functional.h2, tensors, backprop="checkpoint"),
-            "reversible": training_step(functional.h2, tensors, backprop="reversible"),
+            "auto": training_step(functional.h2, tensors, h),
+            "checkpoint": training_step(functional.h2, tensors, h, backprop="checkpoint"),
+            "reversible": training_step(functional.h2, tensors, h, backprop="reversible"),
         }
         if N <= 1024:
-            steps["plain"] = training_step(rivals.plain_h2, tensors)
+            steps["plain"] = training_step(rivals.plain_h2, tensors, h)
         times = in_turns(steps, device, seconds / 2)
         memory = {name: _memory(step, tensors, device) for name, step in steps.items()}
         for name in steps:
@@ -263,7 +263,7 @@ def resident(field):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 N, batch = int(sys.argv[1]), int(sys.argv[2])
-step = lambda t: training_step(functional.h2, t, backprop="reversible")()
+step = lambda t: training_step(functional.h2, t, 6.4 / N, backprop="reversible")()
 step(weights("h2", 16, batch, 2, "cpu"))  # compiles, starts threads
 tensors = weights("h2", 16, batch, N, "cpu")
 try:

@@ -265,7 +265,7 @@ def page(result: Row) -> str:
         "",
         f"**{result['failures']} networks are more than {ALLOWED} times as far off by default as "
         f"by the plain loop, besides {result['chaotic']} for which the plain loop itself has no "
-        f"digit right** (it is off by more than {CHAOTIC}, as in {result['lost']} networks in all).",
+        f"digit right** (it is off by more than {CHAOTIC}, as it is in {result['lost']} of all).",
     ]
     rows = [
         [kind, r["networks"], r["overflow"], f"{r['median']:.2f}", f"{r['worst']:.1f}", r["fails"]]

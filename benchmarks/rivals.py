@@ -59,11 +59,13 @@ def plain_h1(y: Tensor, K: Tensor, b: Tensor, h: float) -> Tensor:
 PLAIN: dict[str, Callable[..., Tensor]] = {"h1": plain_h1, "h2": plain_h2}
 
 
-def training_step(function: Callable[..., Tensor], tensors: list[Tensor], **options: Any) -> Step:
+def training_step(
+    function: Callable[..., Tensor], tensors: list[Tensor], h: float = H, **options: Any
+) -> Step:
     """Forwards and backwards, as one trains."""
 
     def forward() -> Tensor:
-        return function(*tensors, H, **options)
+        return function(*tensors, h, **options)
 
     return step_of(forward, tensors)
 

@@ -306,6 +306,7 @@ def test_a_compiled_reversal_is_checked_too():
 def test_a_reversal_reads_zeros_of_the_first_state_as_zeros(engine_):
     # Half of it is 0, as of an augmented sample, where ReLU has its kink.
     net = hdnn.H2(8, 20, activation="relu", engine=engine_, dtype=F64)
+    torch.nn.init.ones_(net.b_p)  # so that q moves in each layer
     y = torch.cat([Random(1)(7, 4), torch.zeros(7, 4, dtype=F64)], 1)
     found = [far_off(net, y, backprop=way) for way in ("stored", "reversible")]
     assert max(found) < 1e-12

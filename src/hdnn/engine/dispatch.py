@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them
 """
 
 _MACHINE = memory.there()
-_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("numba", "triton")}
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,12 @@ def has_triton() -> bool:
 
 
 def _installed(module: str) -> bool:
-    return _INSTALLED[module]
+    return _found(module)
+
+
+@cache
+def _found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
@@ -182,5 +187,5 @@ def transformed() -> bool:
 # `torch.compile` asks these while it traces, as torch.compiler.assume_constant_result has it, which
 # would import the compiler now. A PyTorch that does not know the mark sees a transform everywhere,
 # and so the layers one by one.
-for ask in (transformed, stored_limit):
+for ask in (transformed, stored_limit, _installed):
     ask._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -65,7 +65,7 @@ class Run:
     check: bool = True
     coef: Any = None  # what each shear, or each layer, moves by, if that is constant
     segments: tuple[Segment, ...] = ()
-    ends: tuple[Segment, ...] = ()  # the layer that runs first, and all others
+    start: Segment | None = None  # the layer that runs first
 
     def ready(self, device: torch.device) -> Run:
         """Lay out the segments, in the order in which they run."""
@@ -78,8 +78,7 @@ class Run:
             return Segment(first, last, *schedule(self.turns, last - first, self.inverse, device))
 
         self.segments = tuple(segment(*cut) for cut in (cuts[::-1] if self.inverse else cuts))
-        ends = ((N - 1, N), (0, N - 1)) if self.inverse else ((0, 1), (1, N))
-        self.ends = tuple(segment(*cut) for cut in ends)
+        self.start = segment(N - 1, N) if self.inverse else segment(0, 1)
         return self
 
     @property
@@ -192,14 +191,25 @@ def _undone(run: Run, y: Tensor, y_N: Tensor, g: Tensor, tensors: tuple[Any, ...
 
     The layer that ran first reads y_0 itself: what is exactly 0 there stays so.
     """
-    first, others = (run.part(tensors, segment) for segment in run.ends)
+    assert run.start is not None
+    each, (begin, end, *_) = len(run.turns), run.start
+    first = run.part(tensors, run.start)
     y_1, kept = run.forward(y, first, True)
-    rebuilt, g, *grads = run.undo(y_N, g, others)
+    whole = next(run.parts(tensors))
+    others = whole._replace(**{name: getattr(whole, name)[each:] for name in SCHEDULED})
+    rebuilt, g, *found = run.undo(y_N, g, others)
     g, *of_first = run.backward(kept, g, first)
-    found = _by_layer(run, [of_first, grads], g)
+    *weights, d_coef = found
+    for grad, more in zip(weights, of_first[:-1], strict=True):
+        if grad is not None:
+            grad[begin:end] = more
+    found = [g, *weights, _join([of_first[-1], d_coef])]
     if run.check and y.numel():
         found = check_reversal(drift_of(y_1, rebuilt, y_N), found)
     return found
+
+
+SCHEDULED = ("half", "layer", "coef")  # what a shear stack has for each shear
 
 
 def _from_checkpoints(
@@ -212,14 +222,9 @@ def _from_checkpoints(
         g, *grads = run.backward(kept, g, part)
         del kept
         found.append(grads)
-    return _by_layer(run, found[::-1], g)
-
-
-def _by_layer(run: Run, found: list[Any], g: Tensor) -> list[Any]:
-    """g_0 and the gradients of all tensors, from those of the segments, in the order they ran."""
-    ordered = found[::-1] if run.inverse else found
+    ordered = found if run.inverse else found[::-1]  # by layer
     *weights, _ = (_join(pieces) for pieces in zip(*ordered, strict=True))
-    return [g, *weights, _join([grads[-1] for grads in found])]
+    return [g, *weights, _join([grads[-1] for grads in reversed(found)])]
 
 
 def _join(pieces: Sequence[Tensor | None]) -> Tensor | None:
