@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -250,3 +251,97 @@ def test_a_file_without_an_end_is_too_large(monkeypatch):
     monkeypatch.setattr(gf, "LARGEST_FILE", 2**16)
     with pytest.raises(SparsityError, match="too large"):
         read_graph(Path("/dev/zero"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_a_pipe_into_which_nobody_writes_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SparsityError, match="does not say how many nodes"):
+        read_graph(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nodes = 1000000000\nR = []", "from 1 to 1000000, but is 1000000000"),
+        ("nodes = -3\nR = []", "but is -3"),
+        ("nodes = nan\nR = []", "but is nan"),
+        ("nodes = inf\nR = []", "but is inf"),
+        ("nodes = true\nR = []", "but is True"),
+        ("nodes = 3\nsizes = 10000000000\nR = []", "but there is 10000000000"),
+        (f"nodes = 3\nR = [[0, {10**30}]]", "pairs of nodes from 0 to 2"),
+        ("nodes = 3\nR = [[0, 1.5]]", "pairs of nodes from 0 to 2"),
+        ("nodes = 3\nR = [[0, true]]", "pairs of nodes from 0 to 2"),
+        ("nodes = 3\nR = [[[0, 1]]]", "pairs of nodes from 0 to 2"),
+        ("nodes = 3\nR = [[0, 1], 2]", "but has 2"),
+        ('nodes = 3\nR = "all"', "but is 'all'"),
+        ("nodes = 3\nR = " + "[" * 10**5 + "]" * 10**5, "no valid TOML"),
+        ("nodes = 3\nR = [[0, " + "9" * 10**5 + "]]", "no valid TOML"),
+        ("nodes = 3\nR = []\n" + "x" * 10**5 + " = 1", "but only nodes, edges, R, T, sizes"),
+        ('nodes = 3\nR = "' + "x" * 10**5 + '"', "but is 'xxx"),
+        ("nodes = 3\nnodes = 4\nR = []", "no valid TOML"),
+    ],
+)
+def test_hostile_files_are_refused_at_once_in_one_sentence(tmp_path, text, words):
+    file = tmp_path / "hostile.toml"
+    file.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SparsityError, match=words) as error:
+            read_graph(file)
+        assert tracemalloc.get_traced_memory()[1] < 2**27
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+
+
+def test_links_that_are_named_twice_and_links_to_oneself_change_nothing(tmp_path):
+    file = tmp_path / "twice.toml"
+    file.write_text("nodes = 3\nR = [[0, 1], [1, 0], [0, 1], [2, 2]]\nedges = [[0, 1], [1, 2]]")
+    assert gf.read_table(file)["R"] == [[0, 1], [1, 0], [0, 1], [2, 2]]
+    assert gf.patterns_of(gf.read_table(file)).R == ((0, 1), (0, 1), (2,))
+
+
+PIECES = (
+    "nodes",
+    "R",
+    "=",
+    " ",
+    "\n",
+    "\t",
+    "\r\n",
+    "[",
+    "]",
+    ",",
+    "-",
+    "0",
+    "1",
+    "12",
+    "# a, [\n",
+)
+
+
+@settings(max_examples=300)
+@example("nodes = 8 # eight\nR = [ # links\n  [0, 1], [1,2],\n]\n")
+@example("nodes = 08")
+@example("nodes = 8 R = []")
+@example("R = [,]")
+@example("R = [[1,],]")
+@example("R = []\nR = []")
+@example("nodes = 8\r\nR = []\r\n")
+@example("nodes = 8\rR = []")
+@example("nodes = 8 # \x00\nR = []")
+@example("nodes = \u0663\nR = [\u00a01]")
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_the_quick_way_to_read_finds_what_tomllib_finds(text):
+    try:
+        expected = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        expected = None
+    assert gf._plain(text) in (None, expected)
+
+
+def test_the_quick_way_is_taken_for_lists_of_links():
+    text = gf.to_toml({"nodes": 40, "R": [[i, i + 1] for i in range(39)], "sizes": 2})
+    assert gf._plain(f"# a path\n{text}") == tomllib.loads(text)

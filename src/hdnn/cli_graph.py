@@ -92,7 +92,7 @@ def check(
     from hdnn import graph_tasks
     from hdnn.distributed.graphfile import patterns_of, read_table
 
-    with cli._waiting("looking at the graph", not as_json):
+    with cli._waiting("looking at the graph"):
         table = read_table(file)
         result = graph_tasks.check(patterns_of(table, file))
     result = {"file": file, "designed": "R" not in table, **result}
@@ -115,7 +115,7 @@ def design(
     from hdnn.files import write_atomically
 
     path = None if out is None else cli._new_file(out, overwrite)
-    with cli._waiting("designing", not as_json):
+    with cli._waiting("designing"):
         table = read_table(file)
         # What the file has of them is not looked at: it is what is sought.
         edges = {key: value for key, value in table.items() if key not in ("R", "T")}
@@ -178,7 +178,8 @@ def _graph_text(result: dict[str, Any]) -> str:
     if result["groups"] > 1:
         apart = f"R and T join nodes in {result['groups']} groups, which never hear of each other"
         rows.append(("groups", apart))
-    local = {True: "yes: T R^T R + R^T R T <= S", False: f"no, {result['breaches']} times:"}
+    count = f"{'' if result['all_breaches'] else 'at least '}{result['breaches']} times"
+    local = {True: "yes: T R^T R + R^T R T <= S", False: f"no, {count}:"}
     rows.append(("local", local.get(result["local"], "yes: no edges are given to keep to")))
     rows += [("", breach["text"]) for breach in result["explanation"][:SHOWN]]
     if result["breaches"] > SHOWN:
@@ -232,9 +233,10 @@ def train(given: dict[str, Any]) -> int:
     from hdnn.training.launch import is_first, several, speak_as_one
 
     speak_as_one()
-    asked, timeout, save_every = _asked(given)
     parts = parts_here()
-    plan = graph_tasks.plan_of(asked.graph, parts)
+    with cli._waiting("looking at the graph", not _silent(given)):
+        asked, timeout, save_every = _asked(given)
+        plan = graph_tasks.plan_of(asked.graph, parts)
     if parts == 1:  # else only the root, which is one of many, can know
         done = graph_tasks.check_folder(asked)
         graph_tasks.check_data(asked)
@@ -321,7 +323,8 @@ def launch(
     from hdnn.training import meeting
     from hdnn.training.checkpoint import locked
 
-    asked, timeout, save_every = _asked(given)
+    with cli._waiting("looking at the graph", not _silent(given)):
+        asked, timeout, save_every = _asked(given)
     if not 0 <= restarts <= 1000:
         raise OptionError(f"restarts must be a whole number from 0 to 1000, but got {restarts}.")
     if not 1 <= replicas <= PROCESSES:

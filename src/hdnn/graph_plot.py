@@ -26,7 +26,9 @@ GREY = "#8C8C8C"
 CIRCLE = 16  # nodes, up to which they lie on a circle
 NAMED = 100  # nodes, up to which they have their numbers on them
 MOST = 1000  # nodes: of more, nothing could be seen
-ROUNDS = 300  # of improving the places of the nodes
+ROUNDS = 300  # of improving the places of the nodes, at the most
+PAIRS = 5 * 10**7  # of nodes that are looked at meanwhile
+DRAWN = 5000  # lines of one kind: more of them take long and hide each other
 
 
 def graph_picture(R: Links, T: Links | None = None, S: Links | None = None) -> Figure:
@@ -81,7 +83,7 @@ def draw_links(ax: Axes, R: Links, T: Links, S: Links | None) -> None:
     for edges, name, style in styles:
         if not edges:
             continue
-        lines = [(spots[i], spots[k]) for i, k in edges]
+        lines = [(spots[i], spots[k]) for i, k in edges[:: -(-len(edges) // DRAWN)]]
         cap = {} if "linestyle" in style else {"capstyle": "round"}
         ax.add_collection(collections.LineCollection(lines, **style, **cap))
         style = {k: v for k, v in style.items() if k != "zorder"}
@@ -156,10 +158,10 @@ def _spread(links: Links) -> np.ndarray:
     weight = 1 / np.maximum(d, 1) ** 2
     np.fill_diagonal(weight, 0)
     inverse = np.linalg.inv(np.diag(weight.sum(1)) - weight + 1 / M)
-    spots = _start(d)
-    for _ in range(ROUNDS):
-        between = np.linalg.norm(spots[:, None] - spots[None], axis=-1)
-        pull = -weight * d / np.maximum(between, 1e-9)
+    spots, towards = _start(d), -weight * d
+    for _ in range(min(ROUNDS, max(20, PAIRS // M**2))):
+        x, y = spots.T
+        pull = towards / np.maximum(np.hypot(x[:, None] - x, y[:, None] - y), 1e-9)
         np.fill_diagonal(pull, 0)
         np.fill_diagonal(pull, -pull.sum(1))
         moved = inverse @ (pull @ spots)

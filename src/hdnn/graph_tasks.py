@@ -11,23 +11,23 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hdnn import activations, sparsity
+from hdnn import activations, runfiles, sparsity
 from hdnn.data import planar
 from hdnn.distributed import run
 from hdnn.distributed.graph import (
     Graph,
-    Links,
     alone,
     from_edges,
     links_of,
-    reach,
     transposed,
+    tree_of,
     union,
 )
 from hdnn.distributed.graphfile import (
@@ -53,14 +53,17 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
+from hdnn.locality import Breach, Links, Needs, broken, rows_of
 from hdnn.memory import check_memory
 from hdnn.runs import Run, read_json
 from hdnn.serialization import read
-from hdnn.sparsity import Breach
 from hdnn.training.checks import check_options
 
+MOST_CONFIG = 2**32  # bytes of a config, which has all links of its graph
 FAR = 2000  # nodes, up to which all distances are measured
 LISTED = 1000  # breaches of the locality condition, at the most
+MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it begins
+PADDED = 2 * 10**7  # entries that a product with K has, where every node counts as the busiest
 CLIMBED = 150  # nodes, for which R and T together are found in seconds
 KEEP = ("R", "T", "both")
 NETWORKS = ("h1", *SHEARS)
@@ -73,41 +76,43 @@ OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 
 def check(patterns: Patterns) -> dict[str, Any]:
     """All that can be said of a graph before a training; `fault` is what keeps it from one."""
-    loose = Graph(patterns.R, patterns.T, None, patterns.sizes)
-    S, sizes = patterns.S, patterns.sizes
-    found = breaches(patterns)
-    first = list(islice(found, LISTED))
-    count = len(first) + sum(1 for _ in found)
-    links = next((a for a in (loose.used, S) if a is not None and len(groups(a)) == 1), None)
-    free, m = _weight(patterns.R, sizes), sum(sizes)
+    R, T, S, sizes = patterns.R, patterns.T, patterns.S, patterns.sizes
+    used = Graph(R, T, None, sizes).used
+    local: dict[str, Any] = {"local": None, "breaches": 0, "all_breaches": True, "explanation": []}
+    fault = None
+    if S is not None:
+        found = _needs(patterns, S).breaches(LISTED)
+        text = [{**asdict(breach), "text": str(breach)} for breach in found.explained()]
+        local = {"local": not found.count, "breaches": found.count}
+        local |= {"all_breaches": found.complete, "explanation": text}
+        if found.count:
+            fault = str(broken([pair[:2] for pair in found.pairs], found.why))
+    free, m = _weight(R, sizes), sum(sizes)
     result: dict[str, Any] = {
         "nodes": patterns.nodes,
         "sizes": sizes[0] if len(set(sizes)) == 1 else list(sizes),
         "features": 2 * m,
         "links": {
-            "S": None if S is None else len(edges_of(S)),
-            "R": len(edges_of(union(patterns.R, transposed(patterns.R)))),
-            "T": len(edges_of(patterns.T)),
+            "S": None if S is None else _links(S),
+            "R": _links(union(R, transposed(R))),
+            "T": _links(T),
         },
-        "connected": links is not None,
-        "groups": len(groups(loose.used)),
-        "local": None if S is None else count == 0,
-        "breaches": count,
-        "explanation": [{**asdict(breach), "text": str(breach)} for breach in first],
-        "free_weights": {"K": 2 * free, "of": 2 * m * m, "X": _weight(patterns.T, sizes)},
+        "connected": False,
+        "groups": len(groups(used)),
+        **local,
+        "free_weights": {"K": 2 * free, "of": 2 * m * m, "X": _weight(T, sizes)},
         "diameter": None,
         "depth": None,
         "messages": messages(patterns),
-        "fault": None,
+        "fault": fault,
     }
-    if links is not None:
-        result["depth"] = max(distances(links, 0))
-        if patterns.nodes <= FAR:
-            result["diameter"] = max(max(distances(links, i)) for i in range(patterns.nodes))
     try:
-        patterns.graph().tree()
+        tree = tree_of(used, S)
     except SparsityError as error:
-        result["fault"] = str(error)
+        return {**result, "fault": fault or str(error)}
+    result |= {"connected": True, "depth": max(tree.depth)}
+    if patterns.nodes <= FAR:
+        result["diameter"] = diameter(used if result["groups"] == 1 else S or used)
     return result
 
 
@@ -124,25 +129,12 @@ def messages(patterns: Patterns) -> dict[str, int]:
 
 def breaches(patterns: Patterns) -> Iterator[Breach]:
     """Where and why the locality condition fails, as `hdnn.sparsity.explain`, from lists."""
-    R, T = patterns.R, patterns.T
-    columns = transposed(R)
-
-    for i, may in enumerate(patterns.S or ()):
-        forward, backward = reach(i, T, columns, R), reach(i, columns, R, T)
-        for k in sorted((forward | backward) - set(may)):
-            # Seen from its other end, a backward path is a forward one.
-            path = _path(T, R, columns, i, k) if k in forward else _path(T, R, columns, k, i)[::-1]
-            a, b, c, d = path
-            yield Breach(i, k, k in forward, k in backward, (a, b, c, d))
+    if patterns.S is not None:
+        yield from _needs(patterns, patterns.S).breaches(work=math.inf).explained()
 
 
-def _path(T: Links, R: Links, columns: Links, i: int, k: int) -> tuple[int, ...]:
-    """The first i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1; with a = i if it can be."""
-    for a in (i, *T[i]):
-        for row in columns[a]:
-            if k in R[row]:
-                return i, a, row, k
-    raise AssertionError
+def _needs(patterns: Patterns, S: Links) -> Needs:
+    return Needs(*map(rows_of, (patterns.T, patterns.R, S)))
 
 
 def distances(links: Links, start: int) -> list[int]:
@@ -160,21 +152,42 @@ def distances(links: Links, start: int) -> list[int]:
     return found
 
 
+def diameter(links: Links) -> int:
+    """Steps between the two nodes that are farthest apart, of nodes that are all joined."""
+    everyone, steps = (1 << len(links)) - 1, 0
+    reached = [1 << i for i in range(len(links))]  # sets of nodes, as whole numbers
+    while any(nodes != everyone for nodes in reached):
+        reached = [reduce(or_, [reached[k] for k in row]) for row in links]
+        steps += 1
+    return steps
+
+
 def groups(links: Links) -> list[list[int]]:
     """The nodes that are joined by a symmetric pattern, group by group."""
-    found, left = [], set(range(len(links)))
-    while left:
-        group, front = set(), [min(left)]
-        while front:
-            group.update(front)
-            front = list({k for i in front for k in links[i]} - group)
-        left -= group
-        found.append(sorted(group))
+    found, seen = [], [False] * len(links)
+    for start in range(len(links)):
+        if not seen[start]:
+            seen[start] = True
+            group, done = [start], 0
+            while done < len(group):
+                for k in links[group[done]]:
+                    if not seen[k]:
+                        seen[k] = True
+                        group.append(k)
+                done += 1
+            found.append(sorted(group))
     return found
+
+
+def _links(links: Links) -> int:
+    """How many join two nodes, of a symmetric pattern."""
+    return (sum(map(len, links)) - len(links)) // 2
 
 
 def _weight(links: Links, sizes: Sequence[int]) -> int:
     """Entries of a matrix in BlkSprs of the pattern."""
+    if len({*sizes}) == 1:
+        return sizes[0] ** 2 * sum(map(len, links))
     return sum(sizes[i] * sum(sizes[k] for k in row) for i, row in enumerate(links))
 
 
@@ -258,13 +271,24 @@ def ask(
 def _table(graph: str | None, nodes: int | None) -> dict[str, Any]:
     if graph is None:
         assert nodes is not None
+        _check_count(nodes)
         return ring_table(nodes)
     table = read_table(graph)
+    _check_count(table.get("nodes"))
     patterns = patterns_of(table, graph)
     if nodes is not None and nodes != patterns.nodes:
         raise OptionError(f"{graph} has {patterns.nodes} nodes, not {nodes}; leave --nodes out.")
     # What was designed is written down: all parts are to have the same.
     return table if "R" in table else table_of(patterns)
+
+
+def _check_count(nodes: Any) -> None:
+    """Refuse a graph that can be looked at but not be trained on, before it is read as a whole."""
+    if isinstance(nodes, int) and MOST_TRAINED < nodes <= MOST_NODES:
+        raise OptionError(
+            f"a training on a graph has up to {MOST_TRAINED} nodes, but there are {nodes}: each "
+            "process would walk over all of them for minutes; take fewer nodes with more features."
+        )
 
 
 def _config(table: dict[str, Any], given: dict[str, Any]) -> run.Config:
@@ -286,7 +310,7 @@ def _resumed(folder: Path, given: dict[str, Any], graph: str | None, nodes: int 
     """The training of a folder, unless something else is asked for."""
     file = folder / "config.json"
     try:
-        config = run.Config(**read_json(file))
+        config = run.Config(**read_json(file, MOST_CONFIG))
         found = patterns_of(config.graph, str(file)).graph()
         _check(config, found)
     except (TypeError, AttributeError) as error:
@@ -328,11 +352,25 @@ def _check(config: run.Config, graph: Graph) -> None:
     n = 2 * sum(graph.sizes)
     if config.init == "masked" and n > run.DENSE:
         raise OptionError(f"a masked network of {n} features is too large; take init scaled.")
+    _check_busiest(graph)
     # Weights, gradients and two moments of Adam; then what each layer keeps of a minibatch.
     weights = 2 * _weight(union(*graph.R), graph.sizes) * (2 if config.network == "h1" else 1)
     states = 6 * n * min(options["batch"], 10**6)
-    needed = config.layers * (4 * weights + states) * run.DTYPES[config.dtype].itemsize
+    samples = 2 * n * 8000 if config.data in planar.SETS else 0
+    needed = config.layers * (4 * weights + states) + samples
+    needed *= run.DTYPES[config.dtype].itemsize
     check_memory(needed, f"{config.layers} layers on this graph", "layers, nodes or features")
+
+
+def _check_busiest(graph: Graph) -> None:
+    """Refuse a hub: where a node has few features, products give all nodes as many links as it."""
+    busy = max((max(map(len, A)), A) for R in graph.R for A in (R, transposed(R)))
+    if graph.nodes * busy[0] > PADDED:
+        hub = next(i for i, row in enumerate(busy[1]) if len(row) == busy[0])
+        raise SparsityError(
+            f"node {hub} has {busy[0] - 1} links in R, and a step takes as long as if each of the "
+            f"{graph.nodes} nodes had as many; give it fewer links."
+        )
 
 
 def check_folder(asked: Asked) -> bool:
@@ -351,9 +389,9 @@ def check_folder(asked: Asked) -> bool:
 
 def metrics(folder: Path) -> dict[str, Any]:
     """What a complete training came to."""
-    found = read_json(folder / "metrics.json")
-    if not isinstance(found, dict) or "traffic" not in found:
-        raise CheckpointError(f"{folder / 'metrics.json'} is damaged or was edited.")
+    file = folder / "metrics.json"
+    found = read_json(file)
+    runfiles.check(file, found, runfiles.OF_GRAPHS, runfiles.OF_SOME_GRAPHS)
     return found
 
 

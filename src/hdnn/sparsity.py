@@ -6,8 +6,8 @@ product is 1 where the ordinary one is not 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from numbers import Integral
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn import sparsity_design
+from hdnn import locality, sparsity_design
 from hdnn.errors import ShapeError, SparsityError, choose, flag, positive_int
+from hdnn.locality import Breach as Breach
 from hdnn.operators import block_sparse
 
 
@@ -42,9 +43,9 @@ def binary(name: str, pattern: Any) -> Tensor:
 
 def product(*patterns: Tensor) -> Tensor:
     """The binary product of patterns."""
-    result = patterns[0].double()
+    result = patterns[0].float()
     for pattern in patterns[1:]:
-        result = ((result @ pattern.double()) > 0).double()
+        result = ((result @ pattern.float()) > 0).float()
     return result > 0
 
 
@@ -62,31 +63,6 @@ def is_local(T: Any, R: Any, S: Any) -> bool:
     return bool((needed <= S).all())
 
 
-@dataclass(frozen=True)
-class Breach:
-    """Node `node` needs node `needs` in its forward or backward update, but S does not link them.
-
-    `path` is i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 where the forward update needs it, and
-    i, l, a, k with R(l, i) = R(l, a) = T(a, k) = 1 where only the backward update does.
-    """
-
-    node: int
-    needs: int
-    forward: bool
-    backward: bool
-    path: tuple[int, int, int, int]
-    layer: int | None = None
-
-    def __str__(self) -> str:
-        i, a, row, k = self.path if self.forward else self.path[::-1]
-        why = [f"T links {i} and {a}"] * (a != i)
-        why += [f"row {row} of R has {a} and {k}"] * (a != k or not why)
-        ways = [way for way in ("forward", "backward") if getattr(self, way)]
-        layer = "" if self.layer is None else f"layer {self.layer}: "
-        need = f"{layer}node {self.node} needs node {self.needs} {' and '.join(ways)}"
-        return f"{need}: {', and '.join(why)}"
-
-
 class Explanation(tuple[Breach, ...]):
     """All breaches of the locality condition: empty, so false, where the patterns are local."""
 
@@ -99,28 +75,16 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
     return Explanation(_breaches(T, R, S))
 
 
-def _breaches(T: Any, R: Any, S: Any) -> Iterator[Breach]:
+def _breaches(T: Any, R: Any, S: Any, most: float = math.inf) -> Iterator[Breach]:
+    """Of each layer the first ones."""
     T, R, S = binary("T", T), binary("R", R), binary("S", S)
     _check_alike(T=T, R=R)
     _check_alike(R=R if R.ndim == 3 else T, S=S)
     layered = 3 in (T.ndim, R.ndim, S.ndim)
     stacks = torch.broadcast_tensors(*(A.reshape(-1, *A.shape[-2:]) for A in (T, R, S)))
-    for j, (T, R, S) in enumerate(zip(*stacks, strict=True)):
-        forward, backward = product(T, R.mT, R) & ~S, product(R.mT, R, T) & ~S
-        for i, k in (forward | backward).nonzero().tolist():
-            there, back = bool(forward[i, k]), bool(backward[i, k])
-            # Seen from its other end, a backward path is a forward one.
-            i_, a, row, k_ = _path(T[i], R, i, k) if there else _path(T[:, k], R, k, i)
-            path = (i_, a, row, k_) if there else (k_, row, a, i_)
-            yield Breach(i, k, there, back, path, j if layered else None)
-
-
-def _path(neighbours: Tensor, R: Tensor, i: int, k: int) -> tuple[int, int, int, int]:
-    """The first i, a, l, k with neighbours(a) = R(l, a) = R(l, k) = 1; with a = i if it can be."""
-    shared = R & R[:, [k]]
-    through = neighbours & shared.any(0)
-    a = i if through[i] else int(through.nonzero()[0])
-    return i, a, int(shared[:, a].nonzero()[0]), k
+    for j, patterns in enumerate(zip(*stacks, strict=True)):
+        needs = locality.Needs(*map(locality.of_matrix, patterns))
+        yield from needs.breaches(most, math.inf).explained(j if layered else None)
 
 
 def components(T: Any, R: Any) -> list[list[int]]:
@@ -195,13 +159,9 @@ class Sparsity:
         """Raise if S is known and the updates need nodes that are no neighbours in it."""
         if self.S is None or is_local(T, self.R, self.S):
             return
-        first = list(islice(_breaches(T, self.R, self.S), 5))
-        pairs = ", ".join(dict.fromkeys(f"{b.node} -> {b.needs}" for b in first[:4]))
-        raise SparsityError(
-            "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
-            f"{pairs}{' ...' if len(first) > 4 else ''}, which S does not link ({first[0]}); "
-            "remove edges from R or T, or add links to S. hdnn.sparsity.explain lists them all."
-        )
+        first = list(islice(_breaches(T, self.R, self.S, 5), 5))
+        pairs = [*dict.fromkeys((breach.node, breach.needs) for breach in first)]
+        raise locality.broken(pairs, f" ({first[0]})", " hdnn.sparsity.explain lists them all.")
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
         """The sizes, or as many features for each node."""

@@ -6,87 +6,113 @@ of neighbours, whose size grows with the links and not with the square of the no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from hdnn.errors import SparsityError, positive_int
-from hdnn.sparsity import Sparsity, binary
+import numpy as np
 
-Links = tuple[tuple[int, ...], ...]  # of each node: the nodes in its row, itself included
+from hdnn import locality
+from hdnn.errors import SparsityError, positive_int
+from hdnn.locality import Links, Needs, links_of_rows, of_keys, once, rows_of
+from hdnn.sparsity import Sparsity, binary
 
 
 def links_of(name: str, given: Any, nodes: int | None = None) -> Links:
     """A pattern as lists of neighbours: from such lists, or from a binary matrix."""
-    if isinstance(given, tuple) and all(isinstance(row, tuple) for row in given):
-        rows = given
+    if isinstance(given, tuple) and {*map(type, given)} <= {tuple}:
+        _check_rows(name, given)
+        links = given
     else:
         matrix = binary(name, given)
         if matrix.ndim != 2:
             raise SparsityError(f"{name} must be (M, M), but has shape {tuple(matrix.shape)}.")
-        rows = tuple(tuple(row.nonzero()[:, 0].tolist()) for row in matrix)
-    for i, row in enumerate(rows):
+        links = locality.links_of_rows(locality.of_matrix(matrix))
+        _check_rows(name, links)
+    if nodes is not None:
+        _check_nodes(name, [links], nodes)
+    return links
+
+
+def _check_nodes(name: str, patterns: Iterable[Links], nodes: int) -> None:
+    for links in patterns:
+        if len(links) != nodes:
+            raise SparsityError(f"{name} is for {len(links)} nodes, but the graph has {nodes}.")
+
+
+def _check_rows(name: str, links: Links) -> None:
+    """Raise unless each row has its own node and is in order."""
+    if {*map(type, chain.from_iterable(links))} <= {int}:
+        with contextlib.suppress(OverflowError):
+            rows, M = rows_of(links), len(links)
+            rising = np.ones(len(rows.nodes), dtype=bool)
+            rising[1:] = np.diff(rows.nodes) > 0
+            rising[rows.first[:-1][rows.sizes > 0]] = True
+            owners = np.repeat(np.arange(M), rows.sizes)
+            with_itself = np.count_nonzero(rows.nodes == owners) == M
+            if rising.all() and with_itself and (rows.nodes >= 0).all() and (rows.nodes < M).all():
+                return
+    for i, row in enumerate(links):
         if i not in row:
             raise SparsityError(
                 f"every node is its own neighbour, but {name} does not link node {i} to itself; "
                 f"use {name} + I."
             )
-        if any(not 0 <= k < len(rows) for k in row) or list(row) != sorted(set(row)):
+        if any(k not in range(len(links)) for k in row) or list(row) != sorted(set(row)):
             raise SparsityError(
                 f"{name} must list the neighbours of each node once, in ascending order and from "
-                f"0 to {len(rows) - 1}, but has {row} for node {i}."
+                f"0 to {len(links) - 1}, but has {str(row)[:60]} for node {i}."
             )
-    if nodes is not None and len(rows) != nodes:
-        raise SparsityError(f"{name} is for {len(rows)} nodes, but the graph has {nodes}.")
-    return rows
 
 
 def from_edges(nodes: int, edges: Iterable[Sequence[int]]) -> Links:
     """The neighbours that undirected edges make, each node with itself."""
-    rows: list[set[int]] = [{i} for i in range(nodes)]
-    for edge in edges:
-        ends = list(edge)
-        if len(ends) != 2 or not all(
-            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < nodes for i in ends
-        ):
-            raise SparsityError(
-                f"an edge is a pair of nodes from 0 to {nodes - 1}, but one is {edge!r}."
-            )
-        i, k = ends
-        rows[i].add(k)
-        rows[k].add(i)
-    return tuple(tuple(sorted(row)) for row in rows)
+    pairs = [*edges]
+    if not ({*map(len, pairs)} <= {2} and {*map(type, chain.from_iterable(pairs))} <= {int}):
+        raise _no_edge(nodes, pairs)
+    try:
+        ends = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
+    except OverflowError:
+        raise _no_edge(nodes, pairs) from None
+    if len(ends) and not (ends.min() >= 0 and ends.max() < nodes):
+        raise _no_edge(nodes, pairs)
+    i, k = ends.T
+    itself = np.arange(nodes)
+    keys = np.concatenate([i * nodes + k, k * nodes + i, itself * nodes + itself])
+    return links_of_rows(of_keys(once(keys), nodes))
+
+
+def _no_edge(nodes: int, pairs: list[Any]) -> SparsityError:
+    bad = next(
+        pair
+        for pair in pairs
+        if len(pair) != 2 or not all(type(i) is int and 0 <= i < nodes for i in pair)
+    )
+    return SparsityError(
+        f"an edge is a pair of nodes from 0 to {nodes - 1}, but one is {str(bad)[:60]}."
+    )
 
 
 def alone(nodes: int) -> Links:
     """The identity: each node is its only neighbour."""
-    return tuple((i,) for i in range(nodes))
+    return tuple([(i,) for i in range(nodes)])
 
 
 def transposed(links: Links) -> Links:
     """Of each node: the nodes in whose row it is."""
-    columns: list[list[int]] = [[] for _ in links]
-    for i, row in enumerate(links):
-        for k in row:
-            columns[k].append(i)
-    return tuple(map(tuple, columns))
+    return links_of_rows(locality.transpose(rows_of(links)))
 
 
 def union(*patterns: Links) -> Links:
     """1 where any pattern is."""
     if len(patterns) == 1:
         return patterns[0]
-    return tuple(tuple(sorted(set().union(*rows))) for rows in zip(*patterns, strict=True))
-
-
-def reach(node: int, *steps: Links) -> set[int]:
-    """The nodes at the end of all ways that take one link of each pattern, in this order."""
-    reached = {node}
-    for step in steps:
-        reached = {k for i in reached for k in step[i]}
-    return reached
+    keys = once(np.concatenate([rows_of(links).keys for links in patterns]))
+    return links_of_rows(of_keys(keys, len(patterns[0])))
 
 
 class Graph:
@@ -104,20 +130,21 @@ class Graph:
     ) -> None:
         self.R = _patterns("R", R)
         self.nodes = len(self.R[0])
-        for pattern in self.R:
-            links_of("R", pattern, self.nodes)
+        _check_nodes("R", self.R, self.nodes)
         self.T = (alone(self.nodes),) if T is None else _patterns("T", T)
         if len(self.R) > 1 and len(self.T) > 1 and len(self.R) != len(self.T):
             raise SparsityError(f"R is for {len(self.R)} layers, but T is for {len(self.T)}.")
+        _check_nodes("T", self.T, self.nodes)
         for pattern in self.T:
-            links_of("T", pattern, self.nodes)
             _check_symmetric("T", pattern, "because J is skew-symmetric; use T + T^T")
         self.S = None if S is None else links_of("S", S, self.nodes)
         if sizes is None or isinstance(sizes, int):
             sizes = (1 if sizes is None else sizes,) * self.nodes
         if len(sizes) != self.nodes:
             raise SparsityError(f"there are {len(sizes)} sizes, but the graph has {self.nodes}.")
-        self.sizes = tuple(positive_int("the size of a node", size) for size in sizes)
+        if not ({*map(type, sizes)} <= {int} and min(sizes) >= 1):
+            sizes = [positive_int("the size of a node", size) for size in sizes]
+        self.sizes = tuple(sizes)
         if self.S is not None:
             _check_symmetric("S", self.S, "because messages travel both ways; use S + S^T")
             self._check_local(self.S)
@@ -137,43 +164,33 @@ class Graph:
     @cached_property
     def used(self) -> Links:
         """R + R^T + T over all layers: the links that carry messages."""
-        patterns = dict.fromkeys((*self.R, *(transposed(R) for R in self.R), *self.T))
-        return union(*patterns)
+        R = union(*dict.fromkeys(self.R))
+        return union(R, transposed(R), *dict.fromkeys(self.T))
 
     def dependency(self, layer: int = 0) -> Links:
         """T R^T R + R^T R T: on whom each node's forward and backward update depend."""
-        T, R = self.T_of(layer), self.R_of(layer)
-        columns = transposed(R)
+        return links_of_rows(self._needs(layer).rows())
 
-        return tuple(
-            tuple(sorted(reach(i, T, columns, R) | reach(i, columns, R, T)))
-            for i in range(self.nodes)
-        )
+    def _needs(self, layer: int, S: Links | None = None) -> Needs:
+        T, R = rows_of(self.T_of(layer)), rows_of(self.R_of(layer))
+        return Needs(T, R, None if S is None else rows_of(S))
 
     def _check_local(self, S: Links) -> None:
         beyond: set[tuple[int, int]] = set()
+        reason, seen = "", set()
         for j in range(self.layers or 1):
-            for i, (needs, may) in enumerate(zip(self.dependency(j), S, strict=True)):
-                beyond.update((i, k) for k in set(needs) - set(may))
+            patterns = id(self.T_of(j)), id(self.R_of(j))
+            if patterns not in seen:
+                seen.add(patterns)
+                found = self._needs(j, S).breaches(most=5)
+                beyond.update((i, k) for i, k, _, _ in found.pairs)
+                reason = reason or found.why
         if beyond:
-            pairs = ", ".join(f"{i} -> {k}" for i, k in sorted(beyond)[:4])
-            more = " ..." if len(beyond) > 4 else ""
-            raise SparsityError(
-                "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would "
-                f"need {pairs}{more}, which S does not link; remove edges from R or T, or add "
-                "links to S."
-            )
+            raise locality.broken(sorted(beyond), reason)
 
     def tree(self, root: int = 0) -> Tree:
         """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
-        for links in (self.used, self.S):
-            found = None if links is None else _breadth_first(links, root)
-            if found is not None:
-                return found
-        raise SparsityError(
-            f"the graph is not connected: not all nodes can be reached from node {root} along "
-            "R, T or S, so they cannot learn together; add links."
-        )
+        return tree_of(self.used, self.S, root)
 
     def digest(self) -> str:
         """The same for equal graphs only."""
@@ -204,6 +221,18 @@ class Graph:
         return cls(from_edges(rows * columns, edges), sizes=size)
 
 
+def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
+    """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
+    for links in (used, S):
+        found = None if links is None else _breadth_first(links, root)
+        if found is not None:
+            return found
+    raise SparsityError(
+        f"the graph is not connected: not all nodes can be reached from node {root} along "
+        "R, T or S, so they cannot learn together; add links."
+    )
+
+
 class Tree:
     """Parents and depths of all nodes, counted from the root."""
 
@@ -229,13 +258,14 @@ def _patterns(name: str, given: Any) -> tuple[Links, ...]:
 
 
 def _check_symmetric(name: str, links: Links, why: str) -> None:
-    rows = [set(row) for row in links]
-    for i, row in enumerate(links):
-        for k in row:
-            if i not in rows[k]:
-                raise SparsityError(
-                    f"{name} must be symmetric, but it links {i} to {k} and not {k} to {i}, {why}."
-                )
+    rows = rows_of(links)
+    keys, back = rows.keys, locality.transpose(rows).keys
+    if np.array_equal(keys, back):
+        return
+    i, k = divmod(int(np.setdiff1d(keys, back, assume_unique=True)[0]), len(links))
+    raise SparsityError(
+        f"{name} must be symmetric, but it links {i} to {k} and not {k} to {i}, {why}."
+    )
 
 
 def _breadth_first(links: Links, root: int) -> Tree | None:

@@ -1,0 +1,286 @@
+"""Who needs whom: the locality condition T R^T R + R^T R T <= S on lists of neighbours.
+
+The work is counted before it is done. A star makes a complete graph in two steps, so that a graph
+of which a small file tells may need more pairs of nodes than there is memory for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hdnn.errors import SparsityError
+
+Links = tuple[tuple[int, ...], ...]  # of each node: the nodes in its row, itself included
+
+WORK = 2 * 10**8  # steps from node to node: half a minute at the most
+CHUNK = 2**20  # of them at once
+DENSE = 4096  # nodes, up to which a product of matrices is quicker than many steps
+
+
+class Rows(NamedTuple):
+    """A pattern: row i is `nodes[first[i] : first[i + 1]]`, in ascending order."""
+
+    first: np.ndarray
+    nodes: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.first)
+
+    def row(self, i: int) -> np.ndarray:
+        return self.nodes[self.first[i] : self.first[i + 1]]
+
+    def sizes_of(self, nodes: np.ndarray) -> np.ndarray:
+        return self.first[nodes + 1] - self.first[nodes]
+
+    @property
+    def keys(self) -> np.ndarray:
+        """One number for each link, in ascending order."""
+        M = len(self.first) - 1
+        return np.repeat(np.arange(M) * M, self.sizes) + self.nodes
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Of each node: the sum of the values of those in its row."""
+        total = np.concatenate([[0], np.cumsum(values[self.nodes], dtype=np.float64)])
+        return total[self.first[1:]] - total[self.first[:-1]]
+
+
+def rows_of(links: Links) -> Rows:
+    """From lists of neighbours."""
+    sizes = np.fromiter(map(len, links), np.int64, len(links))
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    return Rows(first, np.fromiter(chain.from_iterable(links), np.int64, int(first[-1])))
+
+
+def of_keys(keys: np.ndarray, nodes: int) -> Rows:
+    """From numbers i M + k of links, in ascending order."""
+    sizes = np.bincount(keys // nodes, minlength=nodes)
+    return Rows(np.concatenate([[0], np.cumsum(sizes)]), keys % nodes)
+
+
+def of_matrix(matrix: Any) -> Rows:
+    """From a binary matrix."""
+    found = np.asarray(matrix)
+    return of_keys(np.flatnonzero(found), len(found))
+
+
+def links_of_rows(rows: Rows) -> Links:
+    """As lists of neighbours."""
+    nodes, first = rows.nodes.tolist(), rows.first.tolist()
+    return tuple([tuple(nodes[a:b]) for a, b in pairwise(first)])
+
+
+def once(keys: np.ndarray) -> np.ndarray:
+    """Each number once, in ascending order; np.unique is several times slower."""
+    keys = np.sort(keys)
+    new = np.ones(len(keys), dtype=bool)
+    new[1:] = keys[1:] != keys[:-1]
+    return keys[new]
+
+
+def transpose(rows: Rows) -> Rows:
+    """Of each node: the nodes in whose row it is."""
+    M = len(rows.first) - 1
+    order = np.argsort(rows.nodes, kind="stable")
+    owners = np.repeat(np.arange(M), rows.sizes)
+    sizes = np.bincount(rows.nodes, minlength=M)
+    return Rows(np.concatenate([[0], np.cumsum(sizes)]), owners[order])
+
+
+def follow(rows: Rows, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All nodes one link on, and for each the position in `at` from which it was reached."""
+    counts = rows.sizes_of(at)
+    begin = np.cumsum(counts) - counts
+    where = np.repeat(rows.first[at] - begin, counts) + np.arange(int(counts.sum()))
+    return np.repeat(np.arange(len(at)), counts), rows.nodes[where]
+
+
+@dataclass(frozen=True)
+class Breach:
+    """Node `node` needs node `needs` in its forward or backward update, but S does not link them.
+
+    `path` is i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 where the forward update needs it, and
+    i, l, a, k with R(l, i) = R(l, a) = T(a, k) = 1 where only the backward update does.
+    """
+
+    node: int
+    needs: int
+    forward: bool
+    backward: bool
+    path: tuple[int, int, int, int]
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        i, a, row, k = self.path if self.forward else self.path[::-1]
+        why = [f"T links {i} and {a}"] * (a != i)
+        why += [f"row {row} of R has {a} and {k}"] * (a != k or not why)
+        ways = [way for way in ("forward", "backward") if getattr(self, way)]
+        layer = "" if self.layer is None else f"layer {self.layer}: "
+        need = f"{layer}node {self.node} needs node {self.needs} {' and '.join(ways)}"
+        return f"{need}: {', and '.join(why)}"
+
+
+class Needs:
+    """T R^T R + R^T R T, node after node, and what of it S does not have."""
+
+    def __init__(self, T: Rows, R: Rows, S: Rows | None = None) -> None:
+        self.T, self.R, self.S, self.C = T, R, S, transpose(R)
+        self.nodes = len(R.first) - 1
+        # A set of nodes has each of them once, so no step goes along more links than there are.
+        ways = []
+        for steps in ((T, self.C, R), (self.C, R, T)):
+            cost = np.zeros(self.nodes)
+            for k in range(3):
+                reached = np.ones(self.nodes)
+                for step in reversed(steps[: k + 1]):
+                    reached = step.sums(reached)
+                cost += np.minimum(reached, len(steps[k].nodes))
+            ways.append(cost)
+        self.cost = ways[0] + ways[1]
+        self.work = float(self.cost.sum())
+
+    def sets(self) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+        """For some nodes i at a time the cost, and the keys i M + k needed forward and backward."""
+        done, total = 0, np.concatenate([[0.0], np.cumsum(self.cost)])
+        while done < self.nodes:
+            end = max(done + 1, int(np.searchsorted(total, total[done] + CHUNK, "right")) - 1)
+            at = np.arange(done, end)
+            forward, backward = ((self.T, self.C, self.R), (self.C, self.R, self.T))
+            cost = float(total[end] - total[done])
+            yield cost, self._reach(at, *forward), self._reach(at, *backward)
+            done = end
+
+    def _reach(self, start: np.ndarray, *steps: Rows) -> np.ndarray:
+        keys = start * self.nodes + start
+        for step in steps:
+            origin = keys // self.nodes
+            position, reached = follow(step, keys % self.nodes)
+            keys = once(origin[position] * self.nodes + reached)
+        return keys
+
+    def rows(self) -> Rows:
+        """All of it as a pattern, if that is not too much."""
+        if self.work > WORK:
+            raise SparsityError(f"{self.crowd()}, which is too much to list.")
+        keys = [once(np.concatenate(both)) for _, *both in self.sets()]
+        return of_keys(np.concatenate(keys), self.nodes)
+
+    def crowd(self) -> str:
+        """The longest row of R, and what it makes of its nodes."""
+        row = int(self.R.sizes.argmax())
+        size = int(self.R.sizes[row])
+        pairs = size * (size - 1) // 2
+        return f"row {row} of R has {size} nodes, which all need each other: {pairs} pairs"
+
+    def breaches(self, most: float = np.inf, work: float = WORK) -> Breaches:
+        """What S does not have: the first ones, and how many there are.
+
+        Where that is too much work, it ends early, unless nothing was found so far.
+        """
+        assert self.S is not None
+        found, spent, links = Breaches(self), 0.0, self.S.keys
+        by_matrices = self.work > work and self.nodes <= DENSE
+        for cost, forward, backward in self._by_matrices() if by_matrices else self.sets():
+            keys = once(np.concatenate([forward, backward]))
+            keys = keys[~_within(keys, links)]
+            found.count += len(keys)
+            if len(keys) and len(found.pairs) < most:
+                some = keys[: int(min(most - len(found.pairs), len(keys)))]
+                ends = (part.tolist() for part in divmod(some, self.nodes))
+                ways = (_within(some, way).tolist() for way in (forward, backward))
+                found.pairs += zip(*ends, *ways, strict=True)
+            spent += cost
+            if self.work > work and spent > (work / 40 if found.count else work):
+                found.complete = by_matrices
+                break
+        if not (found.count or found.complete):
+            raise SparsityError(
+                f"{self.crowd()}; whether S has them all cannot be found in a short time: give "
+                "rows of R that are shorter."
+            )
+        return found
+
+    def _by_matrices(self) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+        """The same for all nodes at once."""
+        T, R = (np.zeros((self.nodes, self.nodes), dtype=np.float32) for _ in "TR")
+        for matrix, rows in ((T, self.T), (R, self.R)):
+            matrix.reshape(-1)[rows.keys] = 1
+        near = np.minimum(R.T @ R, 1)
+        yield self.work, np.flatnonzero(T @ near), np.flatnonzero(near @ T)
+
+    def path(self, i: int, k: int, forward: bool) -> tuple[int, int, int, int]:
+        """The first way by which node i needs node k; with a = i if it can be."""
+        if not forward:  # seen from its other end, a backward path is a forward one
+            a, row = self._way(self._T_back, k, i)
+            return i, row, a, k
+        a, row = self._way(self.T, i, k)
+        return i, a, row, k
+
+    def _way(self, T: Rows, i: int, k: int) -> tuple[int, int]:
+        """The a and l with T(i, a) = R(l, a) = R(l, k) = 1, from the end with fewer ways."""
+        near, holding = T.row(i), self.C.row(k)
+        if self.C.sizes_of(near).sum() < self.R.sizes_of(holding).sum():
+            position, row = follow(self.C, near)
+            a = near[position]
+            good = _within(row * self.nodes + k, self._R_keys)
+        else:
+            position, a = follow(self.R, holding)
+            row = holding[position]
+            good = _within(a, near)
+        a, row = a[good], row[good]
+        best = i if (a == i).any() else int(a.min())
+        return best, int(row[a == best].min())
+
+    @cached_property
+    def _T_back(self) -> Rows:
+        return transpose(self.T)
+
+    @cached_property
+    def _R_keys(self) -> np.ndarray:
+        return self.R.keys
+
+
+@dataclass
+class Breaches:
+    """Pairs that break the condition: node, needs, forward, backward; `count` may be of more.
+
+    Unless `complete`, there are more than `count`, too.
+    """
+
+    needs: Needs
+    pairs: list[tuple[int, int, bool, bool]] = field(default_factory=list)
+    count: int = 0
+    complete: bool = True
+
+    def explained(self, layer: int | None = None) -> Iterator[Breach]:
+        """Each pair with a path."""
+        for i, k, forward, backward in self.pairs:
+            yield Breach(i, k, forward, backward, self.needs.path(i, k, forward), layer)
+
+    @property
+    def why(self) -> str:
+        """The reason, where there are more than can be counted."""
+        return "" if self.complete else f" ({self.needs.crowd()})"
+
+
+def broken(pairs: Sequence[tuple[int, int]], why: str, advice: str = "") -> SparsityError:
+    """Patterns that break the condition, of which some pairs are known."""
+    shown = ", ".join(f"{i} -> {k}" for i, k in pairs[:4])
+    return SparsityError(
+        "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
+        f"{shown}{' ...' if len(pairs) > 4 else ''}, which S does not link{why}; remove edges from "
+        f"R or T, or add links to S.{advice}"
+    )
+
+
+def _within(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each is one of the known ones, which are in ascending order."""
+    if not len(known):
+        return np.zeros(len(keys), dtype=bool)
+    return known[np.searchsorted(known, keys).clip(max=len(known) - 1)] == keys
