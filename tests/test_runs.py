@@ -7,13 +7,14 @@ import os
 import shutil
 import string
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdnn import runfiles, runs, serialization, tasks
+from hdnn import graph_tasks, runfiles, runs, serialization, tasks
 from hdnn.__main__ import main
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
 from hdnn.runs import Run, TrainConfig, read_config
@@ -384,3 +385,35 @@ def test_a_training_goes_on_though_its_log_was_edited(trained, tmp_path, capsys)
     assert main(["train", "--resume", "--out", str(run.folder), "--quiet"]) == 0
     assert run.model_file.read_bytes() == (trained / "classes" / "model.safetensors").read_bytes()
     assert tasks.known_metrics(run) is not None
+
+
+# The same of trainings on a graph
+
+OF_GRAPH = {"parts": 1, "nodes": 4, "layers": 2, "messages": 0, "bytes": 0, "seconds": 1.5}
+OF_GRAPH |= {"data": "swiss_roll", "network": "h2", "traffic": [[0, 1, 2, 3]]}
+
+
+@pytest.mark.parametrize("entry", OF_GRAPH)
+def test_metrics_of_a_graph_of_any_other_kind_are_one_sentence(tmp_path, entry):
+    file = tmp_path / "metrics.json"
+    file.write_text(json.dumps(OF_GRAPH))
+    assert graph_tasks.metrics(tmp_path) == OF_GRAPH
+    like = str if isinstance(OF_GRAPH[entry], str) else (int, float)
+    for odd in [odd for odd in ODD if odd is True or not isinstance(odd, like)]:
+        if entry == "traffic" and odd == []:
+            continue  # none at all
+        file.write_text(json.dumps(OF_GRAPH | {entry: odd}))
+        with pytest.raises(CheckpointError, match=f"metrics.json is damaged or was .* {entry}"):
+            graph_tasks.metrics(tmp_path)
+
+
+def test_a_config_of_a_graph_of_any_other_kind_is_one_sentence(tmp_path):
+    file, asked = tmp_path / "config.json", graph_tasks.ask({"layers": 2}, nodes=4)
+    for name in ("graph", "layers", "step", "gain", "seed", "options", "network", "nonsense"):
+        for odd in (None, "x", [], [1], "nonsense"):
+            file.write_text(json.dumps({**asdict(asked.config), name: odd}))
+            with pytest.raises(HDNNError):
+                graph_tasks.ask({}, out=str(tmp_path), resume=True)
+    file.write_text("[" * 10**5)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        graph_tasks.ask({}, out=str(tmp_path), resume=True)

@@ -310,7 +310,9 @@ def _resumed(folder: Path, given: dict[str, Any], graph: str | None, nodes: int 
     """The training of a folder, unless something else is asked for."""
     file = folder / "config.json"
     try:
-        config = run.Config(**read_json(file, MOST_CONFIG))
+        written = read_json(file, MOST_CONFIG)
+        runfiles.check(file, written, {}, {"gain": runfiles.number, "options": runfiles.table})
+        config = run.Config(**written)
         found = patterns_of(config.graph, str(file)).graph()
         _check(config, found)
     except (TypeError, AttributeError) as error:
