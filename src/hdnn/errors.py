@@ -23,8 +23,8 @@ QUOTED = 160  # letters of a word in a message: a path or a number may have thou
 class HDNNError(ValueError):
     """Base class of every error that `hdnn` raises on purpose."""
 
-    def __init__(self, *said: object) -> None:
-        super().__init__(*(readable(one) if isinstance(one, str) else one for one in said))
+    def __str__(self) -> str:  # and not when it is made, which `torch.compile` has to follow
+        return readable(super().__str__())
 
 
 class ShapeError(HDNNError):
