@@ -345,3 +345,13 @@ def test_the_quick_way_to_read_finds_what_tomllib_finds(text):
 def test_the_quick_way_is_taken_for_lists_of_links():
     text = gf.to_toml({"nodes": 40, "R": [[i, i + 1] for i in range(39)], "sizes": 2})
     assert gf._plain(f"# a path\n{text}") == tomllib.loads(text)
+
+
+def test_a_large_file_of_anything_else_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    file = tmp_path / "other.toml"
+    file.write_text("nodes = 2\nR = [[0, 1.0]]\n")
+    monkeypatch.setattr(gf, "LARGEST_TEXT", 20)
+    with pytest.raises(SparsityError, match="too large for a graph that says more than"):
+        read_graph(file)
+    file.write_text("nodes = 2\nR = [[0, 1]]\n")
+    assert read_graph(file).nodes == 2

@@ -27,7 +27,8 @@ from hdnn.errors import HDNNError, SparsityError, quoted
 from hdnn.files import as_path
 
 KEYS = ("nodes", "edges", "R", "T", "sizes")
-LARGEST_FILE = 2**26  # bytes
+LARGEST_FILE = 2**27  # bytes
+LARGEST_TEXT = 2**24  # bytes that tomllib reads, which takes some ten seconds
 MOST_NODES = 10**6
 MOST_FEATURES = 10**9  # of one node
 MOST_DESIGNED = 1000  # nodes, for which an R is found in seconds
@@ -70,7 +71,9 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(as_path(path), "rb", opener=_at_once) as file:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
-            raise SparsityError(f"{path} is too large for a graph: more than 64 MiB.")
+            raise SparsityError(
+                f"{path} is too large for a graph: more than {LARGEST_FILE / 2**20:.0f} MiB."
+            )
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SparsityError(f"cannot read the graph {path}: it is not a text file.") from error
@@ -79,8 +82,14 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise SparsityError(f"cannot read the graph {path}: {reason}.") from error
+    table = _plain(text)
+    if table is None and len(text) > LARGEST_TEXT:
+        raise SparsityError(
+            f"{path} is too large for a graph that says more than whole numbers and lists of them, "
+            "or it has a mistake; write nodes = 8, R = [[0, 1], ..] and the like, and nothing else."
+        )
     try:
-        return _plain(text) or tomllib.loads(text)
+        return table or tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number may be too long for Python
         raise SparsityError(f"{path} is no valid TOML: {error}.") from error
 
