@@ -108,11 +108,16 @@ def markdown(result: dict[str, Any]) -> str:
         [
             [row["layers"], row["backprop"], f"{row['weights']:.0f}"]
             + [f"{peak:.0f}" for peak in row["peaks"]]
-            + [f"{row['image']:.2f}", f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"]
+            + [_image(row), f"{min(row['seconds']):.3f} to {max(row['seconds']):.3f}"]
             for row in result["memory"]
         ],
     )
     return "\n".join(lines) + "\n"
+
+
+def _image(row: dict[str, Any]) -> str:
+    """What an image costs; nothing where more images are kept another way, as `auto` may."""
+    return "" if row["backprop"] == "auto" else f"{row['image']:.2f}"
 
 
 def _epochs(rows: list[dict[str, Any]]) -> list[str]:

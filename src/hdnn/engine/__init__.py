@@ -1,10 +1,15 @@
 """How fast and in how much memory a stack runs: the same results, by other means.
 
 `hdnn.functional` is the definition. An *engine* says where the layers run: "reference" (plain
-PyTorch, one layer after the other) or "fused" (the whole stack as one kernel). *Backprop* says how
-gradients come back: "stored" states, "checkpoint"s, or "reversible": states are rebuilt from the
-last one, so that memory does not grow with depth. "auto" chooses, and never changes results beyond
-rounding; whatever else is asked for runs or is an error.
+PyTorch, one layer after the other) or "fused" (the whole stack as one kernel). *Backprop* says what
+gradients come back from: "stored" states, or the states at about sqrt(N) "checkpoint"s, from which
+the layers between them run a second time. Both have the gradients of stored states for any weights.
+"reversible" keeps y_N alone and rebuilds the rest by undoing the layers, so that memory does not
+grow with depth; but rounding then grows by what the layers expand, so each reversal is checked: a
+`ReversalWarning` with figures, or a `TrainingError` where the gradients would be worthless.
+
+"auto" never rebuilds states. It stores them while they take no more than 1/32 of the memory of the
+GPU, or of the machine, and takes checkpoints beyond. Whatever else is asked for runs or is an error.
 """
 
 from __future__ import annotations
@@ -30,11 +35,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 class Settings:
     """What the caller asks of the engine.
 
-    `state="fixed"` keeps the state on an integer grid, so that its reversal is exact to the last
-    bit. `precision` is of the matrix products on a GPU: "auto" follows the dtype, and for float32
-    `torch.set_float32_matmul_precision`. `deterministic` forbids atomic additions
-    there. `check` compares the state that a reversal ends with to the one it began with, and warns
-    once when they differ by more than rounding should.
+    `state="fixed"` keeps the state on a grid of 2^-40, about 1e-12, up to 8e6, so that its reversal
+    is exact to the last bit; what is too small for the grid is a warning, what is too large an
+    error. `precision` is of the matrix products on a GPU: "auto" follows the dtype, and for float32
+    `torch.set_float32_matmul_precision`. `deterministic` forbids atomic additions there.
+    `check=False` leaves out the check of reversals.
     """
 
     engine: str = "auto"
