@@ -9,7 +9,7 @@ grow with depth; but rounding then grows by what the layers expand, so each reve
 `ReversalWarning` with figures, or a `TrainingError` where the gradients would be worthless.
 
 "auto" never rebuilds states. It stores them while they take no more than 1/32 of the memory of the
-GPU, or of the machine, and takes checkpoints beyond. Whatever else is asked for runs or is an error.
+GPU, or of the machine, and takes checkpoints beyond. What else is asked for runs or is an error.
 """
 
 from __future__ import annotations
