@@ -281,6 +281,7 @@ def test_a_pipe_into_which_nobody_writes_is_not_waited_for(tmp_path):
         ('nodes = 3\nR = "' + "x" * 10**5 + '"', "but is 'xxx"),
         ("nodes = 3\nnodes = 4\nR = []", "no valid TOML"),
     ],
+    ids=map(str, range(17)),
 )
 def test_hostile_files_are_refused_at_once_in_one_sentence(tmp_path, text, words):
     file = tmp_path / "hostile.toml"

@@ -18,7 +18,7 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from hdnn import sparsity
@@ -28,6 +28,7 @@ from hdnn.files import as_path
 
 KEYS = ("nodes", "edges", "R", "T", "sizes")
 LARGEST_FILE = 2**27  # bytes
+PIECE = 2**20  # bytes that are read at once
 LARGEST_TEXT = 2**24  # bytes that tomllib reads, which takes some ten seconds
 MOST_NODES = 10**6
 MOST_FEATURES = 10**9  # of one node
@@ -69,7 +70,8 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file says, before it is checked."""
     try:
         with open(as_path(path), "rb", opener=_at_once) as file:
-            content = file.read(LARGEST_FILE + 1)
+            pieces = iter(lambda: file.read(PIECE), b"")
+            content = b"".join(islice(pieces, LARGEST_FILE // PIECE + 1))
         if len(content) > LARGEST_FILE:
             raise SparsityError(
                 f"{path} is too large for a graph: more than {LARGEST_FILE / 2**20:.0f} MiB."
