@@ -142,7 +142,8 @@ def short(monkeypatch):
         monkeypatch.setitem(recipe, "batch", 1000)
     for recipe in ("paper", "published"):
         monkeypatch.setitem(table_planar.RECIPES[recipe], "epochs", 1)
-    for more in (*table_planar.MORE.values(), *table_distributed.MORE.values()):
+    distributed = (*table_distributed.MORE.values(), table_distributed.PLAIN)
+    for more in (*table_planar.MORE.values(), *distributed):
         for name, value in {"epochs": 1, "copies": 1, "starts": 2}.items():
             monkeypatch.setitem(more, name, value)
 
@@ -356,8 +357,19 @@ def test_table_distributed_has_the_parameters_that_it_says(short, tmp_path, monk
         assert f"{count} parameters" in table_distributed.VARIANTS[variant]
     monkeypatch.setattr(table_distributed, "PAPER", {("swiss_roll", 2): (91.05, 99.9)})
     options = ["--seeds", "1", "--processes", "1", "--out", str(tmp_path)]
-    assert table_distributed.main([*options, "--runs", str(tmp_path / "runs")]) == 0
+    options += ["--runs", str(tmp_path / "runs")]
+    assert table_distributed.main(options) == 0
     assert "| swiss roll, 2 |" in capsys.readouterr().out
+
+    path = tmp_path / "table-distributed.json"  # variants that are not asked for come from it
+    before = json.loads(path.read_text())
+    options += ["--variants", "centralised", "--recorded", str(path), "--json"]
+    assert table_distributed.main(options) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert [row["variant"] for row in after["rows"]] == list(counts)
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}
+    with pytest.raises(DataError, match="a table of 1 seeds, not 2"):
+        table_distributed.main([*options, "--seeds", "2"])
 
 
 def test_figures_are_drawn(short, tmp_path, monkeypatch, capsys):

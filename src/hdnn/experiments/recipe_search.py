@@ -118,7 +118,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = runner.arguments(__doc__, NAME)
-    parser.set_defaults(seeds=6)
+    parser.set_defaults(seeds=4)
     options = parser.parse_args(argv)
     keys = [
         (table, name, cell)

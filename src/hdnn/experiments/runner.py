@@ -169,17 +169,22 @@ def command(name: str, parser: Arguments, options: argparse.Namespace, *shown: s
     return " ".join([f"hdnn reproduce {name}", *(["--", *words] if words else [])])
 
 
-def read_table(path: Path, name: str, keys: Iterable[str]) -> dict[str, Any]:
+def read_table(
+    path: Path, name: str, keys: Iterable[str], seeds: int | None = None
+) -> dict[str, Any]:
     """A result that was recorded before, by the experiment of that name, with these keys."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        if all(key in table for key in ("command", *keys)) and name in table["command"]:
-            return table
+        whole = all(key in table for key in ("command", *keys)) and name in table["command"]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}.") from error
     except (ValueError, TypeError):
-        pass
-    raise DataError(f"{path} is no table of `hdnn reproduce {name}`.")
+        whole, table = False, {}
+    if not whole:
+        raise DataError(f"{path} is no table of `hdnn reproduce {name}`.")
+    if seeds is not None and table["seeds"] != seeds:
+        raise DataError(f"{path} is a table of {table['seeds']} seeds, not {seeds}.")
+    return table
 
 
 def image_arguments(description: str | None, name: str, seeds: int) -> Arguments:

@@ -6,11 +6,13 @@ have 64 and 144 parameters; the 112 and 272 that its table prints are those of t
 with a full K, which is solved by Newton's method, is not local, and is kept where each step has
 exactly one solution. Training is by coordinate descent with the output layer solved for each
 minibatch, the step is h = 0.5, and K is drawn from N(0, 4/n), which for 16 features leaves sigma
-room on both sides. As in our recipe for table-planar, the network sees copies of the training
-points that are moved a little, and H2, which is quick to train, may start again from other weights:
-the start of least loss on the training points is taken. That was chosen on other seeds than those
-of the table (docs/results/recipe-search.md). A seed is one data set, one sequence of initial
-weights and one order of the samples; the test points decide nothing.
+room on both sides. As in our recipe for table-planar, H2 sees copies of the training points that
+are moved a little, and may start again from other weights: the start of least loss on the training
+points is taken. That was chosen on other seeds than those of the table
+(docs/results/recipe-search.md). The general layer, which takes twenty times as long, is trained
+once, on the points themselves. A seed is one data set, one sequence of initial weights and one
+order of the samples; the test points decide nothing. Rows of variants that are not asked for are
+taken from a recorded table (`--recorded`).
 
     hdnn reproduce table-distributed
     hdnn reproduce table-distributed -- --seeds 2 --variants masked
@@ -18,9 +20,11 @@ weights and one order of the samples; the test points decide nothing.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,11 +62,12 @@ OPTIONS: dict[str, Any] = {
     "smoothing": "cosine",
 }
 # Epochs over so many copies of the points, each coordinate moved by up to so much; and the starts
-# of H2. Those with a full K take twenty times as long, and have one.
+# of H2. A training with a full K takes twenty times as long, and is one on the points themselves.
 MORE = {
     "swiss_roll": {"epochs": 5, "copies": 10, "moved": 0.05, "starts": 4},
     "double_circles": {"epochs": 5, "copies": 10, "moved": 0.2, "starts": 4},
 }
+PLAIN = {"epochs": 50, "copies": 1, "moved": 0.0, "starts": 1}
 BETWEEN = 0.2  # times the blocks of a full K through which one row sees both p and q
 VARIANTS = {
     "masked": "H2 on the ring, 64 parameters a layer",
@@ -91,7 +96,7 @@ def two_steps() -> list[list[int]]:
 def network(variant: str, layers: int, seed: int) -> hdnn.Model:
     """x_1 enters p of the first node, x_2 enters q of the fifth."""
     generator = torch.Generator().manual_seed(seed)
-    full = variant.endswith("full K")
+    full = _full(variant)
     like: dict[str, Any] = {"step": STEP, "generator": generator}
     if variant.startswith("masked"):
         like["sparsity"] = Sparsity(ring(), S=None if full else two_steps())
@@ -115,7 +120,7 @@ def trained(job: Job, data: planar.PlanarData) -> tuple[hdnn.Model, int]:
         return network(job["variant"], job["layers"], start_seed(job["seed"], start))
 
     like = {**job["options"], **job["more"]}
-    if job["variant"].endswith("full K"):
+    if _full(job["variant"]):
         like["callbacks"] = [WellPosed()]
     return best_start(network_of, data.x_train, data.t_train, job["seed"], **like)
 
@@ -136,8 +141,11 @@ def train(job: Job) -> Job:
 def job_of(variant: str, data: str, layers: int, seed: int) -> Job:
     """One training, with all that decides how it goes."""
     cell = {"variant": variant, "data": data, "layers": layers, "seed": seed}
-    more = {**MORE[data], **({"starts": 1} if variant.endswith("full K") else {})}
-    return {**cell, "options": OPTIONS, "more": more}
+    return {**cell, "options": OPTIONS, "more": PLAIN if _full(variant) else MORE[data]}
+
+
+def _full(variant: str) -> bool:
+    return variant.endswith("full K")
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -165,11 +173,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = runner.arguments(__doc__, NAME)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    options = parser.parse_args(argv)
-    start = time.perf_counter()
+def table(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry a cell."""
     jobs = [
         job_of(variant, data, layers, seed)
         for data, layers in PAPER
@@ -192,6 +197,26 @@ def main(argv: list[str] | None = None) -> int:
         cell["failed"] = len(values) - len(ended)  # a step of Newton's method found no solution
         good = not cell["failed"] and reached(found["mean"], paper)
         rows.append({**cell, **found, "reached": good})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runner.arguments(__doc__, NAME)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--recorded", type=Path, help="a table (JSON) with the other variants")
+    options = parser.parse_args(argv)
+    start, rows = time.perf_counter(), table(options)
+    if options.recorded is not None:
+        before = runner.read_table(options.recorded, NAME, ("seeds", "rows"), options.seeds)
+        rows += [row for row in before["rows"] if row["variant"] not in options.variants]
+    options.variants = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
+    order = list(PAPER), options.variants
+    rows.sort(
+        key=lambda row: (
+            order[0].index((row["data"], row["layers"])),
+            order[1].index(row["variant"]),
+        )
+    )
     result = {
         "command": runner.command(NAME, parser, options, "seeds", "variants"),
         "seeds": options.seeds,

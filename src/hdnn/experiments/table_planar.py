@@ -31,7 +31,6 @@ from torch import Tensor
 
 import hdnn
 from hdnn.data import planar
-from hdnn.errors import DataError
 from hdnn.experiments import runner
 from hdnn.experiments.counted import reached, sentence
 from hdnn.experiments.runner import Job
@@ -240,12 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     start, known = time.perf_counter(), {}
     if options.recorded is not None:
-        before = runner.read_table(options.recorded, NAME, ("seeds", "recipes"))
-        if before["seeds"] != options.seeds:
-            raise DataError(
-                f"{options.recorded} is a table of {before['seeds']} seeds, not {options.seeds}."
-            )
-        known = before["recipes"]
+        keys = ("seeds", "recipes")
+        known = runner.read_table(options.recorded, NAME, keys, options.seeds)["recipes"]
     made = known | {recipe: table(recipe, options) for recipe in options.recipes}
     options.recipes = [recipe for recipe in RECIPES if recipe in made]
     result = {
