@@ -493,6 +493,58 @@ def test_the_operator_keeps_the_promises_of_an_operator():
             torch.library.opcheck(operators.stack, (y, leaves, "", False, "tanh", kind, way))
 
 
+@pytest.mark.parametrize("make", [hdnn.H1, hdnn.H2])
+@pytest.mark.parametrize("backprop", ["stored", "checkpoint"])
+def test_many_gradients_at_once_are_those_one_by_one(make, backprop):
+    net, y = make(4, 5, dtype=F64, backprop=backprop), Random(0)(3, 4)
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(net, y, vectorize=True), jacobian(net, y))
+
+
+HOOKS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "other strides": (lambda t: torch.stack([t, -t], -1), lambda t: t[..., 0]),
+    "other order": (lambda t: t.mT.contiguous() if t.ndim > 1 else t, lambda t: t.mT),
+    "other dtype": (lambda t: t.double(), lambda t: t),
+}
+
+
+@pytest.mark.parametrize("hook", list(HOOKS))
+@pytest.mark.parametrize("way", ["reversible", "fused", "fused checkpoint", "fused reversible"])
+def test_hooks_may_give_back_saved_tensors_in_any_form(hook, way):
+    pack, unpack = HOOKS[hook]
+    net = hdnn.H2(4, 6, **WAYS[way])
+    y = torch.randn(70, 4, generator=torch.Generator().manual_seed(0))
+    wanted = torch.autograd.grad(net(y).sum(), list(net.parameters()))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: unpack(t) if t.ndim > 1 else t):
+        y_N = net(y)
+    found = torch.autograd.grad(y_N.sum(), list(net.parameters()))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_compiled_under_autocast_an_X_is_not_read_as_what_it_is_not():
+    torch._dynamo.reset()
+    X = torch.randn(2, 2, generator=torch.Generator().manual_seed(0))
+    net, y = hdnn.H2(4, 5, X=X), torch.ones(7, 4)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(y), net(y))
+
+
+def test_a_compiled_stack_takes_checkpoints_where_states_are_many(monkeypatch):
+    torch._dynamo.reset()
+    calls._known.clear()
+    monkeypatch.setattr(dispatch, "_MACHINE", 20 * 32 * 5 * 2 * 2 * 8)  # for 20 samples
+    net = hdnn.H2(4, 5, dtype=F64)
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
+    for B in (3, 50, 20, 21):
+        y = Random(B)(B, 4)
+        found, wanted = (
+            torch.autograd.grad(f(y).sum(), list(net.parameters())) for f in (compiled, net)
+        )
+        torch.testing.assert_close(found, wanted)
+    calls._known.clear()
+
+
 def test_exported_programs_hold_no_operator_of_ours():
     net = hdnn.H2(4, 3)
     program = torch.export.export(net, (torch.zeros(2, 4),))

@@ -69,3 +69,48 @@ def test_frozen_parameters_get_no_gradient():
 )
 def test_networks_that_run_layer_by_layer_are_left_to_autograd(net):
     assert not Apart(net).usable(torch.ones(2, 4))
+
+
+class Doubled(hdnn.H2):
+    def forward(self, y):
+        return 2 * super().forward(y)
+
+
+def _shared():
+    net = hdnn.H2(4, 3)
+    net.K_q = net.K_p
+    return net
+
+
+def _with_hook(add):
+    net = hdnn.H2(4, 3)
+    add(net)
+    return net
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Doubled(4, 3),
+        _shared(),
+        _with_hook(lambda net: net.register_forward_hook(lambda module, given, y: None)),
+        _with_hook(lambda net: net.register_forward_pre_hook(lambda module, given: None)),
+        _with_hook(lambda net: net.K_p.register_hook(lambda g: 2 * g)),
+        _with_hook(lambda net: net.K_p.register_post_accumulate_grad_hook(lambda p: None)),
+    ],
+)
+def test_what_is_more_than_one_call_is_left_to_autograd(net):
+    assert not Apart(net).usable(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("y", [torch.randn(4, 7).mT, torch.randn(4).expand(6, 4)])
+def test_states_may_lie_in_memory_in_any_order(y):
+    net = hdnn.H2(4, 3)
+    apart = Apart(net)
+    assert apart.usable(y)
+    torch.testing.assert_close(apart.forward(y), net(y).detach())
+    apart.backward(torch.ones(y.shape))
+    found = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net(y).sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in net.parameters()])

@@ -27,6 +27,7 @@ class Apart:
 
     def forward(self, y: Tensor) -> Tensor:
         call, tensors = self.known.get(y.shape) or self._find(y)
+        y = y.contiguous()
         with torch.no_grad():
             y_N, kept = stacks.ahead(call.run, y, tensors)
         self.last = (call, tensors, y, kept)
@@ -51,13 +52,30 @@ class Apart:
 
     def _find(self, y: Tensor) -> Any:
         with torch.enable_grad(), calls.recorded() as record:
-            self.net(y)
-        if len(record) != 1:
+            y_N = self.net(y)
+        # A call that is recorded gives back what it takes: so nothing is done before it or after.
+        if len(record) != 1 or y_N is not y:
             return None
         call, weights, coef = record[0]
-        if call.converting:
-            return None
         tensors = (*weights, coef)
+        leaves = [t for t in tensors if t is not None and t.is_leaf]
+        shared = len({id(t) for t in leaves}) < len(leaves)
+        if call.converting or shared or _hooked(self.net) or any(_hooked(t) for t in leaves):
+            return None
         if all(t is None or t.is_leaf for t in tensors):
             self.known[y.shape] = call, tensors  # they change in place
         return call, tensors
+
+
+def _hooked(one: Any) -> bool:
+    """Whether a module or a parameter has hooks, which autograd or a call of it would run."""
+    return any(getattr(one, name, None) for name in HOOKS)
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)

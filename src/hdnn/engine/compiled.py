@@ -28,7 +28,11 @@ class Compiled:
     def __call__(
         self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step
     ) -> Tensor:
-        """As the calls in `hdnn.engine.calls`."""
+        """As the calls in `hdnn.engine.calls`; kernels read no products that autocast rounded."""
+        with torch.autocast(y.device.type, enabled=False):
+            return self._run(y, weights, link, h)
+
+    def _run(self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step) -> Tensor:
         from hdnn.engine import calls, operators
 
         fused = self.how.startswith("fused")

@@ -27,6 +27,7 @@ SHARE = 1 / 32
 
 Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them twice.
 """
+TOO_LARGE = f"; all states would take more than 1/{1 / SHARE:.0f} of the memory"
 
 _MACHINE = memory.there()
 
@@ -86,7 +87,7 @@ def plan(
         states = steps * batch * (n // 2 if reversible else n)
         if engine == "fused" and states * max(4, dtype.itemsize) > stored_limit(device):
             backprop = "checkpoint"
-            why += f"; all states would take more than 1/{1 / SHARE:.0f} of the memory"
+            why += TOO_LARGE
     return Plan(engine, backprop, why)
 
 
@@ -182,6 +183,11 @@ def watched() -> bool:
 def transformed() -> bool:
     """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def batched(g: Tensor) -> bool:
+    """Whether g is many gradients at once, by `vmap` or `torch.autograd.grad(is_grads_batched)`."""
+    return transformed() or torch._C._functorch.is_legacy_batchedtensor(g)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # `torch.compile` asks these while it traces, as torch.compiler.assume_constant_result has it, which

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from hdnn.engine import fixed, plain
-from hdnn.engine.dispatch import transformed
+from hdnn.engine.dispatch import batched, transformed
 from hdnn.engine.drift import ReversalWarning, check_reversal, drift_of
 from hdnn.engine.plain import Euler, Shears
 
@@ -170,9 +170,12 @@ def ahead(run: Run, y: Tensor, tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor
 
 def behind(run: Run, y: Tensor, kept: Tensor, g: Tensor, tensors: tuple[Any, ...]) -> Sequence[Any]:
     """The gradients of y_0 and of all tensors."""
-    if torch.is_grad_enabled():  # a gradient of the gradient is wanted
+    if torch.is_grad_enabled() or batched(g):  # a gradient of the gradient is wanted, or many
         return _reference_vjp(run, g, y, *tensors)
     g = g.contiguous()
+    y = _readable(y, g)
+    tensors = tuple([_readable(t, g) for t in tensors])
+    kept = kept.contiguous() if run.grid else _readable(kept, g)
     if run.grid:
         _, *found = fixed.split_backward(kept, g, run.part(tensors, run.whole))
     elif run.backprop == "reversible":
@@ -184,6 +187,13 @@ def behind(run: Run, y: Tensor, kept: Tensor, g: Tensor, tensors: tuple[Any, ...
     if tensors[-1] is None:
         found[-1] = None
     return found
+
+
+def _readable(t: Any, like: Tensor) -> Any:
+    """A tensor as kernels read it: `saved_tensors_hooks` may give back other strides and dtypes."""
+    if t is None or (t.dtype is like.dtype and t.is_contiguous()):
+        return t
+    return t.to(like).contiguous()
 
 
 def _undone(run: Run, y: Tensor, y_N: Tensor, g: Tensor, tensors: tuple[Any, ...]) -> list[Any]:
