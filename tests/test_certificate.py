@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdnn
-from hdnn import analysis
+from hdnn import analysis, models
 from hdnn.analysis import image_certificate, jacobians
 from hdnn.errors import DataError, OptionError, ShapeError
 from strategies import ACTIVATIONS, MONOTONE, Random, seeds, sizes
@@ -155,6 +155,43 @@ def test_a_network_without_finite_outputs_is_never_said_to_hold(net, why):
     assert (told["status"], told["computed"], told["smallest_norm"]) == ("not computed", 0, None)
     assert re.search(why, told["unknown"])
     assert found.plot().get_title() == "Not all norms could be computed"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3.0), (torch.float16, 0.3)])
+def test_a_network_that_overflows_in_its_own_dtype_alone_is_not_said_to_hold(dtype, size):
+    net = make("H2", 4, 40, step=1.0, activation="identity")
+    with torch.no_grad():
+        net.K_p.mul_(10 * size)
+        net.K_q.mul_(10 * size)
+    y = Random(0)(10, 4)
+    net = net.to(dtype)
+    found = analysis.certify(net, y)
+    assert analysis.certify(net.double(), y).holds  # the same weights do not, in float64
+    assert (found.status, found.holds, found.computed) == ("not computed", None, 0)
+    assert "outputs of the network itself, in float" in found.verdict
+
+
+def test_units_that_overflow_in_their_own_dtype_alone_are_not_said_to_hold():
+    model = models.hdnn_star("h2", 4, (4,), size=8, activation="identity")
+    with torch.no_grad():
+        model.stages[0].K_p.fill_(1e5)
+        model.stages[0].K_q.fill_(1e5)
+    x = Random(0)(2, 3, 8, 8)
+    (found,) = image_certificate.certify_images(model, x).parts
+    assert not model(x.float()).isfinite().any()
+    assert (found.status, found.holds, found.computed) == ("not computed", None, 0)
+    assert "in float32, are not finite" in found.verdict
+
+
+def test_hooks_that_change_what_a_network_computes_are_seen():
+    net = make("H2", dtype=F64)
+    recorded = []
+    net.register_forward_hook(lambda net, y, out: recorded.append(out))
+    assert analysis.certify(net).holds  # that one changes nothing
+    net.register_forward_hook(lambda net, y, out: 0.1 * out)
+    found = analysis.certify(net)
+    assert (found.status, found.holds) == ("not computed", None)
+    assert "is not its layers one after the other" in found.verdict
 
 
 def test_samples_that_could_not_be_computed_are_counted():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hdnn.analysis.bounds import Bound, bounds_of, extremes
-from hdnn.analysis.copies import exact
+from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.measured import HIDDEN, Measured
 from hdnn.errors import DataError, OptionError, ShapeError, positive_int
 from hdnn.files import finite
@@ -180,6 +180,7 @@ def certify(
     """Check a network's promise at y: inputs of a Model, states of a network, or random ones.
 
     In float64 whatever the network's dtype: what is certified are its weights, free of rounding.
+    Points at which the network itself, in its own dtype, overflows count as not computed.
     """
     if not isinstance(model, (Model, Network)):
         raise OptionError(
@@ -196,10 +197,11 @@ def certify(
         if not bool(torch.isfinite(weight).all()):
             raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
     y_0 = _points(y, width, positive_int("samples", samples), net, seed)
+    lost = lost_in_own_dtype(model, y_0)
     if isinstance(twin, Model):
         y_0 = twin.embed(y_0)
     where = points or ("random points" if y is None else "points")
-    return _certificate(net, y_0, str(given.dtype).removeprefix("torch."), where)
+    return _certificate(net, y_0, str(given.dtype).removeprefix("torch."), where, lost)
 
 
 def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int) -> Tensor:
@@ -218,9 +220,9 @@ def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int)
 
 
 @torch.no_grad()
-def _certificate(net: Network, y: Tensor, dtype: str, points: str) -> Certificate:
-    seen, promise = Measured(net, y), guarantee(net)
-    holds, why = None, seen.why
+def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor) -> Certificate:
+    seen, promise = Measured(net, y, lost), guarantee(net)
+    holds, why = None, seen.why or (overflows(dtype) if bool(lost.any()) else "")
     if promise.holds and len(seen.computed):
         holds, doubt = judged(seen.smallest, 0.0 if seen.smallest >= 1 else seen.slack())
         why = why or doubt
@@ -251,6 +253,11 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str) -> Certificat
         computed=len(seen.computed),
         trouble=why,
     )
+
+
+def overflows(dtype: str) -> str:
+    """Why nothing is said of a network whose copy in float64 is fine."""
+    return f"the outputs of the network itself, in {dtype}, are not finite"
 
 
 def _bounds(net: Network, seen: Measured) -> tuple[Bound, ...]:

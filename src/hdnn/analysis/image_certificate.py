@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.analysis.certificate import Certificate, certify, guarantee, judged, over_samples
-from hdnn.analysis.copies import exact
+from hdnn.analysis.certificate import (
+    Certificate,
+    certify,
+    guarantee,
+    judged,
+    over_samples,
+    overflows,
+)
+from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
 from hdnn.errors import positive_int
 from hdnn.models import HDNNStar, ImageModel, MNISTNet
@@ -91,13 +98,15 @@ def certify_images(
         unit.register_forward_pre_hook(lambda unit, given: seen.append((unit, given[0])))
         for unit in twin.stages
     ]
+    x = x[: min(samples, IMAGES)]
     with torch.no_grad():
-        twin(x[: min(samples, IMAGES)])
+        twin(x)
     for hook in hooks:
         hook.remove()
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     where = f"{points}, norms by Lanczos from below"
-    parts = (_unit_certificate(unit, y, dtype, where) for unit, y in seen)
+    lost = lost_in_own_dtype(model, x)
+    parts = (_unit_certificate(unit, y, dtype, where, lost) for unit, y in seen)
     return Certificates(name, tuple(parts))
 
 
@@ -116,16 +125,21 @@ def _pixels(model: Any, x: Tensor, samples: int) -> Tensor:
     return y.cpu()[chosen]
 
 
-def _unit_certificate(unit: HamiltonianUnit, y: Tensor, dtype: str, points: str) -> Certificate:
+def _unit_certificate(
+    unit: HamiltonianUnit, y: Tensor, dtype: str, points: str, lost: Tensor | None = None
+) -> Certificate:
     N, promise = unit.layers, guarantee(unit)
     layers = sorted({round(k * (N - 1) / max(LAYERS - 1, 1)) for k in range(LAYERS)})
     found = unit_extremes(unit, y, layers=layers, steps=STEPS, smallest=False)
     if promise.holds and bool((found.largest < 1).any()):
         found = unit_extremes(unit, y, layers=layers, steps=MORE, smallest=False)
     norms = found.largest
-    fine = ~norms.isnan().any(0)
+    finite = ~norms.isnan().any(0)
+    lost = torch.zeros_like(finite) if lost is None else lost.to(finite.device)
+    fine = finite & ~lost
     norms = norms.where(fine, torch.nan)
-    holds, trouble = None, "" if bool(fine.all()) else "a state or a product is not finite"
+    trouble = "a state or a product is not finite" if not bool(finite.all()) else ""
+    holds, trouble = None, trouble or (overflows(dtype) if bool(lost.any()) else "")
     if promise.holds and bool(fine.any()):
         # Lanczos has the norm from below: too small is one that it cannot have missed either.
         least = over_samples(norms.flatten())[0].item()

@@ -35,10 +35,11 @@ class Measured:
 
     `computed` are the samples for which all could be computed, and `why` says what was wrong with
     the others. `norms` (N+1, B) are NaN for these, and infinite past the largest float.
+    Samples that are `lost` (B,) anyway are left out.
     """
 
     @torch.no_grad()
-    def __init__(self, net: Network, y: Tensor) -> None:
+    def __init__(self, net: Network, y: Tensor, lost: Tensor | None = None) -> None:
         self.net, self.n, self.eps = net, net.features, torch.finfo(y.dtype).eps
         self.norms = y.new_full((net.layers + 1, len(y)), torch.nan)
         self.overflow: int | None = None  # the layer from which on, backwards, norms are infinite
@@ -51,7 +52,8 @@ class Measured:
             self.why = str(error).rstrip(".")
             return
         self.why = why_not(net, states)
-        self.computed = states.isfinite().all(-1).all(0).nonzero()[:, 0]
+        fine = states.isfinite().all(-1).all(0)
+        self.computed = (fine if lost is None else fine & ~lost).nonzero()[:, 0]
         self._states = states[:, self.computed]
         if len(self.computed):
             self._go_back()

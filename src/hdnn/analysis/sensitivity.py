@@ -133,13 +133,13 @@ def factors(
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
-    """y_0 .. y_N as (N+1, B, n), layer by layer where a subclass computes in its own way."""
+    """y_0 .. y_N as (N+1, B, n), layer by layer where a subclass or a hook has its own way."""
     if not isinstance(net, Network):
         raise OptionError(
             f"sensitivities are those of a network, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
-    if own_methods(net):
+    if own_methods(net) or net._forward_hooks or net._forward_pre_hooks:
         return _one_by_one(net, y)
     like = next(net.parameters())
     rows = isinstance(y, Tensor) and y.ndim == 2 and y.shape[1] == net.features
