@@ -132,18 +132,8 @@ def make(
     inverse: bool = False,
 ) -> Call | None:
     """How a call runs, or None if the reference is to run it layer by layer."""
-    n = y.shape[-1]
-    plan = dispatch.plan(
-        settings,
-        reversible=shears is not None,
-        device=y.device,
-        dtype=y.dtype,
-        n=n,
-        batch=y.numel() // n if n else 0,
-        steps=N * (1 if shears is None else len(shears)),
-        activation=sigma.name,
-        traced=dispatch.traced(y, *tensors) or not activations.is_registered(sigma),
-    )
+    traced = dispatch.traced(y, *tensors) or not activations.is_registered(sigma)
+    plan = dispatch.plan_of_call(settings, y, sigma.name, N, shears, traced)
     if plan.is_reference:
         return None
     halves, parts = turns(shears, inverse)

@@ -60,18 +60,8 @@ def make(
 ) -> Compiled | None:
     """The operator, or None if the compiler is to see each layer, as exporters always do."""
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
-    n = y.shape[-1]
-    plan = dispatch.plan(
-        settings,
-        reversible=shears is not None,
-        device=y.device,
-        dtype=y.dtype,
-        n=n,
-        batch=y.numel() // n if n else 0,
-        steps=N * (1 if shears is None else len(shears)),
-        activation=sigma.name,
-        traced=_exporting() or dispatch.transformed() or not activations.is_registered(sigma),
-    )
+    traced = _exporting() or dispatch.transformed() or not activations.is_registered(sigma)
+    plan = dispatch.plan_of_call(settings, y, sigma.name, N, shears, traced)
     if plan.is_reference:
         return None
     return Compiled(sigma.name, kind, N, shears, inverse, f"{plan.engine} {plan.backprop}")

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from hdnn import memory
 from hdnn.engine import Settings
 from hdnn.errors import MissingExtraError, OptionError
+from hdnn.integrators import splitting
 
 FUSED = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
 HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
@@ -89,6 +90,29 @@ def plan(
             backprop = "checkpoint"
             why += TOO_LARGE
     return Plan(engine, backprop, why)
+
+
+def plan_of_call(
+    settings: Settings,
+    y: Tensor,
+    activation: str,
+    N: int,
+    shears: tuple[splitting.Shear, ...] | None,
+    traced: bool,
+) -> Plan:
+    """The plan for a state y and N layers of shears, or of forward Euler."""
+    n = y.shape[-1]
+    return plan(
+        settings,
+        reversible=shears is not None,
+        device=y.device,
+        dtype=y.dtype,
+        n=n,
+        batch=y.numel() // n if n else 0,
+        steps=N * (1 if shears is None else len(shears)),
+        activation=activation,
+        traced=traced,
+    )
 
 
 def stored_limit(device: torch.device) -> float:
