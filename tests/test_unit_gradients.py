@@ -229,12 +229,13 @@ def test_units_that_save_memory_can_be_transformed(network, no_room):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("network", ["h1", "h2"])
-def test_units_that_save_memory_compile_into_one_graph(network, no_room):
+def test_units_that_save_memory_compile_into_one_graph(network, dynamic, no_room):
     torch._dynamo.reset()
     unit = HamiltonianUnit(2, 5, network=network, norm="inside", step=0.3, dtype=F64)
     y, g = torch.randn(2, 2, 2, 2, 2, dtype=F64).unbind()
-    compiled = torch.compile(unit, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(unit, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for a, b in zip(
         gradients(unit, y.requires_grad_(), g, compiled), gradients(unit, y, g), strict=True
     ):

@@ -20,7 +20,17 @@ from hdnn.engine.units import segment
 from hdnn.operators import conv
 from hdnn.shapes import per_layer
 
-EPS = 1e-5  # of the normalisation, as in torch.nn.BatchNorm2d
+
+def _eps() -> float:
+    """Of the normalisation, as in torch.nn.BatchNorm2d.
+
+    A function, because `torch.compile(dynamic=True)` takes a global for a number that may change,
+    and cannot pass that on to a segment which is run again.
+    """
+    return 1e-5
+
+
+EPS = _eps()
 
 
 class Part(NamedTuple):
@@ -88,7 +98,7 @@ def _inner(s: Tensor, part: Part, kind: Kind) -> Inner:
     x = kind.apply(A, s, a)
     if gamma is None:
         return Inner(s, x, x, [])
-    v, *used = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, EPS)
+    v, *used = torch.native_batch_norm(x, gamma, beta, None, None, True, 0.0, _eps())
     return Inner(s, x, v, used)
 
 
@@ -106,7 +116,7 @@ def shear_backward(inner: Inner, g: Tensor, part: Part, kind: Kind) -> tuple[Ten
     d_gamma = d_beta = None
     if gamma is not None:
         d_x, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_x, x, gamma, None, None, *used, True, EPS, [True, True, True]
+            d_x, x, gamma, None, None, *used, True, _eps(), [True, True, True]
         )
     d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, kind.sigma(v), B)
     return kind.adjoint(A, d_x), Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
