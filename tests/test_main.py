@@ -128,3 +128,16 @@ def test_ctrl_c_after_the_import_is_one_line_too(monkeypatch, capsys):
     monkeypatch.setattr("hdnn.cli.main", stop)
     assert main(["info"]) == 130
     assert capsys.readouterr().err == "hdnn: interrupted\n"
+
+
+def test_an_interruption_while_python_ends_changes_nothing():
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "sys.argv = ['hdnn', '--version']\n"
+        "from hdnn.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert hdnn.__version__ in ended.stdout

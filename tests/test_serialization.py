@@ -24,6 +24,7 @@ from torch.nn.utils import parametrizations, prune
 import hdnn
 from hdnn import Augment, Model, models
 from hdnn.errors import CheckpointError
+from hdnn.files import write_atomically
 from hdnn.serialization import FORMAT
 from hdnn.training import checkpoint
 from strategies import ACTIVATIONS, Random, seeds
@@ -852,6 +853,20 @@ def test_what_is_no_plain_file_is_refused_without_waiting(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="link does not exist"):
         hdnn.load(tmp_path / "link")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_what_is_no_plain_file_is_never_replaced_by_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for name in ("pipe", "link"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be written: it is a pipe; name a file\.$"
+        ):
+            write_atomically(tmp_path / name, b"new")
+    assert pipe.is_fifo()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_a_link_to_a_file_is_that_file(saved):

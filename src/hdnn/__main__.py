@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return interrupted.code()
+    finally:
+        interrupted.done()
 
 
 if __name__ == "__main__":

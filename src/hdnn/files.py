@@ -44,6 +44,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     temporary = None
     try:
         path = Path(os.path.realpath(path))  # a link stays a link
+        if os.path.exists(path) and not path.is_dir():
+            check_regular(path, "written")  # a rename would put a file in the place of a device
         unique = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         descriptor = os.open(unique, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         temporary = unique
@@ -54,6 +56,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         os.replace(temporary, path)
         temporary = None
         _flush_folder(path.parent)
+    except CheckpointError:  # which says all that there is to say
+        raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckpointError(
@@ -82,15 +86,15 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def check_regular(path: Path) -> None:
+def check_regular(path: Path, to_be: str = "read") -> None:
     """Refuse what is no plain file: a pipe may wait for ever, a device may never end."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a zero byte in its name
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}.") from error
+        raise CheckpointError(f"{str(path)!r} cannot be {to_be}: {error}.") from error
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "no plain file")
-        raise CheckpointError(f"{path} cannot be read: it is {kind}; name a file.")
+        raise CheckpointError(f"{path} cannot be {to_be}: it is {kind}; name a file.")
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:

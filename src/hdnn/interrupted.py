@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is still being imported: one line instead of a traceback.
+"""Ctrl-C while the command line is still being imported, or ends: never a traceback.
 
 Importing takes a second or more, and an interruption inside an extension may surface as any error.
 `hdnn` imports this file before all others; in other programs that does nothing.
@@ -25,6 +25,12 @@ def over() -> None:
     """From here on an interruption is a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def done() -> None:
+    """All is written: until Python has put itself away, an interruption changes nothing."""
+    if threading.current_thread() is threading.main_thread() and _is_command():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def say(message: str) -> None:
