@@ -186,15 +186,15 @@ class Call:
         coef, shape = self._coef(h, y) if self.given else None, y.shape
         if len(shape) != 2:
             y = y.reshape(-1, shape[-1])
+        y = y if y.is_contiguous() else y.contiguous()
         tensors = [
-            t if t is None or t.is_contiguous() else t.contiguous()
-            for t in (y, *moving(weights, link))
+            t if t is None or t.is_contiguous() else t.contiguous() for t in moving(weights, link)
         ]
         record = getattr(_recording, "record", None)
         if record is not None:
-            record.append((self, tensors[1:], coef))
+            record.append((self, tensors, coef))
             return y
-        y_N = stacks.call(tensors[0], (*tensors[1:], coef), self.run)
+        y_N = stacks.call(y, (*tensors, coef), self.run)
         return y_N if len(shape) == 2 else y_N.reshape(shape)
 
 

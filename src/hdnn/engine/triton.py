@@ -16,6 +16,9 @@ Triton is imported when a kernel is first asked for. It reads the names that a k
 module, which is why `tl` is one of them and why `_load` replaces each kernel by its compiled form.
 """
 
+# Kernels branch on what is known when they are compiled, which pyright cannot follow.
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import functools
