@@ -186,7 +186,6 @@ class Call:
         coef, shape = self._coef(h, y) if self.given else None, y.shape
         if len(shape) != 2:
             y = y.reshape(-1, shape[-1])
-        y = y if y.is_contiguous() else y.contiguous()
         tensors = [
             t if t is None or t.is_contiguous() else t.contiguous() for t in moving(weights, link)
         ]
@@ -194,6 +193,7 @@ class Call:
         if record is not None:
             record.append((self, tensors, coef))
             return y
+        y = y if y.is_contiguous() else y.contiguous()
         y_N = stacks.call(y, (*tensors, coef), self.run)
         return y_N if len(shape) == 2 else y_N.reshape(shape)
 
