@@ -29,6 +29,12 @@ settings.register_profile(
 settings.load_profile("reproducible" if os.environ.get("CI") == "true" else "explore")
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is as wide as it is: pytest's own processes say how wide a terminal they would like."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

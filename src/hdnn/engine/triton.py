@@ -340,7 +340,11 @@ def _split_forward_kernel(
 
             if KEEP:  # all blocks of a shear read the same half
                 step = (first * 0 + k // RB) * (B * m)
-                tl.store(kept + step + in_kept, source, mask=inside & (k % RB == 0))
+                if RB == 1:
+                    tl.store(kept + step + in_kept, source, mask=inside)
+                else:
+                    starts = in_kept * 0 + k % RB == 0
+                    tl.store(kept + step + in_kept, source, mask=inside & starts)
             bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
             a = _times_transposed(source, K, bias, BT, BR, BM, PREC)
             z = c * _sigma(a, ACT, FAST)
