@@ -184,8 +184,9 @@ def a_layer_is_the_same_bit_for_bit(transport: mpi.Mpi) -> None:
 def a_message_of_another_size_is_an_error(transport: mpi.Mpi) -> None:
     own = mpi.Mpi()
     if own.part == 1:
+        room = torch.zeros(64)  # what is cut off may be written all the same
         with pytest.raises(DistributedError, match=r"because part 1 lost part 0 \(.*trunc"):
-            own.exchange([], [(0, torch.zeros(2))])
+            own.exchange([], [(0, room[:2])])
     elif own.part == 0:
         own.exchange([(1, torch.zeros(4))], [])
 
