@@ -79,6 +79,7 @@ VARIANTS = {
 
 ABOUT = """A cell: mean ± standard deviation (worst to best), the paper's figure in brackets; bold
 where the mean is at or above that figure without rounding."""
+GENERAL = "It is that of H2; the general layer is trained once, on points that are not moved."
 
 
 def ring() -> list[list[int]]:
@@ -154,7 +155,7 @@ def markdown(result: dict[str, Any]) -> str:
     ended = [row for row in result["rows"] if not row["failed"]]
     pairs = [(row["mean"], row["paper"]) for row in ended]
     lines += [f"`{result['command']}`, {result['seeds']} seeds."]
-    lines += [sentence(pairs, "mean"), ABOUT, CHOSEN, ""]
+    lines += [sentence(pairs, "mean"), ABOUT, CHOSEN, GENERAL, ""]
     names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
     lines += [f"- {name}: {VARIANTS[name]}" for name in names]
     lines += ["", "| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
