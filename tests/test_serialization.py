@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import pickle
-import random
 import resource
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from safetensors.torch import save as to_safetensors
 from torch.nn.utils import parametrizations, prune
 
 import hdnn
+from flips import flipped
 from hdnn import Augment, Model, models
 from hdnn.errors import CheckpointError
 from hdnn.files import write_atomically
@@ -651,15 +651,9 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path, kind):
     saved, path = of_every_kind()[kind], tmp_path / "flipped"
     hdnn.save(saved, path)
     whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
     assert same_contents(hdnn.load(path), saved)
-    draw = random.Random(0)
-    places = [draw.randrange(8 * header) for _ in range(300)]
-    places += [draw.randrange(8 * header, 8 * len(whole)) for _ in range(200)]
     refused = 0
-    for place in places:
-        broken = bytearray(whole)
-        broken[place // 8] ^= 1 << place % 8
+    for place, broken in flipped(whole, header=300, tensors=200):
         path.write_bytes(broken)
         try:
             assert same_contents(hdnn.load(path), saved), place

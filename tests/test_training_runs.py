@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 
 import hdnn
+from flips import flipped
 from hdnn import models
 from hdnn.data import planar
 from hdnn.data.images import ImageData
@@ -182,14 +182,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_refused_or_changes_nothing(tmp_path):
     whole = model_of()
     quick(whole)
     content = interrupted(tmp_path)
-    header = 8 + int.from_bytes(content[:8], "little")
-    draw = random.Random(0)
-    places = [draw.randrange(8 * header) for _ in range(60)]
-    places += [draw.randrange(8 * header, 8 * len(content)) for _ in range(60)]
     refused = 0
-    for place in places:
-        broken = bytearray(content)
-        broken[place // 8] ^= 1 << place % 8
+    for place, broken in flipped(content, header=60, tensors=60):
         (tmp_path / checkpoint.NAME).write_bytes(broken)
         model = model_of(seed=3)
         try:
