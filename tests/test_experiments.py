@@ -142,7 +142,7 @@ def short(monkeypatch):
         monkeypatch.setitem(recipe, "batch", 1000)
     for recipe in ("paper", "published"):
         monkeypatch.setitem(table_planar.RECIPES[recipe], "epochs", 1)
-    distributed = (*table_distributed.MORE.values(), table_distributed.PLAIN)
+    distributed = table_distributed.MORE.values()
     for more in (*table_planar.MORE.values(), *distributed):
         for name, value in {"epochs": 1, "copies": 1, "starts": 2}.items():
             monkeypatch.setitem(more, name, value)
@@ -260,20 +260,25 @@ def test_our_recipe_never_looks_at_the_test_points(short, monkeypatch):
 def test_the_search_has_seeds_of_its_own_and_takes_the_recipe_of_the_tables(
     short, tmp_path, monkeypatch, capsys
 ):
-    cells = {"planar": [("H1", "double_moons", 1)], "distributed": [("masked", "swiss_roll", 2)]}
+    cells = {
+        "planar": [("H1", "double_moons", 1)],
+        "distributed": [("masked", "swiss_roll", 2)],
+        "general": [("masked, full K", "swiss_roll", 2)],
+    }
     monkeypatch.setattr(recipe_search, "CELLS", cells)
     for table, tried in recipe_search.TRIED.items():
         (cell,) = cells[table]
         taken = recipe_search.job_of(table, cell, tried[recipe_search.TAKEN], 0)
         own = table_planar if table == "planar" else table_distributed
-        assert taken["more"] == own.MORE[cell[1]]
+        starts = {"starts": 1} if table == "general" else {}
+        assert taken["more"] == own.MORE[cell[1]] | starts
         few = {name: tried[name] for name in (list(tried)[-2], recipe_search.TAKEN)}
         monkeypatch.setitem(recipe_search.TRIED, table, few)
     assert min(recipe_search.FIRST.values()) >= 1012  # after all seeds of the tables
     options = ["--seeds", "1", "--processes", "1", "--out", str(tmp_path), "--json"]
     assert recipe_search.main([*options, "--runs", str(tmp_path / "runs")]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [len(rows) for rows in result["tables"].values()] == [2, 2]
+    assert [len(rows) for rows in result["tables"].values()] == [2, 2, 2]
     seeds = {
         json.loads(line)["job"]["seed"]
         for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()
