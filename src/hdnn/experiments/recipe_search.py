@@ -120,9 +120,7 @@ def paper(table: str, cell: Cell) -> float:
 def markdown(result: dict[str, Any]) -> str:
     seeds, firsts = result["seeds"], sorted(set(FIRST.values()))
     lines = ["# How our recipe of Tables I and II was chosen", "", f"`{result['command']}`, on"]
-    lines += [
-        f"{seeds} seeds from {' and from '.join(map(str, firsts))} on. The tables are"
-    ]
+    lines += [f"{seeds} seeds from {' and from '.join(map(str, firsts))} on. The tables are"]
     lines += ["of the seeds 0 to 9, whose test points have decided nothing. Mean of the test"]
     lines += ["accuracy in %, and on how many seeds it is 100%; bold where the mean is at or above"]
     lines += ["the paper's figure.", ""]
