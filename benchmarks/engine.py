@@ -40,7 +40,8 @@ from torch import Tensor
 
 import hdnn
 from hdnn import functional
-from hdnn.engine import fixed, plain
+from hdnn.engine import fixed
+from hdnn.engine.kernels import plain
 
 BLOCK = 0.03  # seconds of a turn
 median = statistics.median

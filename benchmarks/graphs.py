@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 import hdnn
 from hdnn.distributed import Graph, GraphNetwork, Local, Plan, Training, connect, launch, partition
-from hdnn.distributed.connect import parts_here
-from hdnn.distributed.gloo import PrefixStore, TCPStore
-from hdnn.distributed.partition import cut
+from hdnn.distributed.graph.partition import cut
+from hdnn.distributed.messages.connect import parts_here
+from hdnn.distributed.messages.gloo import PrefixStore, TCPStore
 
 LAYERS, BATCH = 4, 32
 RANKS = (1, 2, 4, 8)

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from report import keep, machine, table
 
-from hdnn import image_recipes, models
+from hdnn import models
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
 from hdnn.training.images import ImageTraining
+from hdnn.training.images import recipes as image_recipes
 
 SPEEDS = [("h1_paper", 250), ("h1_paper", 100), ("h1", 250), ("h1", 100), ("h2", 250)]
 SPEEDS += [("resnet56", 250)]

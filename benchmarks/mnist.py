@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from hdnn import models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
-from hdnn.image_recipes import mnist as recipe
 from hdnn.training.images import ImageTraining
+from hdnn.training.images.recipes import mnist as recipe
 
 H, BATCH, BLOCKS = 0.5, 100, 10
 

@@ -28,8 +28,10 @@ import torch
 
 import hdnn
 from hdnn.data import planar
-from hdnn.distributed import Config, audit, launch, run
-from hdnn.distributed.graphfile import graph_of
+from hdnn.distributed import Config, launch
+from hdnn.distributed.graph.file import graph_of
+from hdnn.distributed.messages import audit
+from hdnn.distributed.training import run
 from hdnn.experiments import table_distributed
 from hdnn.training import fit
 

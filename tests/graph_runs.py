@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from hdnn.distributed.gloo import Gloo, PrefixStore, TCPStore
-from hdnn.distributed.graphfile import graph_of
-from hdnn.distributed.run import Config, train
-from hdnn.distributed.training import Training
+from hdnn.distributed.graph.file import graph_of
+from hdnn.distributed.messages.gloo import Gloo, PrefixStore, TCPStore
+from hdnn.distributed.training.run import Config, train
+from hdnn.distributed.training.training import Training
 
 LIMIT = 120.0  # seconds for what takes one or two on an idle machine
 EPOCHS, BATCHES = 5, 4

@@ -20,11 +20,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import hdnn
-from hdnn import table_recipe
+from hdnn.app.runs import TrainConfig
 from hdnn.data.table import Columns
 from hdnn.errors import HDNNError, OptionError
 from hdnn.estimators import NETWORKS, HDNNClassifier, HDNNRegressor
-from hdnn.runs import TrainConfig
+from hdnn.training import table_recipe
 
 SMALL = {"layers": 2, "epochs": 20, "random_state": 0}
 

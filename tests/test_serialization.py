@@ -23,8 +23,8 @@ from torch.nn.utils import parametrizations, prune
 import hdnn
 from flips import flipped
 from hdnn import Augment, Model, models
+from hdnn.base.files import write_atomically
 from hdnn.errors import CheckpointError
-from hdnn.files import write_atomically
 from hdnn.serialization import FORMAT
 from hdnn.training import checkpoint
 from strategies import ACTIVATIONS, Random, seeds

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from hdnn import interrupted as interrupted  # isort: skip  # first: the rest takes its time
+from hdnn.base import interrupted as interrupted  # isort: skip  # first: the rest takes its time
 
 from hdnn import (
     activations,

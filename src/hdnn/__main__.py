@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hdnn import interrupted
+from hdnn.base import interrupted
 from hdnn.errors import MissingExtraError, require
 
 
@@ -14,8 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require("typer", extra="cli")
         require("rich", extra="cli")
-        from hdnn import cli
-        from hdnn.training import launch
+        from hdnn.app import cli
+        from hdnn.training.processes import launch
 
         interrupted.over()
         return launch.leave(cli.main(arguments))

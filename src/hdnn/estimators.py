@@ -23,8 +23,8 @@ from hdnn.heads import (
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore, weights
-from hdnn.table_recipe import CLASSES, VALUES, share, solver_of, width
 from hdnn.training import History
+from hdnn.training.table_recipe import CLASSES, VALUES, share, solver_of, width
 
 try:
     from sklearn.base import (

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.base.shapes import Shapes, Step, check_tolerance, layer_steps, per_layer
 from hdnn.engine.calls import Way
 from hdnn.integrators import implicit, splitting
 from hdnn.interconnection import times_J, times_X
-from hdnn.shapes import Shapes, Step, check_tolerance, layer_steps, per_layer
 
 __all__ = [
     "energy",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hdnn.errors import DataError, ShapeError, choose, positive_int
-from hdnn.initial import Initial
+from hdnn.networks.initial import Initial
 
 
 class Augment(nn.Module):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
+from hdnn.base.shapes import Step, layer_steps
 from hdnn.errors import OptionError, ShapeError
 from hdnn.networks import MS1, MS3, HamiltonianNet, Network, ODENetwork
 from hdnn.operators import dense
-from hdnn.shapes import Step, layer_steps
 
 
 def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:

@@ -15,12 +15,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 import hdnn
-from hdnn import describe_images, tensorfile
+from hdnn.base import tensorfile
+from hdnn.base.files import as_path, write_atomically
 from hdnn.errors import CheckpointError, HDNNError
-from hdnn.files import as_path, write_atomically
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
+from hdnn.models import describe as describe_images
 from hdnn.networks import KINDS, Network
 
 FORMAT = 1

@@ -21,8 +21,8 @@ from torch import Tensor
 from hdnn.analysis.bounds import Bound, bounds_of, extremes
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.measured import HIDDEN, Measured
+from hdnn.base.files import finite
 from hdnn.errors import DataError, OptionError, ShapeError, positive_int
-from hdnn.files import finite
 from hdnn.model import Model
 from hdnn.networks import MS3, HamiltonianNet, HamiltonianUnit, Network, ODENetwork
 from hdnn.networks.promise import SYMPLECTIC, Guarantee, own_methods, unknown

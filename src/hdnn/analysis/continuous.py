@@ -17,9 +17,9 @@ from torch import Tensor
 from hdnn import activations
 from hdnn.analysis import adaptive
 from hdnn.analysis.copies import exact
+from hdnn.base.shapes import Shapes
 from hdnn.errors import DataError, OptionError, ShapeError, StepError, choose, positive_float
 from hdnn.networks import MS1, MS2, Network, ODENetwork
-from hdnn.shapes import Shapes
 
 Times = Tensor | Sequence[float] | float | None
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.base.shapes import Step
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_J, times_X
 from hdnn.networks import MLP, MS1, MS2, MS3, HamiltonianNet, Network, ODENetwork
 from hdnn.networks.promise import own_methods
-from hdnn.shapes import Step
 
 Updates = tuple[
     tuple[splitting.Shear, ...], tuple[Tensor, ...], tuple[Tensor | None, Tensor | None]

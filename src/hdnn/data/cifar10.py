@@ -25,9 +25,9 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from hdnn.base.files import write_atomically
 from hdnn.data.images import ImageData, check_sha256, data_folder, missing, unreadable
 from hdnn.errors import CheckpointError, DataError, HDNNError, choose, positive_int, require
-from hdnn.files import write_atomically
 
 CLASSES = (
     "airplane",
@@ -323,7 +323,7 @@ def _decode(
     place: Path, files: dict[tuple[str, str, str], bytes], progress: bool
 ) -> tuple[str, bool, dict[str, Tensor]]:
     """What to call the set, whether it is lossy, and its tensors."""
-    from hdnn.training.progress import Line  # training imports the data sets
+    from hdnn.base.progress import Line  # training imports the data sets
 
     pil = require("PIL.Image", extra="images")
     sizes = {part: sum(key[0] == part for key in files) for part in COUNTS}

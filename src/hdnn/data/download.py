@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from hdnn.base.progress import Line
 from hdnn.data import mnist
 from hdnn.data.cifar10 import ARCHIVE
 from hdnn.data.images import data_folder
 from hdnn.errors import DataError, HDNNError, choose
-from hdnn.training.progress import Line
 
 
 class Remote(NamedTuple):

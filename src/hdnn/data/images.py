@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdnn.base.files import as_path
 from hdnn.errors import DataError, choose, flag
-from hdnn.files import as_path
 
 PADDING = ("zeros", "reflect")
 

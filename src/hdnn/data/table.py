@@ -19,9 +19,9 @@ from typing import Any, Self, TextIO
 
 import numpy as np
 
+from hdnn.base.files import check_regular
+from hdnn.base.memory import check_memory
 from hdnn.errors import CheckpointError, DataError, HDNNError, choose, require
-from hdnn.files import check_regular
-from hdnn.memory import check_memory
 
 CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
 MISSING = ("", "na", "n/a", "nan", "null", "none")

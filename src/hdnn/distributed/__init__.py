@@ -6,18 +6,18 @@ of one process and the definition, `Gloo` and `Mpi` those of many. Messages are 
 nor authenticated: trusted networks only.
 """
 
-from hdnn.distributed.connect import connect
-from hdnn.distributed.gloo import Gloo
-from hdnn.distributed.graph import Graph
-from hdnn.distributed.graphfile import read_graph
+from hdnn.distributed.graph.file import read_graph
+from hdnn.distributed.graph.graph import Graph
+from hdnn.distributed.graph.partition import partition
+from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.launch import launch
-from hdnn.distributed.mpi import Mpi
-from hdnn.distributed.network import GraphNetwork, of_dense
-from hdnn.distributed.partition import partition
-from hdnn.distributed.plan import Plan
-from hdnn.distributed.run import Config, train
-from hdnn.distributed.training import Training
-from hdnn.distributed.transport import DistributedError, Local, Transport
+from hdnn.distributed.messages.connect import connect
+from hdnn.distributed.messages.gloo import Gloo
+from hdnn.distributed.messages.mpi import Mpi
+from hdnn.distributed.messages.transport import DistributedError, Local, Transport
+from hdnn.distributed.network.network import GraphNetwork, of_dense
+from hdnn.distributed.training.run import Config, train
+from hdnn.distributed.training.training import Training
 
 __all__ = [
     "Config",

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hdnn.distributed.gloo import PrefixStore, first_fault
+from hdnn.distributed.messages.gloo import PrefixStore, first_fault
 from hdnn.errors import positive_int
-from hdnn.training import meeting
+from hdnn.training.processes import meeting
 
 GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
 MARK = "hdnn-progress "

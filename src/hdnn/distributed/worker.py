@@ -1,6 +1,6 @@
 """The process of one part: `python -m hdnn.distributed.worker CONFIG.json [--out FOLDER]`.
 
-CONFIG.json has the fields of `hdnn.distributed.run.Config`. `hdnn launch` starts one for each part;
+CONFIG.json has the fields of `hdnn.distributed.Config`. `hdnn launch` starts one for each part;
 under torchrun it finds its part by itself; alone it owns all nodes. It ends with 2 where a restart
 would end the same, and with 1 where another part was lost.
 """
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from hdnn.distributed import run
-from hdnn.distributed.connect import connect, parts_here
-from hdnn.distributed.gloo import LostError
-from hdnn.distributed.graphfile import graph_of
+from hdnn.distributed.graph.file import graph_of
+from hdnn.distributed.graph.partition import partition
+from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.launch import tell_launcher
-from hdnn.distributed.partition import partition
-from hdnn.distributed.plan import Plan
+from hdnn.distributed.messages.connect import connect, parts_here
+from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.training import run
 from hdnn.errors import HDNNError, OptionError
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.base.shapes import Step, autocasting
 from hdnn.engine import Settings, compiled, current, dispatch, stacks
 from hdnn.engine.dispatch import Plan
 from hdnn.engine.stacks import Run
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_J, times_X
-from hdnn.shapes import Step, autocasting
 
 REMEMBERED = 1024
 
@@ -248,7 +248,7 @@ def between(N: int) -> int:
 
 @lru_cache
 def kernels(device: str) -> Any:
-    return importlib.import_module(f"hdnn.engine.{'cpu' if device == 'cpu' else 'triton'}")
+    return importlib.import_module(f"hdnn.engine.kernels.{'cpu' if device == 'cpu' else 'triton'}")
 
 
 def _precision(settings: Settings, y: Tensor) -> str:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.base.shapes import Step
 from hdnn.engine import Settings, dispatch
 from hdnn.integrators import splitting
-from hdnn.shapes import Step
 
 
 @dataclass

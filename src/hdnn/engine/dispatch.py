@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from hdnn import memory
+from hdnn.base import memory
 from hdnn.engine import Settings
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.integrators import splitting

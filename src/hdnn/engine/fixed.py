@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.engine.plain import Shears, out, split_gradients
+from hdnn.engine.kernels.plain import Shears, out, split_gradients
 from hdnn.errors import TrainingError
 
 GRID = 2.0**40

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from hdnn.engine import fixed, plain
+from hdnn.engine import fixed
 from hdnn.engine.dispatch import batched, transformed
 from hdnn.engine.drift import ReversalWarning, check_reversal, drift_of
-from hdnn.engine.plain import Euler, Shears
+from hdnn.engine.kernels import plain
+from hdnn.engine.kernels.plain import Euler, Shears
 
 __all__ = ["ReversalWarning", "Run", "Segment", "Stack", "ahead", "behind", "call", "last"]
 

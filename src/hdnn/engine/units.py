@@ -1,4 +1,4 @@
-"""A Hamiltonian unit on a GPU: convolutions by cuDNN, all between them by `hdnn.engine.pixels`.
+"""A Hamiltonian unit on a GPU: convolutions by cuDNN, all between them by `kernels/pixels.py`.
 
 Between shears the state is kept in float32, and in the precision of the convolutions. With K
 alone, since J and h are put into the passes between, a shear and its gradients are
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.drift import check_reversal, drift_of
-from hdnn.engine.pixels import Pixels, Step, images
+from hdnn.engine.kernels.pixels import Pixels, Step, images
 from hdnn.operators import conv
 
 IMAGES = 5  # as many as a state is large, that the backward pass of a layer needs

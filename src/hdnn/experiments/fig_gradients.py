@@ -22,15 +22,15 @@ import torch
 
 import hdnn
 from hdnn.analysis import GradientMonitor, GradientWarning
+from hdnn.base.files import finite, write_atomically
+from hdnn.base.progress import Line
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
 from hdnn.experiments.counted import reached
 from hdnn.experiments.table_planar import RECIPES
-from hdnn.files import finite, write_atomically
 from hdnn.plotting import gradient_surface
 from hdnn.training import fit
-from hdnn.training.progress import Line
 
 NAME = "fig-gradients"
 EPOCHS = 30

@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from hdnn.base.files import write_atomically
+from hdnn.base.progress import Line
 from hdnn.errors import DataError, HDNNError, OptionError
-from hdnn.files import write_atomically
 from hdnn.training.images import ImageTraining, run_together
-from hdnn.training.progress import Line
 
 Job = dict[str, Any]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.analysis import Extremes, chain_extremes, unit_extremes
+from hdnn.base.files import finite
 from hdnn.experiments.runner import Job
-from hdnn.files import finite
 from hdnn.models import ResNet
 from hdnn.networks.unit import HamiltonianUnit
 

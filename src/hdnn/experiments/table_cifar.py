@@ -29,16 +29,16 @@ from typing import Any
 import torch
 
 import hdnn
-from hdnn import image_recipes
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
 from hdnn.errors import DataError, require
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
 from hdnn.experiments.weights import save_weights
-from hdnn.image_recipes import CIFAR_NETWORKS
 from hdnn.models import ImageModel
 from hdnn.training.images import ImageRecipe, ImageTraining
+from hdnn.training.images import recipes as image_recipes
+from hdnn.training.images.recipes import CIFAR_NETWORKS
 
 NAME = "table-cifar"
 TITLES = {

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 import hdnn
-from hdnn import engine, image_recipes, models
+from hdnn import engine, models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
 from hdnn.experiments.counted import reached
 from hdnn.experiments.runner import Job
 from hdnn.training.images import ImageRecipe, ImageTraining
+from hdnn.training.images import recipes as image_recipes
 
 NAME = "table-mnist"
 PAPER = {

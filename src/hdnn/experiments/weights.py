@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
+from hdnn.base.files import as_path, write_atomically
 from hdnn.errors import CheckpointError
 from hdnn.experiments.runner import Job
-from hdnn.files import as_path, write_atomically
 from hdnn.serialization import read
 
 KEY = "job"

@@ -22,8 +22,8 @@ from hdnn.errors import (
     positive_float,
     positive_int,
 )
-from hdnn.initial import Initial
 from hdnn.networks.hooks import refresh
+from hdnn.networks.initial import Initial
 from hdnn.networks.promise import Guarantee, own_methods, unknown
 
 DEFAULT_T = 2.4

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations, functional, interconnection
+from hdnn.base.shapes import check_tolerance
 from hdnn.errors import OptionError, ShapeError, SparsityError, choose, flag, positive_int
-from hdnn.initial import Initial
 from hdnn.integrators import implicit, splitting
 from hdnn.networks.base import ODENetwork
 from hdnn.networks.hooks import refresh
+from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.operators import block_sparse
-from hdnn.shapes import check_tolerance
 from hdnn.sparsity import Sparsity
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from hdnn import activations, functional, interconnection
 from hdnn.errors import NotInvertibleError, ShapeError, positive_int
-from hdnn.initial import Initial
 from hdnn.networks.base import ODENetwork
 from hdnn.networks.hooks import refresh
+from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import functional
-from hdnn.initial import Initial
 from hdnn.networks.base import Network
+from hdnn.networks.initial import Initial
 from hdnn.networks.promise import Guarantee
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.engine import dispatch, pixels
+from hdnn.engine import dispatch
+from hdnn.engine.kernels import pixels
 
 
 class BatchNorm(nn.BatchNorm2d):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hdnn.activations import Activation
+from hdnn.base.shapes import per_layer
 from hdnn.engine.drift import check_reversal, drift_of
 from hdnn.engine.units import segment
 from hdnn.operators import conv
-from hdnn.shapes import per_layer
 
 
 def _eps() -> float:

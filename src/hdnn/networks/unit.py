@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import activations
-from hdnn.engine import OPTIONS, Settings, current, dispatch, pixels, units
+from hdnn.base.shapes import autocasting
+from hdnn.engine import OPTIONS, Settings, current, dispatch, units
+from hdnn.engine.kernels import pixels
 from hdnn.errors import (
     NotInvertibleError,
     OptionError,
@@ -25,14 +27,13 @@ from hdnn.errors import (
     positive_int,
     probability,
 )
-from hdnn.initial import Initial
 from hdnn.networks import shears
 from hdnn.networks.base import _step
 from hdnn.networks.hooks import refresh
+from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
 from hdnn.operators import block_sparse, conv
-from hdnn.shapes import autocasting
 from hdnn.sparsity import Sparsity
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from hdnn.base.files import as_path
 from hdnn.errors import TrainingError, choose, flag, require
-from hdnn.files import as_path
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
 from hdnn.training import coordinate, identity

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hdnn import tensorfile
+from hdnn.base import tensorfile
+from hdnn.base.files import read_bytes, remove_leftovers, write_atomically
 from hdnn.errors import CheckpointError
-from hdnn.files import read_bytes, remove_leftovers, write_atomically
 from hdnn.networks import Network
 from hdnn.training.identity import difference
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import engine
+from hdnn.base.tensorfile import bits
 from hdnn.networks import Network
-from hdnn.tensorfile import bits
 
 # Fields that checkpoints of earlier versions do not have; there they are not compared.
 LATER = ("shapes", "parts", "frozen weights", "order of weights", "dtype", "device", "engine")

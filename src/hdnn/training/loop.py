@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn.base.progress import Line
 from hdnn.engine.apart import Apart
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
@@ -32,8 +33,7 @@ from hdnn.training import checkpoint, identity, schedule, small_steps
 from hdnn.training.callbacks import begun
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
 from hdnn.training.output import Output
-from hdnn.training.parallel import Team, team
-from hdnn.training.progress import Line
+from hdnn.training.processes.parallel import Team, team
 from hdnn.training.smooth import Smoothness
 
 SAVE_EVERY = 2.0  # seconds between checkpoints

@@ -16,7 +16,7 @@ from hdnn.model import Model
 from hdnn.training import checkpoint
 from hdnn.training.checks import head_of, whole_number
 from hdnn.training.loop import Callback, History, fit
-from hdnn.training.parallel import team
+from hdnn.training.processes.parallel import team
 
 
 def fit_multilevel(

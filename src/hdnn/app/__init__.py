@@ -1,0 +1,1 @@
+"""The program: what a person runs."""

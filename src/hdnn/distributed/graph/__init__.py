@@ -1,0 +1,1 @@
+"""The graph: nodes, links, files, and which process owns which node."""

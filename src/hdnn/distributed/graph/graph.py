@@ -1,0 +1,283 @@
+"""Who may talk to whom: a graph of nodes as lists of neighbours, for any number of nodes.
+
+`hdnn.sparsity` has the paper's algebra on (M, M) matrices; here the same patterns are kept as lists
+of neighbours, whose size grows with the links and not with the square of the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from hdnn.errors import SparsityError, positive_int
+from hdnn.sparsity import Sparsity, binary, locality
+from hdnn.sparsity.locality import Links, Needs, links_of_rows, of_keys, once, rows_of
+
+
+def links_of(name: str, given: Any, nodes: int | None = None) -> Links:
+    """A pattern as lists of neighbours: from such lists, or from a binary matrix."""
+    if isinstance(given, tuple) and {*map(type, given)} <= {tuple}:
+        _check_rows(name, given)
+        links = given
+    else:
+        matrix = binary(name, given)
+        if matrix.ndim != 2:
+            raise SparsityError(f"{name} must be (M, M), but has shape {tuple(matrix.shape)}.")
+        links = locality.links_of_rows(locality.of_matrix(matrix))
+        _check_rows(name, links)
+    if nodes is not None:
+        _check_nodes(name, [links], nodes)
+    return links
+
+
+def _check_nodes(name: str, patterns: Iterable[Links], nodes: int) -> None:
+    for links in patterns:
+        if len(links) != nodes:
+            raise SparsityError(f"{name} is for {len(links)} nodes, but the graph has {nodes}.")
+
+
+def _check_rows(name: str, links: Links) -> None:
+    """Raise unless each row has its own node and is in order."""
+    if {*map(type, chain.from_iterable(links))} <= {int}:
+        with contextlib.suppress(OverflowError):
+            rows, M = rows_of(links), len(links)
+            rising = np.ones(len(rows.nodes), dtype=bool)
+            rising[1:] = np.diff(rows.nodes) > 0
+            rising[rows.first[:-1][rows.sizes > 0]] = True
+            owners = np.repeat(np.arange(M), rows.sizes)
+            with_itself = np.count_nonzero(rows.nodes == owners) == M
+            if rising.all() and with_itself and (rows.nodes >= 0).all() and (rows.nodes < M).all():
+                return
+    for i, row in enumerate(links):
+        if i not in row:
+            raise SparsityError(
+                f"every node is its own neighbour, but {name} does not link node {i} to itself; "
+                f"use {name} + I."
+            )
+        if any(k not in range(len(links)) for k in row) or list(row) != sorted(set(row)):
+            raise SparsityError(
+                f"{name} must list the neighbours of each node once, in ascending order and from "
+                f"0 to {len(links) - 1}, but has {str(row)[:60]} for node {i}."
+            )
+
+
+def from_edges(nodes: int, edges: Iterable[Sequence[int]]) -> Links:
+    """The neighbours that undirected edges make, each node with itself."""
+    pairs = [*edges]
+    if not ({*map(len, pairs)} <= {2} and {*map(type, chain.from_iterable(pairs))} <= {int}):
+        raise _no_edge(nodes, pairs)
+    try:
+        ends = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
+    except OverflowError:
+        raise _no_edge(nodes, pairs) from None
+    if len(ends) and not (ends.min() >= 0 and ends.max() < nodes):
+        raise _no_edge(nodes, pairs)
+    i, k = ends.T
+    itself = np.arange(nodes)
+    keys = np.concatenate([i * nodes + k, k * nodes + i, itself * nodes + itself])
+    return links_of_rows(of_keys(once(keys), nodes))
+
+
+def _no_edge(nodes: int, pairs: list[Any]) -> SparsityError:
+    bad = next(
+        pair
+        for pair in pairs
+        if len(pair) != 2 or not all(type(i) is int and 0 <= i < nodes for i in pair)
+    )
+    return SparsityError(
+        f"an edge is a pair of nodes from 0 to {nodes - 1}, but one is {str(bad)[:60]}."
+    )
+
+
+def alone(nodes: int) -> Links:
+    """The identity: each node is its only neighbour."""
+    return tuple([(i,) for i in range(nodes)])
+
+
+def transposed(links: Links) -> Links:
+    """Of each node: the nodes in whose row it is."""
+    return links_of_rows(locality.transpose(rows_of(links)))
+
+
+def union(*patterns: Links) -> Links:
+    """1 where any pattern is."""
+    if len(patterns) == 1:
+        return patterns[0]
+    keys = once(np.concatenate([rows_of(links).keys for links in patterns]))
+    return links_of_rows(of_keys(keys, len(patterns[0])))
+
+
+class Graph:
+    """M nodes, the pattern R of K, the pattern T of X or J, and the links S that there are.
+
+    Node i owns `sizes[i]` features: the pair (p[i], q[i]) of H2 and its relatives, or a piece of y
+    of H1. R and T are one pattern or one a layer, given as binary matrices or as tuples of
+    neighbours; T is the identity by default. Where S is given, it is symmetric and the locality
+    condition T R^T R + R^T R T <= S is checked (eq:sparsity_invariance). Messages travel along
+    the links of R and T only.
+    """
+
+    def __init__(
+        self, R: Any, T: Any = None, S: Any = None, sizes: int | Sequence[int] | None = None
+    ) -> None:
+        self.R = _patterns("R", R)
+        self.nodes = len(self.R[0])
+        _check_nodes("R", self.R, self.nodes)
+        self.T = (alone(self.nodes),) if T is None else _patterns("T", T)
+        if len(self.R) > 1 and len(self.T) > 1 and len(self.R) != len(self.T):
+            raise SparsityError(f"R is for {len(self.R)} layers, but T is for {len(self.T)}.")
+        _check_nodes("T", self.T, self.nodes)
+        for pattern in self.T:
+            _check_symmetric("T", pattern, "because J is skew-symmetric; use T + T^T")
+        self.S = None if S is None else links_of("S", S, self.nodes)
+        if sizes is None or isinstance(sizes, int):
+            sizes = (1 if sizes is None else sizes,) * self.nodes
+        if len(sizes) != self.nodes:
+            raise SparsityError(f"there are {len(sizes)} sizes, but the graph has {self.nodes}.")
+        if not ({*map(type, sizes)} <= {int} and min(sizes) >= 1):
+            sizes = [positive_int("the size of a node", size) for size in sizes]
+        self.sizes = tuple(sizes)
+        if self.S is not None:
+            _check_symmetric("S", self.S, "because messages travel both ways; use S + S^T")
+            self._check_local(self.S)
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers the patterns are for, or None where all have the same."""
+        most = max(len(self.R), len(self.T))
+        return None if most == 1 else most
+
+    def R_of(self, layer: int) -> Links:
+        return self.R[layer if len(self.R) > 1 else 0]
+
+    def T_of(self, layer: int) -> Links:
+        return self.T[layer if len(self.T) > 1 else 0]
+
+    @cached_property
+    def used(self) -> Links:
+        """R + R^T + T over all layers: the links that carry messages."""
+        R = union(*dict.fromkeys(self.R))
+        return union(R, transposed(R), *dict.fromkeys(self.T))
+
+    def dependency(self, layer: int = 0) -> Links:
+        """T R^T R + R^T R T: on whom each node's forward and backward update depend."""
+        return links_of_rows(self._needs(layer).rows())
+
+    def _needs(self, layer: int, S: Links | None = None) -> Needs:
+        T, R = rows_of(self.T_of(layer)), rows_of(self.R_of(layer))
+        return Needs(T, R, None if S is None else rows_of(S))
+
+    def _check_local(self, S: Links) -> None:
+        beyond: set[tuple[int, int]] = set()
+        reason, seen = "", set()
+        for j in range(self.layers or 1):
+            patterns = id(self.T_of(j)), id(self.R_of(j))
+            if patterns not in seen:
+                seen.add(patterns)
+                found = self._needs(j, S).breaches(most=5)
+                beyond.update((i, k) for i, k, _, _ in found.pairs)
+                reason = reason or found.why
+        if beyond:
+            raise locality.broken(sorted(beyond), reason)
+
+    def tree(self, root: int = 0) -> Tree:
+        """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
+        return tree_of(self.used, self.S, root)
+
+    def digest(self) -> str:
+        """The same for equal graphs only."""
+        content = json.dumps([self.R, self.T, self.S, self.sizes])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        links = (sum(map(len, self.used)) - self.nodes) // 2
+        return f"Graph({self.nodes} nodes, {links} links in use)"
+
+    @classmethod
+    def of(cls, sparsity: Sparsity, sizes: Sequence[int]) -> Graph:
+        """The graph of a block-sparse network whose nodes have these sizes."""
+        R = sparsity.R if sparsity.R.ndim == 3 else [sparsity.R]
+        return cls([*R], None if sparsity.T is None else [sparsity.T], sparsity.S, sizes)
+
+    @classmethod
+    def ring(cls, nodes: int, size: int = 1) -> Graph:
+        """Each node with its two neighbours on a ring."""
+        edges = [(i, (i + 1) % nodes) for i in range(nodes) if nodes > 1]
+        return cls(from_edges(nodes, edges), sizes=size)
+
+    @classmethod
+    def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
+        """Each node with its up to four neighbours on a grid."""
+        edges = [(i * columns + k, i * columns + k + 1) for i, k in _cells(rows, columns - 1)]
+        edges += [(i * columns + k, (i + 1) * columns + k) for i, k in _cells(rows - 1, columns)]
+        return cls(from_edges(rows * columns, edges), sizes=size)
+
+
+def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
+    """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
+    for links in (used, S):
+        found = None if links is None else _breadth_first(links, root)
+        if found is not None:
+            return found
+    raise SparsityError(
+        f"the graph is not connected: not all nodes can be reached from node {root} along "
+        "R, T or S, so they cannot learn together; add links."
+    )
+
+
+class Tree:
+    """Parents and depths of all nodes, counted from the root."""
+
+    def __init__(self, root: int, parent: tuple[int, ...], depth: tuple[int, ...]) -> None:
+        self.root, self.parent, self.depth = root, parent, depth
+
+
+def _cells(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    return ((i, k) for i in range(rows) for k in range(columns))
+
+
+def _patterns(name: str, given: Any) -> tuple[Links, ...]:
+    """One pattern, or one a layer."""
+    if isinstance(given, (list, tuple)) and given:
+        first = given[0]
+        if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
+            return tuple(links_of(name, one) for one in given)
+        if not isinstance(first, (list, tuple)) and getattr(first, "ndim", 1) == 2:
+            return tuple(links_of(name, one) for one in given)
+    if getattr(given, "ndim", 2) == 3:
+        return tuple(links_of(name, one) for one in given)
+    return (links_of(name, given),)
+
+
+def _check_symmetric(name: str, links: Links, why: str) -> None:
+    rows = rows_of(links)
+    keys, back = rows.keys, locality.transpose(rows).keys
+    if np.array_equal(keys, back):
+        return
+    i, k = divmod(int(np.setdiff1d(keys, back, assume_unique=True)[0]), len(links))
+    raise SparsityError(
+        f"{name} must be symmetric, but it links {i} to {k} and not {k} to {i}, {why}."
+    )
+
+
+def _breadth_first(links: Links, root: int) -> Tree | None:
+    """The tree, or None if some node is out of reach."""
+    parent, depth = [-1] * len(links), [-1] * len(links)
+    depth[root] = 0
+    front = [root]
+    while front:
+        after = []
+        for i in front:
+            for k in links[i]:
+                if depth[k] < 0:
+                    parent[k], depth[k] = i, depth[i] + 1
+                    after.append(k)
+        front = sorted(after)
+    return None if min(depth) < 0 else Tree(root, tuple(parent), tuple(depth))

@@ -1,0 +1,1 @@
+"""How messages get from one part of a graph to another."""

@@ -1,0 +1,124 @@
+"""Which part of the graph is this process, and where do all parts find each other?
+
+Started by `hdnn launch`, the environment says so in HDNN_STORE, HDNN_PART, HDNN_PARTS and
+HDNN_RESTART. Started by torchrun, its own variables do; the part is then the rank, unless HDNN_PART
+says otherwise, because after a restart a process may have another rank but not another node.
+HDNN_REPLICAS = k makes k replicas of the graph of all these processes, one after the other. Started
+by mpiexec with HDNN_TRANSPORT=mpi, MPI says all. Started by hand, this process owns all nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from hdnn.distributed.messages.gloo import Gloo, PrefixStore, TCPStore
+from hdnn.distributed.messages.mpi import Mpi, world
+from hdnn.distributed.messages.transport import DistributedError, Local, Transport, short
+from hdnn.distributed.training.replicas import Replicas
+from hdnn.errors import OptionError, choose
+from hdnn.training.processes import meeting
+
+
+def parts_here() -> int:
+    """How many parts of a graph the environment speaks of."""
+    if _by_mpi():
+        return world().size
+    processes, replicas = _whole("HDNN_PARTS", _whole("WORLD_SIZE", 1)), _whole("HDNN_REPLICAS", 1)
+    if replicas < 1 or processes % replicas:
+        raise OptionError(f"{processes} processes are no {replicas} replicas of a graph.")
+    return processes // replicas
+
+
+class Process(NamedTuple):
+    """With whom a process talks: other parts of the graph, and its like in other replicas."""
+
+    transport: Transport
+    replicas: Replicas | None = None
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.replicas is not None:
+            self.replicas.close()
+
+
+def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Process:
+    """The connections that the environment speaks of."""
+    if _by_mpi():
+        return Process(Mpi(timeout=timeout, name=name))
+    parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)
+    if parts * replicas == 1 and "HDNN_STORE" not in os.environ:
+        return Process(Local())
+    number = _whole("HDNN_PART", _whole("RANK", 0))
+    if not 0 <= number < parts * replicas:
+        raise OptionError(f"HDNN_PART must lie in 0 .. {parts * replicas - 1}, but is {number}.")
+    store = _store(number, parts * replicas, timeout)
+    replica, part = divmod(number, parts)
+    if store.add(f"part-{number}", 1) > 1:
+        raise DistributedError(f"{name(part)} was started twice; each part is one process.")
+    near = PrefixStore(f"graph-{replica}", store)
+    where = f" of replica {replica}" if replicas > 1 else ""
+    with meeting.kept_here(_on_one_machine()):
+        transport = Gloo(
+            part,
+            parts,
+            near,
+            timeout=timeout,
+            name=lambda p: name(p) + where,
+            faults=store,
+            everyone=parts * replicas,
+        )
+        if replicas == 1:
+            return Process(transport)
+        alike = PrefixStore(f"alike-{part}", store)
+        return Process(transport, Replicas(replica, replicas, alike, timeout))
+
+
+def _by_mpi() -> bool:
+    known = ("gloo", "mpi")
+    if choose("HDNN_TRANSPORT", os.environ.get("HDNN_TRANSPORT", "gloo"), known) != "mpi":
+        return False
+    if "HDNN_STORE" in os.environ or _whole("HDNN_REPLICAS", 1) != 1:
+        raise OptionError(
+            "HDNN_TRANSPORT=mpi is for one graph that mpiexec starts; leave it out of `hdnn launch`"
+            " and of replicas."
+        )
+    return True
+
+
+def _store(number: int, processes: int, timeout: float) -> Any:
+    """The store of this start: a restart must not find the addresses of the one before."""
+    where = os.environ.get("HDNN_STORE")
+    restart = os.environ.get("HDNN_RESTART", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    try:
+        if where is not None:
+            host, _, port = where.rpartition(":")
+            wait = timedelta(seconds=timeout)
+            store = TCPStore(host, int(port), is_master=False, timeout=wait)
+        else:
+            store = meeting.from_environment(_whole("RANK", number), processes, timeout)
+    except (ValueError, RuntimeError) as error:
+        raise DistributedError(
+            f"cannot reach the store {where or 'of torchrun'} ({short(error).removesuffix('.')})."
+        ) from error
+    return PrefixStore(f"hdnn-{restart}", store)
+
+
+def _on_one_machine() -> bool:
+    """Whether all processes are here: those of `hdnn launch` have their store on the loopback."""
+    where = os.environ.get("HDNN_STORE")
+    if where is None:
+        return meeting.on_one_machine()
+    return meeting.is_loopback(where.rpartition(":")[0])
+
+
+def _whole(name: str, otherwise: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return otherwise
+    try:
+        return int(text)
+    except ValueError as error:
+        raise OptionError(f"{name} must be a whole number, but is {text!r}.") from error

@@ -1,0 +1,217 @@
+"""Messages over TCP by gloo, to linked parts only.
+
+Connections are opened when they are first used, so that there are none between parts that are not
+linked. A store, one for all parts, tells them each other's addresses and who is there, and keeps
+the first fault. The messages are neither encrypted nor authenticated: use it on networks that you
+trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from hdnn.distributed.messages.transport import DistributedError, Message, Pending, Transport, short
+from hdnn.errors import OptionError
+from hdnn.training.processes.meeting import TCPStore as TCPStore
+
+PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+FAULT = "fault"  # where the store keeps what went wrong first
+PATIENCE = 2.0  # seconds to wait for what a part that is gone has said of others
+PAUSE = 0.2  # seconds between two looks at the store, at most
+
+
+class LostError(DistributedError):
+    """A part is gone or silent: it may help to start all parts again."""
+
+
+class Fault(NamedTuple):
+    """What went wrong first; `lost` if that is only that a part is gone or silent."""
+
+    text: str
+    lost: bool
+
+
+def first_fault(store: Any) -> Fault | None:
+    """What went wrong first, if anything did."""
+    if not store.check([FAULT]):
+        return None
+    return Fault(*json.loads(store.get(FAULT)))
+
+
+class Gloo(Transport):
+    """Point-to-point messages of one process for each part.
+
+    `store` is a torch.distributed store that all parts reach; `timeout` are the seconds after
+    which a silent neighbour counts as lost, at the start too. `name` says how to call a part.
+    `faults` is where the first fault is kept, by default the same store; with several replicas of
+    the graph they share it, and `everyone` are the processes of all of them.
+    """
+
+    def __init__(
+        self,
+        part: int,
+        parts: int,
+        store: Any,
+        *,
+        timeout: float = 60.0,
+        name: Callable[[int], str] = "part {}".format,
+        faults: Any = None,
+        everyone: int | None = None,
+    ) -> None:
+        super().__init__(part, parts)
+        if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
+            raise OptionError("this build of PyTorch has no gloo; use the local transport.")
+        if not timeout > 0:
+            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
+        self.store, self.faults, self.everyone = store, faults or store, everyone or parts
+        self.name, self.timeout, self.met = name, timeout, False
+        self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
+        before = os.environ.get("TORCH_GLOO_LAZY_INIT")
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else everybody is connected to everybody
+        try:
+            self.group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
+                store, part, parts, timedelta(seconds=timeout)
+            )
+        except RuntimeError as error:
+            raise DistributedError(
+                f"{name(part)} cannot open a connection: {short(error)}"
+            ) from error
+        finally:
+            if before is None:
+                del os.environ["TORCH_GLOO_LAZY_INIT"]
+            else:
+                os.environ["TORCH_GLOO_LAZY_INIT"] = before
+
+    def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        if not self.met:
+            self._meet()
+        self.traffic.count(out)
+        self.waiting += 1
+        pending = _Pending(self)
+        for part, tensor in into:  # before anything is sent
+            pending.add(part, lambda p=part, t=tensor: self.group.recv([t], p, 0))
+        for part, tensor in out:
+            pending.add(part, lambda p=part, t=tensor: self.group.send([t], p, 0))
+        return pending
+
+    def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
+        """The card that was shown first of all, in whatever replica."""
+        try:
+            other, theirs = json.loads(
+                self.faults.compare_set("card", "", json.dumps([name, card]))
+            )
+        except RuntimeError as error:
+            raise LostError(f"the store is gone: {short(error)}") from error
+        return [(other, theirs)]
+
+    def _meet(self) -> None:
+        """Wait for all parts, because gloo would wait much longer for one that never comes."""
+        deadline, pause = time.monotonic() + self.timeout, 0.01
+        try:
+            self.store.set(f"here-{self.part}", "")
+            here, there = self.store.add("here", 1), self.faults.add("everyone", 1)
+            while here < self.parts or there < self.everyone:
+                known = first_fault(self.faults)
+                if known is None and time.monotonic() > deadline:
+                    absent = [p for p in range(self.parts) if not self.store.check([f"here-{p}"])]
+                    names = ", ".join(map(self.name, absent[:4])) + ", .." * (len(absent) > 4)
+                    names = names or "a part of another replica" * (there < self.everyone)
+                    if names:  # else the last has come just now
+                        message = f"{names} did not start within {self.timeout:g} s"
+                        known = self._report(message, True)
+                if known is not None:
+                    raise _stopped("did not start", known)
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE)
+                here, there = self.store.add("here", 0), self.faults.add("everyone", 0)
+        except RuntimeError as error:
+            raise LostError(f"the store is gone: {short(error)}") from error
+        self.met = True
+
+    def lost(self, part: int, error: Exception) -> DistributedError:
+        """What to tell when a neighbour does not answer: what went wrong first of all."""
+        late = "imed out" in str(error)
+        what = f"sent nothing for {self.timeout:g} s" if late else "is gone"
+        seen = f"{self.name(part)} {what}"
+        return _stopped("stopped", self._first(part, seen, late), seen)
+
+    def _first(self, part: int, text: str, late: bool) -> Fault:
+        """Follow the neighbour to the one that it has lost itself, and so on to the first."""
+        # Who is slow itself gives up later than those who wait for it.
+        patience = max(PATIENCE, self.timeout / 10) if late else PATIENCE
+        followed, silent = {self.part}, text if late else ""
+        try:
+            self.faults.set_timeout(timedelta(seconds=PATIENCE))
+            self.store.set(f"lost-{self.part}", json.dumps([part, text, late]))
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                known = first_fault(self.faults)
+                if known is not None:
+                    return known
+                if not self.store.check([f"lost-{part}"]):
+                    time.sleep(0.02)
+                    continue
+                if part in followed:  # a circle, which began with a silence
+                    return self._report(silent or text, True)
+                followed.add(part)
+                part, text, late = json.loads(self.store.get(f"lost-{part}"))
+                silent, deadline = text if late else silent, time.monotonic() + patience
+        except RuntimeError:  # nor is the store there
+            return Fault(text, True)
+        return self._report(text, True)
+
+    def _report(self, message: str, lost: bool) -> Fault:
+        self.faulty = True
+        with contextlib.suppress(RuntimeError):
+            self.faults.set_timeout(timedelta(seconds=PATIENCE))
+            own = json.dumps([message, lost])
+            return Fault(*json.loads(self.faults.compare_set(FAULT, "", own)))
+        return Fault(message, lost)
+
+    def report(self, message: str) -> str:
+        return self._report(message, False).text
+
+    def close(self) -> None:
+        """Let go of all connections; after a fault they last as long as the process."""
+        with contextlib.suppress(RuntimeError):
+            self.group.shutdown()
+        if self.faulty or self.waiting:
+            # gloo's destructor waits forever if a connection is just being made.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        del self.group
+
+
+class _Pending:
+    def __init__(self, transport: Gloo) -> None:
+        self.transport = transport
+        self.works: list[tuple[int, Any]] = []
+
+    def add(self, part: int, begin: Callable[[], Any]) -> None:
+        try:
+            self.works.append((part, begin()))
+        except RuntimeError as error:
+            raise self.transport.lost(part, error) from error
+
+    def wait(self) -> None:
+        for part, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.transport.lost(part, error) from error
+        self.transport.waiting -= 1
+
+
+def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:
+    """`seen` is all that this part has seen of it."""
+    kind = LostError if first.lost else DistributedError
+    why = f" ({seen})" if seen not in ("", first.text) else ""
+    return kind(f"the training {how} because {first.text}{why}.")

@@ -1,0 +1,74 @@
+"""Before any work: do all parts mean the same training? They compare fingerprints.
+
+A fingerprint has one size whatever goes in, so that it can always be read: a message of another
+size than expected would be cut off in silence, or end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hdnn
+from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.messages.transport import DistributedError, Transport
+
+PROTOCOL = 2
+SLOTS = 16
+RELEASE = ".".join(torch.__version__.split(".")[:2])  # shuffles may differ between two of them
+WORDS = {
+    "protocol": "protocol of messages",
+    "version": "version of hdnn",
+    "graph": "graph or another share-out of its nodes",
+    "network": "network",
+    "layers": "number of layers",
+    "dtype": "dtype",
+    "batch": "batch size",
+    "samples": "number of samples",
+    "options": "options of training",
+    "torch": "release of PyTorch",
+    "data": "data set",
+    "order": "order of samples",
+    "test": "number of test samples",
+    "init": "way to draw initial weights",
+}
+
+
+def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
+    """Numbers that differ where the facts do."""
+    known = {"protocol": PROTOCOL, "version": hdnn.__version__, "torch": RELEASE}
+    known |= {"graph": plan.digest(), **facts}
+    numbers = torch.zeros(SLOTS, dtype=torch.int64)
+    for k, name in enumerate(WORDS):
+        digest = hashlib.sha256(repr(known.get(name)).encode()).digest()
+        numbers[k] = int.from_bytes(digest[:8], "big", signed=True)
+    return numbers
+
+
+def shake_hands(
+    transport: Transport, plan: Plan, facts: dict[str, Any], name: Callable[[int], str]
+) -> None:
+    """Open all links, compare fingerprints, and raise where another part has another one."""
+    own = fingerprint(plan, facts)
+    me = name(transport.part)
+    # Before links are opened: who has another graph would wait for one that has nothing to say.
+    for other, theirs in transport.cards(me, own.tolist()):
+        _compare(transport, me, own.tolist(), other, theirs)
+    received = [(peer, torch.empty_like(own)) for peer in plan.peers(transport.part)]
+    transport.exchange([(peer, own) for peer, _ in received], received)
+    for peer, theirs in received:
+        _compare(transport, me, own.tolist(), name(peer), theirs.tolist())
+
+
+def _compare(transport: Transport, me: str, own: list[int], other: str, theirs: list[int]) -> None:
+    different = [word for word, a, b in zip(WORDS.values(), own, theirs, strict=False) if a != b]
+    if different:
+        what = " and another ".join(different)
+        first = transport.report(
+            f"{other} has another {what} than {me}: start all parts with the same"
+        )
+        raise DistributedError(f"the training did not start because {first}.")

@@ -1,0 +1,179 @@
+"""Sums, gathers and broadcasts along a breadth-first tree of the graph: no part needs a stranger.
+
+A sum adds up values of nodes, children in ascending order, so that it is the same bit for bit
+whoever owns them. What is only moved, not added, goes from part to part: each part but the root's
+hangs below the part that owns the parent of its highest node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdnn.distributed.graph.plan import Part, Plan
+from hdnn.distributed.messages.transport import Transport
+
+
+def parents(plan: Plan) -> list[int]:
+    """The part above each part, -1 above that of the root."""
+    tree, found = plan.tree, []
+    for nodes in plan.nodes_of:
+        highest = min(nodes, key=lambda i: (tree.depth[i], i))
+        above = tree.parent[highest]
+        found.append(-1 if above < 0 else plan.owner[above])
+    return found
+
+
+class Spanning:
+    """The place of one part in the tree."""
+
+    def __init__(self, part: Part, transport: Transport) -> None:
+        self.plan, self.part, self.transport = part.plan, part, transport
+        above = parents(self.plan)
+        below: list[list[int]] = [[] for _ in above]
+        for child, parent in enumerate(above):
+            if parent >= 0:
+                below[parent].append(child)
+        self.root = above.index(-1)
+        self.is_root = self.root == part.number
+        self.above, self.below = above[part.number], below[part.number]
+
+        def subtree(start: int) -> list[int]:
+            """As messages are put together: each part, then what hangs below it, child by child."""
+            found, waiting = [], [start]
+            while waiting:
+                found.append(waiting.pop())
+                waiting += reversed(below[found[-1]])
+            return found
+
+        self.subtrees = {child: subtree(child) for child in self.below}
+        self.order = [part.number, *(i for child in self.below for i in self.subtrees[child])]
+        self.waves = self._waves()
+
+    # Moving
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The root's x, in place; others give one of the same shape and dtype."""
+        if self.above >= 0:
+            self.transport.exchange([], [(self.above, x)])
+        self.transport.exchange([(child, x) for child in self.below], [])
+        return x
+
+    def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """At the root the rows of all parts in its `order`, where part i has rows[i]; else None."""
+        received = [
+            (child, x.new_empty(sum(rows[i] for i in self.subtrees[child]), *x.shape[1:]))
+            for child in self.below
+        ]
+        self.transport.exchange([], received)
+        whole = torch.cat([x, *(tensor for _, tensor in received)])
+        if self.is_root:
+            return whole
+        self.transport.exchange([(self.above, whole)], [])
+        return None
+
+    def scatter(self, x: Tensor | None, rows: Sequence[int], like: Tensor) -> Tensor:
+        """This part's rows of the root's x, which is in its `order`; `like` has the other shape."""
+        if x is None:
+            count = sum(rows[i] for i in self.order)
+            x = like.new_empty(count, *like.shape[1:])
+            self.transport.exchange([], [(self.above, x)])
+        own = rows[self.part.number]
+        sizes = [own, *(sum(rows[i] for i in self.subtrees[child]) for child in self.below)]
+        mine, *others = x.split(sizes)
+        self.transport.exchange(list(zip(self.below, others, strict=True)), [])
+        return mine.clone()
+
+    # Adding
+
+    def _waves(self) -> list[_Wave]:
+        """What this part adds up by itself, then sends and receives, wave after wave.
+
+        A node is in the wave that counts how often, at the most, a way up to it changes parts: so
+        messages of one wave wait for those of the one before, and not for every depth of the tree.
+        """
+        tree, owner, me = self.plan.tree, self.plan.owner, self.part.number
+        wave = [0] * len(owner)
+        for node in sorted(range(len(owner)), key=lambda i: -tree.depth[i]):
+            above = tree.parent[node]
+            if above >= 0:
+                wave[above] = max(wave[above], wave[node] + (owner[above] != owner[node]))
+        place = {node: k for k, node in enumerate(self.part.nodes)}
+        children: dict[int, list[int]] = {node: [] for node in self.part.nodes}
+        for node, parent in enumerate(tree.parent):
+            if parent in children:
+                children[parent].append(node)
+        strangers = sorted(
+            (k for node in self.part.nodes for k in children[node] if owner[k] != me),
+            key=lambda k: (wave[k], owner[k], k),
+        )
+        place |= {node: len(place) + k for k, node in enumerate(strangers)}
+        self.strangers = len(strangers)
+        adults: dict[tuple[int, int], list[int]] = {}
+        out: dict[int, dict[int, list[int]]] = {}
+        into: dict[int, dict[int, list[int]]] = {}
+        for node in sorted(self.part.nodes):
+            if children[node]:
+                adults.setdefault((wave[node], -tree.depth[node]), []).append(node)
+            above = tree.parent[node]
+            if above >= 0 and owner[above] != me:
+                out.setdefault(wave[node], {}).setdefault(owner[above], []).append(node)
+        for node in strangers:
+            into.setdefault(wave[node], {}).setdefault(owner[node], []).append(node)
+        found = []
+        for number in range(max(wave) + 1):
+            sums = []
+            for _, some in sorted((key, v) for key, v in adults.items() if key[0] == number):
+                for d in range(max(len(children[i]) for i in some)):
+                    more = [i for i in some if len(children[i]) > d]
+                    sums.append(
+                        (
+                            torch.tensor([place[i] for i in more]),
+                            torch.tensor([place[children[i][d]] for i in more]),
+                        )
+                    )
+            sent, got = out.get(number, {}), into.get(number, {})
+            if sums or sent or got:
+                found.append(
+                    _Wave(
+                        sums,
+                        [(r, torch.tensor([place[i] for i in sent[r]])) for r in sorted(sent)],
+                        [(r, place[got[r][0]], len(got[r])) for r in sorted(got)],
+                    )
+                )
+        return found
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all nodes of values (own nodes, ...), for every part."""
+        total = torch.cat([values, values.new_zeros(self.strangers, *values.shape[1:])])
+        for wave in self.waves:
+            for adults, children in wave.sums:
+                total[adults] = total[adults] + total[children]
+            received = [(r, total[first : first + count]) for r, first, count in wave.into]
+            self.transport.exchange([(r, total[rows]) for r, rows in wave.out], received)
+        if self.is_root:
+            at = self.part.nodes.index(self.plan.tree.root)
+            return self.broadcast(total[at].clone())
+        return self.broadcast(total.new_empty(total.shape[1:]))
+
+    def minimum(self, value: int) -> int:
+        """The smallest of one number from each part."""
+        least = torch.tensor([value])
+        received = [(child, torch.empty_like(least)) for child in self.below]
+        self.transport.exchange([], received)
+        for _, other in received:
+            least = torch.minimum(least, other)
+        if not self.is_root:
+            self.transport.exchange([(self.above, least)], [])
+        return int(self.broadcast(least.clone()))
+
+
+class _Wave(NamedTuple):
+    """Who adds whom, in this order; then what goes up to other parts, and what comes from them."""
+
+    sums: list[tuple[Tensor, Tensor]]
+    out: list[tuple[int, Tensor]]
+    into: list[tuple[int, int, int]]  # part, first row, rows

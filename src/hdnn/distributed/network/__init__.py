@@ -1,0 +1,1 @@
+"""The layers of one part of a graph."""

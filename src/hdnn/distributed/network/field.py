@@ -1,0 +1,137 @@
+"""M K^T sigma(K s + b) and its adjoint for one part of a graph: rounds of messages with neighbours.
+
+Forward: *gather* the neighbours' s, compute z = sigma(K s + b), *reduce* what K^T z contributes to
+its owners, and where X or J links nodes, gather that along T. Backward: the same rounds with the
+transposed matrices. All gradients of the weights come out where the weights are. While messages
+travel, the rows that need nobody else are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdnn.activations import Activation
+from hdnn.distributed.graph.plan import Part, Round, Stencil
+from hdnn.distributed.messages.transport import Message, Pending, Transport
+from hdnn.distributed.network.products import elementwise, products
+
+
+class Neighbours:
+    """Products with block-sparse matrices of one pattern, neighbours' rows fetched as needed."""
+
+    def __init__(self, stencil: Stencil, transport: Transport) -> None:
+        self.stencil, self.part, self.transport = stencil, stencil.part, transport
+        self.by = products(stencil)
+
+    def apply(self, K: Tensor, x: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """The own rows of K x, and x with the halo."""
+        rows, inner = self.part.rows, self.part.inner
+        whole = x.new_zeros(rows + self.stencil.halo_rows, x.shape[1])
+        whole[:rows] = x
+        pending, place = self._start(self.stencil.round(layer)[0], x, whole[rows:])
+        first = self.by.apply(K, whole, 0, inner) if inner else None
+        pending.wait()
+        place()
+        if inner == rows:
+            assert first is not None
+            return first, whole
+        second = self.by.apply(K, whole, inner, rows)
+        return (second if first is None else torch.cat([first, second])), whole
+
+    def adjoint(self, K: Tensor, z: Tensor, layer: int) -> Tensor:
+        """The own rows of K^T z."""
+        stencil, inner = self.stencil, self.part.inner
+        edge = stencil.gifts_inner
+        there = self.by.give(K, z, edge, stencil.gifts) if edge < stencil.gifts else z[:0]
+        received = z.new_zeros(stencil.received_rows, z.shape[1])
+        reduce = stencil.round(layer)[1]
+        pending, place = self._start(reduce, there, received, shift=edge)
+        here = self.by.give(K, z, 0, edge) if edge else z[:0]
+        own = torch.cat([here, there, z.new_zeros(1, z.shape[1])])
+        first = _sum_rows(own, stencil.gathered[:, :inner]) if inner else None
+        pending.wait()
+        place()
+        if inner == self.part.rows:
+            assert first is not None
+            return first
+        second = _sum_rows(torch.cat([own, received]), stencil.gathered[:, inner:])
+        return second if first is None else torch.cat([first, second])
+
+    def _start(self, round: Round, source: Tensor, target: Tensor, shift: int = 0):
+        """Begin a round; the second result puts what was received in its place."""
+        out: list[Message] = [(part, source[rows - shift]) for part, rows in round.out]
+        into: list[Message] = []
+        late: list[tuple[Tensor, Tensor]] = []
+        for part, rows in round.into:
+            low, high = int(rows[0]), int(rows[-1]) + 1
+            if high - low == len(rows):
+                into.append((part, target[low:high]))
+            else:
+                buffer = target.new_empty(len(rows), target.shape[1])
+                into.append((part, buffer))
+                late.append((rows, buffer))
+
+        def place() -> None:
+            for rows, buffer in late:
+                target[rows] = buffer
+
+        pending: Pending = self.transport.start_round(round, out, into)
+        return pending, place
+
+
+def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """sum_d x[rows[d]], one term after the other."""
+    total = x[rows[0]]
+    for row in rows[1:]:
+        total += x[row]
+    return total
+
+
+@dataclass
+class Kept:
+    """What the adjoint of one evaluation needs: s with the halo, z = sigma(a) and sigma'(a)."""
+
+    s: Tensor
+    z: Tensor
+    slope: Tensor
+
+
+class Field:
+    """M K^T sigma(K s + b), M = X, -X^T or J, with K in BlkSprs(R) and M in BlkSprs(T)."""
+
+    def __init__(
+        self, part: Part, R: Stencil, T: Stencil | None, transport: Transport, sigma: Activation
+    ) -> None:
+        self.part, self.sigma = part, sigma
+        self.near = Neighbours(R, transport)
+        self.across = None if T is None else Neighbours(T, transport)
+
+    def forward(
+        self, layer: int, K: Tensor, b: Tensor, M: Tensor | None, s: Tensor
+    ) -> tuple[Tensor, Kept]:
+        """The own rows of the field, and what its adjoint needs."""
+        a, whole = self.near.apply(K, s, layer)
+        a += b.unsqueeze(-1)
+        z = elementwise(self.sigma, a)
+        v = self.near.adjoint(K, z, layer)
+        if M is not None:
+            assert self.across is not None
+            v, _ = self.across.apply(M, v, layer)
+        return v, Kept(whole, z, elementwise(self.sigma.slope, a))
+
+    def backward(
+        self, layer: int, K: Tensor, M_adjoint: Tensor | None, kept: Kept, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Given the gradient of the field's rows: those of s, K and b."""
+        if M_adjoint is not None:
+            assert self.across is not None
+            g, _ = self.across.apply(M_adjoint, g, layer)
+        u, whole = self.near.apply(K, g, layer)
+        u *= kept.slope
+        gradient = self.near.by.gradient(kept.z, whole, u, kept.s)
+        if self.near.stencil.free is not None:
+            gradient *= self.near.stencil.free[layer]
+        return self.near.adjoint(K, u, layer), gradient, u.sum(-1)

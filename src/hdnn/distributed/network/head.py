@@ -1,0 +1,123 @@
+"""The output layer of a graph: scores are sums over nodes, labels are known at the root only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hdnn.distributed.messages.tree import Spanning
+from hdnn.distributed.network.network import GraphNetwork
+from hdnn.heads import RegressionHead
+from hdnn.training.coordinate import Head, Problem, put
+
+
+class NodeHead:
+    """W y + w, of which each node owns the block of W for its features; the root owns w too.
+
+    `weights` are W (outputs, rows of this part) and at the root w (outputs, 1): of other parts it
+    is empty.
+    """
+
+    def __init__(self, net: GraphNetwork, tree: Spanning, head: Head) -> None:
+        self.net, self.tree, self.head = net, tree, head
+        plan = net.plan
+        self.positions = [net.positions(part) for part in range(plan.parts)]
+        self.rows = [len(rows) for rows in self.positions]
+        self.order = torch.cat([self.positions[part] for part in tree.order])
+        own = self.positions[net.part.number]
+        W = head.weight.detach()[:, own].clone()
+        w = head.bias.detach().clone()[:, None] if tree.is_root else W[:, :0].clone()
+        self.weights = {"W": W, "w": w}
+        # Where each feature of a node stands among this part's rows, and whose each row is.
+        node_of = {k: i for i, n in enumerate(net.part.nodes) for k in net.positions_of(n)}
+        self.owner = torch.tensor([node_of[k] for k in own.tolist()])
+        at_root = [i for i, n in enumerate(net.part.nodes) if n == plan.tree.root]
+        self.root_row = torch.tensor(at_root, dtype=torch.int64)
+        place = {k: row for row, k in enumerate(own.tolist())}
+        self.features = [[place[k] for k in net.positions_of(n)] for n in net.part.nodes]
+
+    # To the root and back
+
+    def gather(self, y: Tensor) -> Tensor | None:
+        """At the root y_N of all nodes, (batch, n); elsewhere None."""
+        whole = self.tree.gather(y, self.rows)
+        if whole is None:
+            return None
+        found = torch.empty_like(whole)
+        found[self.order] = whole
+        return found.T.contiguous()
+
+    def scatter(self, g: Tensor | None, like: Tensor) -> Tensor:
+        """This part's rows of the root's (batch, n)."""
+        x = None if g is None else g.T[self.order].contiguous()
+        return self.tree.scatter(x, self.rows, like)
+
+    def share(self) -> None:
+        """Give each node its block of the root's output layer."""
+        W = self.weights["W"]
+        whole = self.head.weight.detach() if self.tree.is_root else None
+        W.copy_(self.scatter(whole, W.T.contiguous()).T)
+        if self.tree.is_root:
+            self.weights["w"].copy_(self.head.bias.detach()[:, None])
+
+    def collect(self) -> None:
+        """Bring the blocks of all nodes into the root's output layer."""
+        whole = self.gather(self.weights["W"].T.contiguous())
+        if whole is not None:
+            put(self.head, torch.cat([whole, self.weights["w"]], 1))
+
+    # Scores
+
+    def scores(self, y: Tensor) -> Tensor:
+        """(batch, outputs), at every part: partial sums go up the tree, the total comes down."""
+        W, partial = self.weights["W"], []
+        most = max(map(len, self.features))
+        for k in range(most):
+            rows = torch.tensor([f[k] if len(f) > k else -1 for f in self.features])
+            some = (rows >= 0).nonzero()[:, 0]
+            terms = W[:, rows[some]].T[:, :, None] * y[rows[some]][:, None, :]
+            if not partial:
+                partial.append(terms)
+            else:
+                partial[0][some] = partial[0][some] + terms
+        total = self.tree.sum(partial[0])
+        w = self.tree.broadcast(
+            self.weights["w"].clone() if self.tree.is_root else total[:, :1].clone()
+        )
+        return (total + w).T.contiguous()
+
+    def predict(self, y: Tensor) -> Tensor:
+        """Labels or values for each sample."""
+        return self.head.predict(self.scores(y))
+
+    def descend(
+        self, y: Tensor, t: Tensor | None, share: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[float, float] | None]:
+        """The gradients of y_N and of the own weights; at the root also loss and accuracy.
+
+        Gradients are `share` times those of the mean loss: these samples' share of a minibatch.
+        """
+        scores = self.scores(y)
+        found, residual = None, torch.empty_like(scores)
+        if self.tree.is_root:
+            assert t is not None
+            problem = Problem(self.head, y.T[:, :1], t, None, y.dtype)
+            residual = (problem.residual(scores) * share).contiguous()
+            loss, correct = float(problem.loss(scores)), 0.0
+            if not isinstance(self.head, RegressionHead):
+                correct = float((self.head.predict(scores) == t).double().mean())
+            found = (loss, correct)
+        r = self.tree.broadcast(residual).T.contiguous()  # (outputs, batch)
+        W = self.weights["W"]
+        g = _outer(W.T, r)
+        gradients = {"W": torch.stack([(y * one).sum(-1) for one in r])}
+        gradients["w"] = r.sum(-1, keepdim=True)[:, : self.weights["w"].shape[1]]
+        return g, gradients, found
+
+
+def _outer(A: Tensor, r: Tensor) -> Tensor:
+    """A r, one term after the other."""
+    total = A[:, :1] * r[0]
+    for k in range(1, len(r)):
+        total = total + A[:, k : k + 1] * r[k]
+    return total

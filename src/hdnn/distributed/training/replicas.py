@@ -1,0 +1,69 @@
+"""Data parallelism beside the graph: replicas of it, each with its share of every minibatch.
+
+The processes that own the same nodes in different replicas add up their gradients; the roots bring
+their features together, so that all find the same output layer. This is the only place where there
+are collective operations, and they never cross from one part of the graph to another.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdnn.distributed.messages.gloo import LostError
+from hdnn.errors import DataError
+
+
+class Replicas:
+    """The same part of the graph in all replicas."""
+
+    def __init__(self, index: int, count: int, store: Any, timeout: float = 60.0) -> None:
+        self.index, self.count = index, count
+        self.group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
+            store, index, count, timedelta(seconds=timeout)
+        )
+
+    def check(self, samples: int, batch: int) -> None:
+        """Raise unless each replica gets a sample of each minibatch."""
+        least = min(batch, samples, samples % batch or batch)
+        if least < self.count:
+            raise DataError(
+                f"a minibatch of {least} samples cannot be shared out to {self.count} replicas; "
+                "take fewer replicas or another batch."
+            )
+
+    def share(self, index: Tensor) -> Tensor:
+        """This replica's samples of a minibatch."""
+        return index.tensor_split(self.count)[self.index]
+
+    def sum(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors, added up over all replicas."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        self._wait(self.group.allreduce([flat], dist.ReduceOp.SUM))
+        parts = flat.split([tensor.numel() for tensor in tensors.values()])
+        return {k: p.view(t.shape) for (k, t), p in zip(tensors.items(), parts, strict=True)}
+
+    def gather(self, y: Tensor, samples: int) -> Tensor:
+        """The rows of all replicas' shares of a minibatch of so many samples, in its order."""
+        counts = [len(part) for part in torch.empty(samples).tensor_split(self.count)]
+        room = y.new_zeros(max(counts), y.shape[1])  # all must send as much
+        room[: len(y)] = y
+        found = [torch.empty_like(room) for _ in counts]
+        self._wait(self.group.allgather([found], [room]))
+        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LostError(
+                "the training stopped because another replica of these nodes is gone "
+                f"({' '.join(str(error).split())[:120]})."
+            ) from error
+
+    def close(self) -> None:
+        del self.group

@@ -1,0 +1,262 @@
+"""One process of a training on a graph: which nodes it owns, with whom it talks, what it writes.
+
+A folder has config.json, nodes/ with the shards of each node, and at the end model.safetensors
+(where one file can hold all weights) and metrics.json, which is written last and has the traffic.
+Each part writes the shards of its nodes; all else is the root's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hdnn
+from hdnn.base.files import as_path, remove_leftovers, write_atomically
+from hdnn.data import planar
+from hdnn.distributed.graph.graph import Graph
+from hdnn.distributed.graph.partition import partition
+from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.messages.transport import Local, Transport
+from hdnn.distributed.network.network import GraphNetwork
+from hdnn.distributed.training import sources
+from hdnn.distributed.training.replicas import Replicas
+from hdnn.distributed.training.training import Training
+from hdnn.errors import CheckpointError, DataError, OptionError, choose
+from hdnn.heads import Augment, SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+from hdnn.networks import H1, H2, HamiltonianNet
+from hdnn.serialization import save
+from hdnn.sparsity import Sparsity
+
+DENSE = 1024  # features, up to which one network of all nodes is made as well
+NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+INITS = ("auto", "masked", "scaled", "paper")
+# What the ring of the paper's second table learns best with.
+OPTIONS: dict[str, Any] = {
+    "learning_rate": 2e-2,
+    "warmup": 0.2,
+    "clip": 0.1,
+    "ridge": 5e-5,
+    "smoothness": 5e-3,
+    "smoothing": "cosine",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All that decides what a training on a graph comes to."""
+
+    graph: dict[str, Any]  # as in a graph file
+    data: str = "swiss_roll"  # or a folder with files for each node
+    network: str = "h2"
+    layers: int = 4
+    step: float = 0.5
+    activation: str = "tanh"
+    init: str = "auto"
+    gain: float = 2.0
+    dtype: str = "float32"
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+
+def build(config: Config, graph: Graph, owner: list[int], transport: Transport) -> GraphNetwork:
+    """The nodes of this process, with their initial weights."""
+    plan = Plan(graph, owner)
+    net = GraphNetwork(
+        plan,
+        config.layers,
+        transport,
+        network=choose("network", config.network, ("h1", "h2", "verlet", "yoshida4")),
+        step=config.step,
+        activation=config.activation,
+        dtype=DTYPES[choose("dtype", config.dtype, DTYPES)],
+    )
+    init = choose("init", config.init, INITS)
+    if init == "auto":
+        init = "masked" if net.features <= DENSE else "scaled"
+    if init == "masked":
+        net.load(dense(config, graph, net))
+    else:
+        net.draw(config.seed, init, config.gain)
+    return net
+
+
+def dense(config: Config, graph: Graph, net: GraphNetwork) -> HamiltonianNet:
+    """One network of all nodes with the initial weights of the seed, its K masked."""
+    if net.features > DENSE:
+        raise OptionError(
+            f"a masked network of {net.features} features is too large; take init scaled."
+        )
+    R = torch.zeros(len(graph.R), graph.nodes, graph.nodes, dtype=torch.bool)
+    for j, links in enumerate(graph.R):
+        for i, row in enumerate(links):
+            R[j, i, list(row)] = True
+    like: dict[str, Any] = {
+        "step": config.step,
+        "activation": config.activation,
+        "sparsity": Sparsity(R if len(R) > 1 else R[0], sizes=graph.sizes),
+        "generator": torch.Generator().manual_seed(config.seed),
+        "dtype": net.dtype,
+    }
+    kinds = {"verlet": "verlet", "yoshida4": "yoshida4"}
+    if config.network in kinds:
+        found = HamiltonianNet(net.features, config.layers, kinds[config.network], **like)
+    else:
+        found = {"h1": H1, "h2": H2}[config.network](net.features, config.layers, **like)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter *= config.gain
+    return found
+
+
+def train(
+    config: Config,
+    graph: Graph,
+    transport: Transport | None = None,
+    *,
+    owner: list[int] | None = None,
+    replicas: Replicas | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    save_every: int | None = None,
+    tell: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train, test and save as one part of the graph; return the metrics, at the root all of them.
+
+    `owner` is the part of each node; by default one process owns all, or nodes are shared out
+    alike. A folder that has a training of another config is left alone.
+    """
+    start = time.perf_counter()
+    transport = transport or Local()
+    owner = partition(graph, transport.parts) if owner is None else owner
+    net = build(config, graph, owner, transport)
+    train_set, test_set, classes = _data(config, net)
+    facts = {
+        "data": config.data if config.data in planar.SETS else "folder",
+        "order": [train_set.order, "" if test_set is None else test_set.order],
+        "test": None if test_set is None else test_set.x.shape[1],
+        "init": [config.init, config.gain],
+    }
+    generator = torch.Generator().manual_seed(config.seed + 1)
+    like: dict[str, Any] = {"generator": generator, "dtype": net.dtype}
+    head = (
+        SigmoidHead(net.features, **like)
+        if classes == 2
+        else SoftmaxHead(net.features, classes, **like)
+    )
+    solver = "newton" if net.features <= NEWTON else "joint"
+    home = None if folder is None else as_path(folder)
+    is_first = replicas is None or replicas.index == 0
+    is_root = is_first and net.plan.tree.root in net.part.nodes
+    if home is not None and is_root:
+        _claim(home, config, resume)
+    training = Training(
+        net,
+        head,
+        train_set.x,
+        train_set.t,
+        folder=None if home is None else home / "nodes",
+        save_every=save_every,
+        replicas=replicas,
+        tell=tell if is_first else None,
+        name=name_of(net.plan, replicas),
+        facts=facts,
+        **{**OPTIONS, "solver": solver, "seed": config.seed, **config.options},
+    )
+    progress = training.run(resume)
+    metrics: dict[str, Any] = {
+        "data": config.data,
+        "network": config.network,
+        "layers": config.layers,
+        "nodes": graph.nodes,
+        "parts": transport.parts,
+        "replicas": 1 if replicas is None else replicas.count,
+        "seed": config.seed,
+    }
+    if progress.loss:
+        metrics |= {"epochs": len(progress.loss), "loss": progress.loss[-1]}
+    for part, samples in (("train", train_set), ("test", test_set)):
+        if samples is not None:
+            state, _ = net.forward(net.split(samples.x), keep=False)
+            found = training.head.predict(net.join(state))
+            if samples.t is not None:
+                metrics[f"{part}_accuracy"] = (found == samples.t).double().mean().item()
+    traffic = training.traffic()
+    whole = training.assemble(dense(config, graph, net) if net.features <= DENSE else None)
+    metrics["seconds"] = round(time.perf_counter() - start, 2)
+    metrics["versions"] = {"hdnn": hdnn.__version__, "torch": torch.__version__}
+    if is_root:
+        metrics |= {"messages": sum(e[2] for e in traffic), "bytes": sum(e[3] for e in traffic)}
+        metrics["traffic"] = traffic
+    if home is not None and is_root:
+        if whole is not None:
+            save(_model(config, whole, head, net), home / "model.safetensors")
+        write_atomically(home / "metrics.json", json.dumps(metrics, indent=1).encode())
+    return metrics
+
+
+def _model(config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork) -> Model:
+    augment = None
+    if config.data in planar.SETS:
+        augment = Augment(2, net.features, placement=sources.entry_points(net))
+    return Model(augment, whole, head)
+
+
+def _claim(home: Path, config: Config, resume: bool) -> None:
+    """Write what is trained here, unless something else was."""
+    path = home / "config.json"
+    if path.exists():
+        if path.read_text(encoding="utf-8") != config.text():
+            raise CheckpointError(f"{home} has another training; choose another folder.")
+        if not resume:
+            raise CheckpointError(f"{home} has a training; resume it, or choose another folder.")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(home)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the folder {home}: {error.strerror}.") from error
+    write_atomically(path, config.text().encode())
+
+
+def _data(config: Config, net: GraphNetwork) -> tuple[sources.Samples, sources.Samples | None, int]:
+    if config.data in planar.SETS:
+        data = planar.load(config.data, seed=config.seed, dtype=net.dtype)
+        train_set, test_set = sources.of_planar(net, data)
+        return train_set, test_set, 2
+    home = Path(config.data)
+    if not home.is_dir():
+        known = ", ".join(planar.SETS)
+        raise DataError(f"{config.data} is neither one of {known} nor a folder of node files.")
+    train_set = sources.of_folder(net, home, "train")
+    test_set = sources.of_folder(net, home, "test") if (home / "test").is_dir() else None
+    about = home / "classes.json"
+    try:
+        classes = int(json.loads(about.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{about} must hold the number of classes, such as 2.") from error
+    return train_set, test_set, classes
+
+
+def name_of(plan: Plan, replicas: Replicas | None = None) -> Callable[[int], str]:
+    """How to call a part: by its nodes, and by its replica where there are several."""
+    where = "" if replicas is None else f" of replica {replicas.index}"
+
+    def name(part: int) -> str:
+        nodes = plan.nodes_of[part]
+        if len(nodes) == 1:
+            return f"node {nodes[0]}{where}"
+        shown = ", ".join(map(str, nodes[:4])) + (", .." if len(nodes) > 4 else "")
+        return f"part {part} (nodes {shown}){where}"
+
+    return name

@@ -1,0 +1,110 @@
+"""Shards: each node keeps its weights and its optimiser's state in files of its own.
+
+A shard is a safetensors file for one node and one step, written whole or not at all, with a
+checksum. After a fault all parts go on from the newest step that every node still has.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hdnn.base import tensorfile
+from hdnn.base.files import remove_leftovers, write_atomically
+from hdnn.errors import CheckpointError
+
+KEPT = 3  # newest shards of each node
+FORMAT = 1
+
+
+class Shards:
+    """The shards of some nodes in a folder; `training` says what they are shards of."""
+
+    def __init__(self, folder: Path, nodes: tuple[int, ...], training: str) -> None:
+        self.folder, self.nodes, self.training = folder, nodes, training
+
+    def _home(self, node: int) -> Path:
+        return self.folder / f"node-{node:05d}"
+
+    def _file(self, node: int, step: int) -> Path:
+        return self._home(node) / f"step-{step:010d}.safetensors"
+
+    def prepare(self) -> None:
+        """Make the folders, and clear what a kill has left in them."""
+        for node in self.nodes:
+            home = self._home(node)
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(home)
+            except OSError as error:
+                raise CheckpointError(f"cannot write to {home}: {error.strerror}.") from error
+
+    def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
+        """Write one shard, then forget those that are too old, or of a time before a resumption."""
+        about = {"format": FORMAT, "node": node, "step": step, "training": self.training}
+        about["note"] = note
+        write_atomically(self._file(node, step), tensorfile.packed(tensors, "hdnn", about))
+        past = [old for old in self._steps(node) if old <= step]
+        for other in self._steps(node):
+            if other not in past[-KEPT:]:
+                self._file(node, other).unlink(missing_ok=True)
+
+    def _steps(self, node: int) -> list[int]:
+        names = (re.fullmatch(r"step-(\d{10})\.safetensors", f.name) for f in self._list(node))
+        return sorted(int(match[1]) for match in names if match)
+
+    def _list(self, node: int) -> list[Path]:
+        home = self._home(node)
+        return list(home.iterdir()) if home.is_dir() else []
+
+    def load(self, node: int, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of a shard, and the note that went with them."""
+        path = self._file(node, step)
+        with tensorfile.opened(path) as file:
+            try:
+                about = file.about("hdnn")
+                same = (about["format"], about["node"], about["step"]) == (FORMAT, node, step)
+                note, training = about["note"], about["training"]
+                if not (isinstance(note, dict) and isinstance(about[tensorfile.SUM], str)):
+                    raise TypeError("its note or checksum")
+            except (KeyError, ValueError, TypeError) as error:
+                raise CheckpointError(f"{path} is no shard of hdnn.") from error
+            tensors = file.load(about)
+        if not same:
+            raise CheckpointError(f"{path} is damaged: it is of another node or step.")
+        if training != self.training:
+            raise CheckpointError(
+                f"{path} belongs to a training with other options, data or graph; choose another "
+                "folder, or the same options."
+            )
+        return tensors, note
+
+    def check(self, node: int, step: int, note: dict[str, Any], data: str) -> None:
+        """Refuse the shard of a training on other samples; earlier versions did not note them."""
+        if note.get("data", data) != data:
+            raise CheckpointError(
+                f"{self._file(node, step)} belongs to a training with other data of node {node}; "
+                "choose another folder, or the same data."
+            )
+
+    def newest(self, below: int | None = None) -> int:
+        """The newest step of which all nodes have a whole shard, -1 if there is none."""
+        common = set.intersection(*(set(self._steps(node)) for node in self.nodes))
+        for step in sorted(common, reverse=True):
+            if below is not None and step >= below:
+                continue
+            if all(self._whole(node, step) for node in self.nodes):
+                return step
+        return -1
+
+    def _whole(self, node: int, step: int) -> bool:
+        try:
+            self.load(node, step)
+        except CheckpointError as error:
+            if "other options" in str(error):
+                raise
+            return False
+        return True

@@ -1,0 +1,116 @@
+"""Where each node gets its features from: a planar set, files of its own, or a function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hdnn.base.files import as_path
+from hdnn.data import planar
+from hdnn.distributed.network.network import GraphNetwork
+from hdnn.errors import DataError
+from hdnn.serialization import read
+
+LABELS = "labels.safetensors"
+
+
+@dataclass
+class Samples:
+    """The features (rows, samples) that a part owns, and at the root the labels of all samples.
+
+    `order` is the same where the samples are known to be the same ones in the same order.
+    """
+
+    x: Tensor
+    t: Tensor | None
+    order: str = ""
+
+
+def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor | None) -> Samples:
+    """From a function that returns the features (samples, own) of a node: first p, then q."""
+    own = net.positions(net.part.number).tolist()
+    place = {position: row for row, position in enumerate(own)}
+    found: Tensor | None = None
+    for node in net.part.nodes:
+        values = torch.as_tensor(features(node))
+        rows = [place[position] for position in net.positions_of(node)]
+        if values.ndim != 2 or values.shape[1] != len(rows):
+            raise DataError(
+                f"node {node} owns {len(rows)} features, but its data have shape "
+                f"{tuple(values.shape)}, not (samples, {len(rows)})."
+            )
+        if found is None:
+            found = torch.zeros(len(own), len(values), dtype=net.dtype)
+        elif found.shape[1] != len(values):
+            raise DataError(
+                f"node {node} has {len(values)} samples, but others have {found.shape[1]}."
+            )
+        found[rows] = values.T.to(net.dtype)
+    assert found is not None
+    return Samples(found, t)
+
+
+def of_folder(net: GraphNetwork, folder: str | Path, part: str = "train") -> Samples:
+    """From PART/node-00003.safetensors, one a node, each read by its owner alone.
+
+    A file holds `x` (samples, own features); the root's labels are `t` in labels.safetensors. Each
+    may hold `id` as well, whole numbers that say which sample is which: then all must be the same.
+    """
+    home = as_path(folder) / part
+    orders: dict[Path, str] = {}
+
+    def content(path: Path, name: str) -> Tensor:
+        _, tensors = read(path)
+        if name not in tensors:
+            raise DataError(f"{path} has no tensor named {name}.")
+        orders[path] = _order(tensors["id"]) if "id" in tensors else ""
+        return tensors[name]
+
+    def features(node: int) -> Tensor:
+        return content(home / f"node-{node:05d}.safetensors", "x")
+
+    is_root = net.plan.tree.root in net.part.nodes
+    found = of_function(net, features, content(home / LABELS, "t") if is_root else None)
+    (first, order), *others = orders.items()
+    for path, other in others:
+        if other != order:
+            raise DataError(
+                f"{path} has other samples than {first}, or another order of them, by their id; "
+                "give all files the same."
+            )
+    found.order = order
+    return found
+
+
+def _order(numbers: Tensor) -> str:
+    """The same for the same numbers only."""
+    return hashlib.sha256(repr(numbers.reshape(-1).tolist()).encode()).hexdigest()
+
+
+def entry_points(net: GraphNetwork) -> list[int]:
+    """Where x_1 and x_2 of a planar set enter: p of the first node, q of the middle one."""
+    middle = net.positions_of(net.plan.graph.nodes // 2)
+    return [0, middle[len(middle) // 2]]
+
+
+def of_planar(net: GraphNetwork, data: planar.PlanarData) -> tuple[Samples, Samples]:
+    """A planar set for training and testing; all other features begin at zero."""
+    enter = dict(zip(entry_points(net), (0, 1), strict=True))
+    is_root = net.plan.tree.root in net.part.nodes
+
+    def samples(x: Tensor, t: Tensor) -> Samples:
+        def features(node: int) -> Tensor:
+            columns = [enter.get(position) for position in net.positions_of(node)]
+            zero = torch.zeros(len(x), dtype=x.dtype)
+            return torch.stack([zero if c is None else x[:, c] for c in columns], 1)
+
+        found = of_function(net, features, t if is_root else None)
+        found.order = _order(t)
+        return found
+
+    return samples(data.x_train, data.t_train), samples(data.x_test, data.t_test)

@@ -1,0 +1,412 @@
+"""Coordinate descent on a graph: every part runs this same loop, on the rows that it owns.
+
+The hidden layers and their gradients need neighbours only. The features y_N go up the tree to the
+root, which alone knows the labels and solves the output layer; their gradient comes down. With
+`solver="joint"` each node keeps its block of the output layer, and only partial scores go up.
+Minibatches are drawn from one seed, the same for all parts and the same as `hdnn.training.fit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.distributed.graph.plan import Part
+from hdnn.distributed.messages.handshake import shake_hands
+from hdnn.distributed.messages.transport import DistributedError
+from hdnn.distributed.messages.tree import Spanning
+from hdnn.distributed.network.head import NodeHead
+from hdnn.distributed.network.network import GraphNetwork
+from hdnn.distributed.training.replicas import Replicas
+from hdnn.distributed.training.shards import Shards
+from hdnn.errors import DataError, TrainingError
+from hdnn.heads import RegressionHead
+from hdnn.networks import HamiltonianNet
+from hdnn.training import identity, schedule
+from hdnn.training.checks import check_options
+from hdnn.training.coordinate import Head
+from hdnn.training.output import Output
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+REFIT_ROWS = 4096  # samples whose features go up to the root at once
+DEFAULTS: dict[str, Any] = {
+    "epochs": 50,
+    "batch": 125,
+    "optimizer": "adam",
+    "learning_rate": 2.5e-2,
+    "schedule": "cosine",
+    "warmup": 0.0,
+    "weight_decay": 0.0,
+    "clip": None,
+    "solver": "newton",
+    "ridge": 1e-4,
+    "smoothness": 5e-4,
+    "smoothing": "constant",
+    "seed": 0,
+}
+
+
+@dataclass
+class Progress:
+    """What the root knows of the training: one entry an epoch."""
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)  # empty for regression
+
+
+class Adam:
+    """Adam, product by product and sum by sum: the same bits in whatever company a weight is."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights, self.count = weights, 0
+        self.m = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
+
+    def step(self, gradients: dict[str, Tensor], rate: float) -> None:
+        self.count += 1
+        (b1, b2), k = BETAS, self.count
+        for name, g in gradients.items():
+            m, v = self.m[name], self.v[name]
+            m.mul_(b1).add_(g * (1 - b1))
+            v.mul_(b2).add_(g * g * (1 - b2))
+            size = (v.sqrt() / math.sqrt(1 - b2**k)).add_(EPS)
+            self.weights[name].sub_(m / size * (rate / (1 - b1**k)))
+
+
+class Training:
+    """One training, as one part of the graph sees it.
+
+    Args:
+        net: the hidden layers of this part.
+        head: the output layer for all features; used by the root, and only described by others.
+        x: (rows, samples): the features of y_0 that this part owns.
+        t: labels or targets of all samples; the root's only.
+        folder: where each node keeps its shards, if anywhere.
+        save_every: steps between two shards (default: an epoch).
+        replicas: others that train the same nodes on other samples of each minibatch.
+        tell: called by the root with a dict after each epoch.
+        facts: what must be the same in all parts beside the above, by the names of the handshake.
+    """
+
+    def __init__(
+        self,
+        net: GraphNetwork,
+        head: Head,
+        x: Tensor,
+        t: Tensor | None = None,
+        *,
+        folder: Path | None = None,
+        save_every: int | None = None,
+        replicas: Replicas | None = None,
+        tell: Callable[[dict[str, Any]], None] | None = None,
+        name: Callable[[int], str] = "part {}".format,
+        facts: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(set(options) - set(DEFAULTS))
+        if unknown:
+            raise TrainingError(f"there is no option {unknown[0]}; see {', '.join(DEFAULTS)}.")
+        self.options = check_options(**{**DEFAULTS, **options})
+        if self.options["optimizer"] != "adam":
+            raise TrainingError("on a graph the optimizer is adam; leave it out.")
+        self.net, self.x, self.tell, self.replicas = net, x, tell, replicas
+        self.part, self.transport = net.part, net.transport
+        self.tree = Spanning(self.part, self.transport)
+        self.is_root = self.tree.is_root
+        self._check_data(head, t)
+        self.t = t if t is None or isinstance(head, RegressionHead) else t.long()
+        self.samples, self.batch = x.shape[1], self.options["batch"]
+        self.batches = math.ceil(self.samples / self.batch)
+        if replicas is not None:
+            replicas.check(self.samples, self.batch)
+        self.steps = self.batches * self.options["epochs"]
+        self.head = NodeHead(net, self.tree, head)
+        self.joint = self.options["solver"] == "joint"
+        self.output = None
+        if self.is_root and not self.joint:
+            like = x.new_empty(min(self.batch, self.samples), net.features)
+            o = self.options
+            self.output = Output(head, o["solver"], o["ridge"], o["learning_rate"], like)
+        trained = {**net.weights, **(self.head.weights if self.joint else {})}
+        self.adam = Adam(trained)
+        self.owners = {name: net.owners(name) for name in net.weights}
+        self.owners |= {"W": self.head.owner, "w": self.head.root_row}
+        self.columns = {name: self._columns(owners) for name, owners in self.owners.items()}
+        self.generator = torch.Generator().manual_seed(self.options["seed"])
+        self.progress, self.sums, self.step = Progress(), [0.0, 0.0], 0
+        self.save_every = save_every or self.batches
+        own = {
+            "network": [net.network, net.activation, net.steps, net.features, repr(head)],
+            "layers": net.layers,
+            "dtype": str(net.dtype),
+            "batch": self.batch,
+            "samples": self.samples,
+            "options": {k: v for k, v in self.options.items() if k != "batch"},
+        }
+        shake_hands(self.transport, net.plan, {**own, **(facts or {})}, name)
+        training = repr([net.plan.graph.digest(), net.plan.tree.root, sorted(own.items())])
+        self.shards = None if folder is None else Shards(folder, self.part.nodes, training)
+
+    def _check_data(self, head: Head, t: Tensor | None) -> None:
+        x, rows = self.x, self.net.rows
+        if x.ndim != 2 or x.shape[0] != rows or not x.shape[1]:
+            raise DataError(
+                f"x must be ({rows}, samples), the features of this part, but has shape "
+                f"{tuple(x.shape)}."
+            )
+        if x.dtype != self.net.dtype:
+            raise DataError(f"x is {x.dtype}, but the network {self.net.dtype}; use x.to(..).")
+        if not bool(torch.isfinite(x).all()):
+            raise DataError("x has a NaN or an infinite number; clean the data first.")
+        if self.is_root and (t is None or len(t) != x.shape[1]):
+            raise DataError(f"the root needs {x.shape[1]} labels t, one for each sample.")
+        if self.is_root and t is not None and not isinstance(head, RegressionHead):
+            classes = max(2, head.outputs)
+            if t.is_floating_point() or int(t.min()) < 0 or int(t.max()) >= classes:
+                raise DataError(
+                    f"labels must be whole numbers in 0 .. {classes - 1} for this head."
+                )
+        if head.features != self.net.features:
+            raise DataError(
+                f"the head takes {head.features} features, but the nodes have {self.net.features}."
+            )
+
+    # Running
+
+    def run(self, resume: bool = False) -> Progress:
+        """Train to the end, from the newest common step if `resume`."""
+        if self.shards is not None:
+            self.shards.prepare()
+        self._resume(resume)
+        begun = self.step // self.batches
+        for epoch in range(self.options["epochs"]):
+            order = torch.randperm(self.samples, generator=self.generator)
+            if epoch < begun:
+                continue
+            for index in order.split(self.batch)[self.step % self.batches :]:
+                self._step(index)
+                if self.step % self.batches == 0:
+                    self._end_epoch()
+                if self.shards is not None and self.step % self.save_every == 0:
+                    self._save()
+        if self.joint:
+            self.head.collect()
+        else:
+            self._refit()
+        if self.shards is not None and self.step % self.save_every:
+            self._save()
+        return self.progress
+
+    def _step(self, minibatch: Tensor) -> None:
+        index = minibatch if self.replicas is None else self.replicas.share(minibatch)
+        state, tape = self.net.forward(self.net.split(self.x[:, index].contiguous()))
+        y = self.net.join(state)
+        done = self.step / self.steps
+        t = None if self.t is None else self.t[index]
+        if self.joint:
+            g, gradients, outcome = self.head.descend(y, t, len(index) / len(minibatch))
+        else:
+            g, outcome = self._output(y, minibatch)
+            gradients = {}
+        if not bool(torch.isfinite(g).all()):
+            raise DistributedError(
+                f"the loss is not finite in epoch {self.step // self.batches + 1}: the training "
+                "has diverged; lower learning_rate, clip the gradients or take a smaller step h."
+            )
+        _, hidden = self.net.backward(tape, self.net.split(g))
+        if self.replicas is not None:
+            summed = self.replicas.sum({**hidden, **gradients})
+            hidden = {name: summed[name] for name in hidden}
+            gradients = {name: summed[name] for name in gradients}
+        self._regularise(hidden, done)
+        gradients = {**hidden, **gradients}
+        clip = self.options["clip"]
+        if clip is not None:
+            norm = math.sqrt(float(self.tree.sum(self._squares(gradients))))
+            if norm > clip:
+                gradients = {name: gradient * (clip / norm) for name, gradient in gradients.items()}
+        options = self.options
+        for name, gradient in gradients.items():
+            decay = options["weight_decay" if name in hidden else "ridge"]
+            if decay:
+                gradients[name] = gradient + self.adam.weights[name] * decay
+        change = schedule.factor(done, self.steps, options["warmup"], options["schedule"])
+        self.adam.step(gradients, options["learning_rate"] * change)
+        self.step += 1
+        if outcome is not None:
+            self.sums[0] += outcome[0]
+            self.sums[1] += outcome[1]
+
+    def _output(self, y: Tensor, minibatch: Tensor) -> tuple[Tensor, tuple[float, float] | None]:
+        """The gradient of y_N; at the root also loss and accuracy."""
+        whole = self.head.gather(y)
+        if whole is None:
+            return self.head.scatter(None, y), None
+        assert self.output is not None
+        assert self.t is not None
+        if self.replicas is not None:
+            whole = self.replicas.gather(whole, len(minibatch))
+        gradient, found = torch.full_like(whole, math.nan), (math.nan, 0.0)
+        if bool(torch.isfinite(whole).all()):
+            outcome = self.output.solve(whole, self.t[minibatch])
+            found = (outcome.loss, outcome.correct)
+            if math.isfinite(outcome.loss):
+                gradient = outcome.gradient
+        if self.replicas is not None:
+            gradient = gradient[self.replicas.share(torch.arange(len(minibatch)))]
+        return self.head.scatter(gradient, y), found
+
+    def _regularise(self, gradients: dict[str, Tensor], done: float) -> None:
+        """Add the gradients of the smoothness R_K."""
+        options = self.options
+        alpha = options["smoothness"]
+        if options["smoothing"] == "cosine":
+            alpha *= schedule.cosine(done)
+        steps = torch.tensor(self.net.steps[1:], dtype=self.net.dtype)[:, None] * alpha
+        free = self.net.field.near.stencil.free
+        for name, weight in self.net.weights.items():
+            g = gradients[name]
+            if alpha and self.net.layers > 1:
+                jumps = weight.diff(dim=0) * steps
+                g[1:] += jumps
+                g[:-1] -= jumps
+            if free is not None and name.startswith("K"):
+                g *= free
+
+    def _squares(self, gradients: dict[str, Tensor]) -> Tensor:
+        """The squared norm of each node's gradients, (nodes, 1)."""
+        total = torch.zeros(len(self.part.nodes), dtype=torch.float64)
+        for name, gradient in gradients.items():
+            square = gradient.double().square()
+            for layer in square:
+                total.index_add_(0, self.owners[name], layer)
+        return total[:, None]
+
+    def _end_epoch(self) -> None:
+        if not self.is_root:
+            return
+        self.progress.loss.append(self.sums[0] / self.batches)
+        if not isinstance(self.head.head, RegressionHead):
+            self.progress.accuracy.append(self.sums[1] / self.batches)
+        self.sums = [0.0, 0.0]
+        if self.tell is not None:
+            last = {name: values[-1] for name, values in asdict(self.progress).items() if values}
+            self.tell({"epoch": len(self.progress.loss), "step": self.step, **last})
+
+    def _refit(self) -> None:
+        """Fit the output layer to all data, and give each node its block."""
+        found = []
+        for part in self.x.split(REFIT_ROWS, 1):
+            state, _ = self.net.forward(self.net.split(part.contiguous()), keep=False)
+            whole = self.head.gather(self.net.join(state))
+            if whole is not None:
+                found.append(whole)
+        if self.is_root:
+            assert self.output is not None
+            assert self.t is not None
+            self.output.refit(torch.cat(found), self.t, None, self.generator, self.batch)
+        self.head.share()
+
+    # At the end
+
+    def traffic(self) -> list[tuple[int, int, int, int]]:
+        """(from, to, messages, bytes) of all pairs of parts that talked; the root's only."""
+        plan, sent = self.net.plan, self.transport.traffic
+        peers = plan.peers(self.part.number)
+        rows = [(p, sent.messages.get(p, 0), sent.bytes.get(p, 0)) for p in peers]
+        own = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+        counts = [len(plan.peers(part)) for part in range(plan.parts)]
+        whole = self.tree.gather(own, counts)
+        if whole is None:
+            return []
+        senders = [part for part in self.tree.order for _ in range(counts[part])]
+        return [(s, *row) for s, row in zip(senders, whole.tolist(), strict=True)]
+
+    def assemble(self, net: HamiltonianNet | None) -> HamiltonianNet | None:
+        """Bring all weights to the root and write them into `net`, which has room for them."""
+        if net is None:
+            return None
+        sizes = [
+            sum(s.numel() for s in self.net.shape_of(i).values())
+            for i in range(len(self.net.plan.owner))
+        ]
+        plan = self.net.plan
+        counts = [sum(sizes[i] for i in nodes) for nodes in plan.nodes_of]
+        own = [w.reshape(-1) for i in self.part.nodes for w in self.net.blocks(i).values()]
+        whole = self.tree.gather(torch.cat(own), counts)
+        if whole is None:
+            return None
+        for part, values in zip(
+            self.tree.order, whole.split([counts[i] for i in self.tree.order]), strict=True
+        ):
+            nodes = Part(plan, part).nodes
+            for node, flat in zip(nodes, values.split([sizes[i] for i in nodes]), strict=True):
+                shapes = self.net.shape_of(node)
+                blocks = flat.split([shape.numel() for shape in shapes.values()])
+                named = {k: b.view(shapes[k]) for k, b in zip(shapes, blocks, strict=True)}
+                self.net.store(net, node, named)
+        return net
+
+    # Shards
+
+    @cached_property
+    def data(self) -> dict[int, str]:
+        """A digest of the samples of each node, at the root with their labels."""
+        own, root = self.net.positions(self.part.number).tolist(), self.net.plan.tree.root
+        place = {position: row for row, position in enumerate(own)}
+        found = {}
+        for node in self.part.nodes:
+            x = self.x[[place[position] for position in self.net.positions_of(node)]]
+            t = [self.t] if node == root and self.t is not None else []
+            found[node] = identity.digest([x, *t])
+        return found
+
+    def _columns(self, owners: Tensor) -> dict[int, Tensor]:
+        """The entries of each node, in their order."""
+        counts = owners.bincount(minlength=len(self.part.nodes)).tolist()
+        parts = owners.argsort(stable=True).split(counts)
+        return dict(zip(self.part.nodes, parts, strict=True))
+
+    def _own(self, node: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """All that a node has to remember: name, tensor, and its columns of that."""
+        for kind, tensors in (("w", self.adam.weights), ("m", self.adam.m), ("v", self.adam.v)):
+            for name, tensor in tensors.items():
+                yield f"{kind}.{name}", tensor, self.columns[name][node]
+
+    def _save(self) -> None:
+        assert self.shards is not None
+        if self.replicas is not None and self.replicas.index:
+            return  # the first replica's shards are all the same
+        for node in self.part.nodes:
+            note: dict[str, Any] = {"data": self.data[node]}
+            if node == self.net.plan.tree.root:
+                note |= {"progress": asdict(self.progress), "sums": self.sums}
+            tensors = {name: whole[:, columns] for name, whole, columns in self._own(node)}
+            self.shards.save(node, self.step, tensors, note)
+
+    def _resume(self, wanted: bool) -> None:
+        """Go on from the newest step of which all nodes have a shard, if all parts want to."""
+        step = self.shards.newest() if wanted and self.shards is not None else -1
+        while True:
+            agreed = self.tree.minimum(step)
+            if agreed < 0:
+                return  # nothing in common: all begin
+            assert self.shards is not None
+            step = self.shards.newest(below=agreed + 1)
+            if self.tree.minimum(step) == agreed:
+                break
+        for node in self.part.nodes:
+            tensors, note = self.shards.load(node, agreed)
+            self.shards.check(node, agreed, note, self.data[node])
+            for name, whole, columns in self._own(node):
+                whole[:, columns] = tensors[name]
+            if "progress" in note:
+                self.progress, self.sums = Progress(**note["progress"]), note["sums"]
+        self.step = self.adam.count = agreed

@@ -1,0 +1,1 @@
+"""Whole stacks forwards and backwards, each file for one kind of machine."""

@@ -1,0 +1,1 @@
+"""One training in several processes."""

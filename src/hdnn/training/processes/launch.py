@@ -1,0 +1,272 @@
+"""A program that torchrun has started in several processes: they meet, part, and speak as one.
+
+Until they have met, and when they fail, they talk by the store that torchrun keeps for them: it
+outlives each of them, and a process that waits for a word there still hears its signals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hdnn.errors import OptionError, TrainingError
+from hdnn.training.processes import meeting
+from hdnn.training.processes.parallel import LostError, Made, Ranks
+
+T = TypeVar("T")
+
+TIMEOUT = 300.0  # seconds that a process waits for the others, unless HDNN_TIMEOUT says otherwise
+GRACE = 3.0  # seconds that the first process has to say why all of them end
+LATE = 30.0  # seconds that a process which ends waits for others to come at all
+PAUSE = 0.02  # seconds between two looks at the store
+
+_known: dict[str, Any] = {}  # the store, once it is found, and whether one process is to speak
+
+
+def several() -> bool:
+    """Whether this is one of several processes, as torchrun says in the environment."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and int(size) > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return not several() or int(os.environ["RANK"]) == 0
+
+
+class Single:
+    """A program in one process."""
+
+    several, is_first, size = False, True, 1
+
+    def first(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def device(self, name: str) -> str:
+        return name
+
+
+class Launch:
+    """This process, among those that were started together."""
+
+    several = True
+
+    def __init__(self) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.is_first = self.rank == 0
+        self.store, self.timeout, self.calls = _store(_limit()), timeout(), 0
+        self.ranks: Ranks | None = None
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, or its error, in all of them; it may take its time.
+
+        Before the device is known it comes by the store, so it must be small.
+        """
+        self.calls += 1
+        word, made = f"made-{self.calls}", None
+        if self.is_first:
+            made = Made.by(make)
+            self.store.set(word, made.letter() if self.ranks is None else "")
+        else:
+            self._wait([word])
+        if self.ranks is not None:
+            return self.ranks.broadcast(made).open()
+        return (made or Made.read(self.store.get(word))).open()
+
+    def device(self, name: str) -> str:
+        """The device of this process, now that all know what is asked for, and their group."""
+        here = self._device(name)
+        if self.ranks is None:
+            self._all_say("ready", self.timeout)
+            try:
+                with meeting.kept_here(meeting.on_one_machine()):
+                    dist.init_process_group(
+                        "gloo" if here == name else "cpu:gloo,cuda:nccl",  # files, words by gloo
+                        store=self.store,
+                        rank=self.rank,
+                        world_size=self.size,
+                        timeout=timedelta(seconds=self.timeout),
+                    )
+            except RuntimeError as error:
+                raise _unmet(error) from error
+            self.ranks = Ranks()
+        return here
+
+    def _device(self, name: str) -> str:
+        """For cuda, the GPU of its own number on its machine."""
+        device = torch.device(name)
+        if device.type != "cuda":
+            return name
+        if device.index is not None:
+            raise OptionError(
+                f"{name} is one GPU, but there are {self.size} processes; give each its own by "
+                "--device cuda."
+            )
+        number, gpus = int(os.environ.get("LOCAL_RANK", self.rank)), torch.cuda.device_count()
+        if number >= gpus:
+            raise OptionError(
+                f"there are more processes on a machine than GPUs, of which PyTorch finds {gpus}; "
+                f"start no more than that, by torchrun --nproc-per-node {max(gpus, 1)}."
+            )
+        torch.cuda.set_device(number)
+        return f"cuda:{number}"
+
+    def part(self) -> None:
+        """Leave, when all are through."""
+        with suppress(LostError):  # then the first one is through, and its store with it
+            self._all_say("done", self.timeout)
+        self.close()
+
+    def close(self) -> None:
+        """Leave at once; who waits for this process is told by its connections."""
+        if dist.is_initialized():
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    def _all_say(self, word: str, limit: float) -> None:
+        self.store.set(f"{word}-{self.rank}", "")
+        self._wait([f"{word}-{rank}" for rank in range(self.size)], limit)
+
+    def _wait(self, words: list[str], limit: float | None = None) -> None:
+        """Until all these words are there; an error if some process has failed."""
+        end = None if limit is None else time.monotonic() + limit
+        try:
+            while not self.store.check(words):
+                if self.store.check(["failed"]):
+                    raise LostError(self.store.get("failed").decode())
+                if end is not None and time.monotonic() > end:
+                    raise LostError(
+                        f"not all of the {self.size} processes are here after {limit:.0f} s; start "
+                        "all of them, or give them more time by HDNN_TIMEOUT."
+                    )
+                time.sleep(PAUSE)
+        except RuntimeError as error:
+            raise _unmet(error) from error
+
+
+@contextmanager
+def joined() -> Iterator[Single | Launch]:
+    """Do the work of a block together with the other processes, if there are any."""
+    if not several():
+        yield Single()
+        return
+    speak_as_one()
+    before = signal.signal(signal.SIGTERM, _as_interrupt)
+    launch = None
+    try:
+        launch = Launch()
+        yield launch
+        launch.part()
+        signal.signal(signal.SIGTERM, before)
+        _known.clear()
+    finally:  # after an error torchrun's signal is awaited, so it stays heard
+        if launch is not None:
+            launch.close()
+
+
+def speak_as_one() -> None:
+    """From here on, one of several processes says why all of them end."""
+    _known["as one"] = several()
+
+
+def is_as_one() -> bool:
+    """Whether a failure is to be told by `last_word`."""
+    return _known.get("as one", False)
+
+
+def last_word(message: object, say: Callable[[object], None]) -> None:
+    """Let one process say why all of them end: the first, or another one if that is gone."""
+    with suppress(ValueError):  # in another thread
+        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun ends whoever is left
+            signal.signal(number, signal.SIG_IGN)
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    _known["failed"] = True
+    try:
+        store = _store(LATE)
+        if isinstance(message, LostError):  # the one that was lost may have said why
+            if _within(1.0, lambda: store.check(["failed"])):
+                message = store.get("failed").decode()
+        else:
+            where = f"process {rank} of {size}: " if rank != "0" else ""
+            store.compare_set("failed", "", f"{where}{message}")
+        if rank != "0":
+            _within(GRACE, lambda: store.check(["said"]))
+        if store.add("said", 1) == 1:
+            say(message)
+        if rank == "0":  # the store may end with this process: let the others leave first
+            left = [f"left-{other}" for other in range(1, int(size))]
+            _within(GRACE, lambda: store.check(left))
+        else:
+            store.set(f"left-{rank}", "")
+    except (RuntimeError, TrainingError):  # nobody to agree with
+        say(message)
+
+
+def leave(code: int) -> int:
+    """The exit code; after a failure of several processes, end with it here and now.
+
+    The connections to processes that are gone would fail once more while Python ends, and abort it.
+    """
+    if _known.get("failed"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def timeout() -> float:
+    """Seconds that a process waits for the others."""
+    given = os.environ.get("HDNN_TIMEOUT", "")
+    with suppress(ValueError):
+        if 0 < (seconds := float(given or TIMEOUT)) < 1e9:
+            return seconds
+    raise OptionError(f"HDNN_TIMEOUT must be a number of seconds > 0, but is {given!r}.")
+
+
+def _within(seconds: float, there: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not (found := there()) and time.monotonic() < end:
+        time.sleep(PAUSE)
+    return found
+
+
+def _limit() -> float:
+    """The same for the store, by which a wrong HDNN_TIMEOUT is told."""
+    try:
+        return timeout()
+    except OptionError:
+        return TIMEOUT
+
+
+def _store(limit: float) -> Any:
+    """The store by which the processes meet, as the environment says."""
+    if "store" not in _known:
+        try:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            _known["store"] = meeting.from_environment(rank, size, limit)
+        except (RuntimeError, ValueError) as error:
+            raise _unmet(error) from error
+    return _known["store"]
+
+
+def _unmet(error: Exception) -> TrainingError:
+    reason = " ".join(str(error).split())[:160].removesuffix(".")
+    return LostError(
+        f"the {os.environ['WORLD_SIZE']} processes of which the environment tells cannot meet "
+        f"({reason}); start them by torchrun, or unset RANK and WORLD_SIZE."
+    )
+
+
+def _as_interrupt(number: int, frame: Any) -> None:
+    """Take the end that torchrun asks for as a Ctrl-C."""
+    heard = signal.getsignal(signal.SIGINT)
+    (heard if callable(heard) else signal.default_int_handler)(number, frame)

@@ -1,0 +1,86 @@
+"""Values as bytes for another process: JSON and safetensors, never pickle.
+
+Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and the few classes that are
+named here: whoever can send a letter can make nothing else with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as from_safetensors
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from hdnn.errors import CheckpointError
+
+# Dataclasses by where they are defined.
+KNOWN = {
+    "TrainConfig": "hdnn.app.runs",
+    "Run": "hdnn.app.runs",
+    "Columns": "hdnn.data.table",
+    "PlanarData": "hdnn.data.planar",
+    "Problem": "hdnn.app.tasks",
+}
+
+
+def pack(value: Any) -> bytes:
+    """A value as bytes."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_plain(value, tensors)).encode()
+    return len(text).to_bytes(8, "big") + text + to_safetensors(tensors)
+
+
+def unpack(content: bytes) -> Any:
+    """The value that `pack` was given."""
+    try:
+        end = 8 + int.from_bytes(content[:8], "big")
+        plain, tensors = json.loads(content[8:end]), from_safetensors(content[end:])
+        return _value(plain, tensors)
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"a letter from another process is damaged ({error}).") from error
+
+
+def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """As JSON can hold it: what JSON does not know is a pair of its kind and its content."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_plain(one, tensors) for one in value]
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(one, tensors) for one in value]}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": [[key, _plain(one, tensors)] for key, one in value.items()]}
+    kind = type(value).__name__
+    if is_dataclass(value) and KNOWN.get(kind) == type(value).__module__:
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {kind: _plain(parts, tensors)}
+    raise TypeError(f"a {kind} cannot be sent to another process")
+
+
+def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_value(one, tensors) for one in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_value(one, tensors) for one in content)
+    if kind == "path":
+        return Path(content)
+    if kind == "dict":
+        return {key: _value(one, tensors) for key, one in content}
+    return getattr(importlib.import_module(KNOWN[kind]), kind)(**_value(content, tensors))

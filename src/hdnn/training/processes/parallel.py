@@ -1,0 +1,319 @@
+"""One training in several processes, each with its slice of every minibatch.
+
+The training is that of one process, up to rounding. The features of all slices are gathered, so
+that every process solves the same output layer; the gradients of the hidden layers are summed, so
+that every process takes the same step. What one process meets alone (an error, Ctrl-C, a callback
+that ends the training) it tells with its features: all of them end at the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hdnn import errors
+from hdnn.errors import HDNNError, TrainingError, flag
+from hdnn.training.processes import letters
+
+if dist.is_available():
+    # PyTorch binds the group of the moment to defaults of this module for ever, and imports it as
+    # late as by an optimizer: threads of a group that never ends may abort Python as it ends.
+    import torch.distributed.nn
+
+T = TypeVar("T")
+
+STOP, INTERRUPT, FAILED = 1, 2, 4  # what a process tells with its features
+
+
+class LostError(TrainingError):
+    """Another process has ended, or does not answer in time."""
+
+
+class Made(Generic[T]):
+    """What one process has made, or the error that it met, to be sent to others."""
+
+    def __init__(self, value: T | None, error: Exception | None) -> None:
+        self.value, self.error = value, error
+
+    @classmethod
+    def by(cls, make: Callable[[], T]) -> Made[T]:
+        try:
+            return cls(make(), None)
+        except Exception as error:
+            return cls(None, error)
+
+    @classmethod
+    def read(cls, letter: bytes) -> Made[T]:
+        value, error = letters.unpack(letter)
+        return cls(value, _raisable(error))
+
+    def letter(self) -> bytes:
+        return letters.pack((self.value, _portable(self.error)))
+
+    def open(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.value  # pyright: ignore[reportReturnType]
+
+
+class Alone:
+    """The team of a training in one process: nobody is asked, nothing is sent."""
+
+    first, over, patience = True, False, 0.0
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    holding = together
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
+        return stop, interrupted
+
+    def anyone(self, value: bool) -> bool:
+        return value
+
+    def features(self, run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
+        return run(y_0)
+
+    def gradients(
+        self, run: Callable[[Tensor], None], g: Tensor, parameters: list[nn.Parameter]
+    ) -> None:
+        run(g)
+
+    def share(self, model: nn.Module) -> None:
+        pass
+
+    def check_alike(self, make: Callable[[], dict[str, Any]]) -> None:
+        pass
+
+    def check_weights(self, model: nn.Module, epoch: int) -> None:
+        pass
+
+
+class Ranks:
+    """The team of a training in all processes of torch.distributed; every method is for all."""
+
+    patience = 1.0  # torchrun may pass on a Ctrl-C that the terminal sends to everybody
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.first = self.rank == 0
+        self.wishes = self.heard = 0
+        self.trouble: Exception | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether some process wished to end the training before this step."""
+        return bool(self.heard & (STOP | INTERRUPT))
+
+    # Going on together, or not at all
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for all; an error in one of them is an error in all."""
+        error = self.trouble
+        try:
+            yield
+        except Exception as own:
+            error = error or own
+        self._raise_any(error)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep an error until the processes meet again: others would wait for this one in vain."""
+        try:
+            yield
+        except Exception as error:
+            self.trouble = self.trouble or error
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, or its error, in all of them."""
+        return self.broadcast(Made.by(make) if self.first else None).open()
+
+    def broadcast(self, made: Made[T] | None) -> Made[T]:
+        """What the first process gives, in all of them."""
+        letter = b"" if made is None else made.letter()
+        size = torch.tensor([len(letter)])
+        self._call(dist.broadcast, size, 0)
+        content = _as_tensor(letter, int(size))
+        self._call(dist.broadcast, content, 0)
+        return made or Made.read(content.numpy().tobytes())
+
+    def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
+        """Tell the others, with the next features, what is wished here; what all have heard."""
+        self.wishes = STOP * stop | INTERRUPT * interrupted
+        return bool(self.heard & STOP), bool(self.heard & INTERRUPT)
+
+    def anyone(self, value: bool) -> bool:
+        """Whether it is so in some process."""
+        return any(self._all(value))
+
+    def _raise_any(self, error: Exception | None) -> None:
+        for rank, failed in enumerate(map(_raisable, self._all(_portable(error)))):
+            if failed is not None:
+                where = f"process {rank} of {self.size}: " if rank else ""
+                raise error or type(failed)(f"{where}{failed}")
+
+    # The work
+
+    def part(self, count: int, rank: int) -> slice:
+        """The slice of so many samples that a process takes; the first ones may have one more."""
+        each, more = divmod(count, self.size)
+        low = rank * each + min(rank, more)
+        return slice(low, low + each + (rank < more))
+
+    def features(self, run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
+        """`run` for all states (B, n), each process with its slice of them."""
+        (B, n), error = y_0.shape, self.trouble
+        sent = y_0.new_zeros(-(-B // self.size) * n + 1)  # slices of one size, and a word
+        mine = y_0[self.part(B, self.rank)]
+        try:
+            if len(mine):
+                sent[: mine.numel()] = run(mine).reshape(-1)
+        except Exception as own:
+            error = error or own
+        sent[-1] = self.wishes | FAILED * (error is not None)
+        rows = sent.new_empty(self.size, len(sent))
+        self._call(dist.all_gather, list(rows), sent)
+        self.heard = 0
+        for word in rows[:, -1].tolist():
+            self.heard |= int(word)
+        if self.heard & FAILED:
+            self._raise_any(error)
+        slices = [self.part(B, rank) for rank in range(self.size)]
+        found = [row[: (s.stop - s.start) * n] for row, s in zip(rows, slices, strict=True)]
+        return torch.cat(found).view(B, n)
+
+    def gradients(
+        self, run: Callable[[Tensor], None], g: Tensor, parameters: list[nn.Parameter]
+    ) -> None:
+        """Set the gradients of all samples: `run` sets those of a slice, which are summed."""
+        mine, error = g[self.part(len(g), self.rank)], None
+        try:
+            if len(mine):
+                run(mine)
+        except Exception as own:
+            error = own
+        # One buffer: the gradients, which of them there are, and whether all went well.
+        total, count = sum(p.numel() for p in parameters), len(parameters)
+        dtype = g.dtype
+        for p in parameters:
+            dtype = torch.promote_types(dtype, p.dtype)
+        flat = g.new_zeros(total + count + 1, dtype=dtype)
+        places = list(flat[:total].split([p.numel() for p in parameters])) if count else []
+        for k, (p, place) in enumerate(zip(parameters, places, strict=True)):
+            if p.grad is not None:
+                place.copy_(p.grad.reshape(-1))
+                flat[total + k] = 1
+        flat[-1] = error is not None
+        self._call(dist.all_reduce, flat)
+        *there, failed = flat[total:].tolist()
+        if failed:
+            self._raise_any(error)
+        for p, place, known in zip(parameters, places, there, strict=True):
+            p.grad = place.view(p.shape).to(p.dtype) if known else None
+
+    # Being alike
+
+    def share(self, model: nn.Module) -> None:
+        """Give every process the weights of the first."""
+        for t in model.state_dict().values():
+            whole = t.detach().contiguous()
+            self._call(dist.broadcast, whole, 0)
+            t.copy_(whole)
+
+    def check_alike(self, make: Callable[[], dict[str, Any]]) -> None:
+        """Refuse processes that were given different things, by name."""
+        first, *others = self._all(make())
+        for rank, theirs in enumerate(others, 1):
+            for name, value in first.items():
+                if theirs[name] != value:
+                    raise TrainingError(
+                        f"process {rank} has another {name} than process 0, {theirs[name]!r} "
+                        f"instead of {value!r}; give all of them the same model, data and options."
+                    )
+
+    def check_weights(self, model: nn.Module, epoch: int) -> None:
+        """Refuse to go on once the weights differ by a single bit."""
+        first, *others = self._all(checksum(model.state_dict().values()))
+        for rank, theirs in enumerate(others, 1):
+            if theirs != first:
+                raise TrainingError(
+                    f"process {rank} has other weights than process 0 after epoch {epoch}; use "
+                    "machines of one kind, and callbacks that do the same in every process."
+                )
+
+    def _all(self, value: T) -> list[T]:
+        """What every process has."""
+        letter = letters.pack(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._call(dist.all_gather, sizes, torch.tensor([len(letter)]))
+        room = max(int(size) for size in sizes)
+        told = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
+        self._call(dist.all_gather, told, _as_tensor(letter, room))
+        read = zip(told, sizes, strict=True)
+        return [letters.unpack(one[: int(size)].numpy().tobytes()) for one, size in read]
+
+    def _call(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            operation(*arguments)
+        except RuntimeError as error:
+            reason = str(error).rpartition("] ")[2].split(". ")[0][:99]
+            raise LostError(
+                f"another of the {self.size} processes has ended or does not answer ({reason}); "
+                "what was saved is kept, start all of them again and resume."
+            ) from error
+
+
+Team = Alone | Ranks
+
+
+def team(parallel: bool) -> Team:
+    """Who shares a training: the processes of torch.distributed if asked, else this one alone."""
+    if not flag("parallel", parallel):
+        return Alone()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise TrainingError(
+            "parallel=True shares a training among the processes of torch.distributed, which is "
+            "not initialised here; call torch.distributed.init_process_group first."
+        )
+    return Ranks()
+
+
+def checksum(tensors: Iterable[Tensor]) -> str:
+    """Of all bits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for t in tensors:
+        digest.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _as_tensor(letter: bytes, room: int) -> Tensor:
+    """Bytes, in a tensor with room for so many."""
+    return torch.frombuffer(bytearray(letter.ljust(room, b"\0")), dtype=torch.uint8)
+
+
+def _portable(error: Exception | None) -> tuple[str, str] | None:
+    """An error as it can be sent: the name of its class, and what it says."""
+    if error is None:
+        return None
+    if type(error).__module__ == HDNNError.__module__:
+        return type(error).__name__, str(error)
+    return TrainingError.__name__, f"{type(error).__name__}: {error}"
+
+
+def _raisable(error: tuple[str, str] | None) -> Exception | None:
+    """An error that was sent."""
+    if error is None:
+        return None
+    kind = getattr(errors, error[0], TrainingError)
+    return kind(error[1]) if issubclass(kind, HDNNError) else TrainingError(error[1])

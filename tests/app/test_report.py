@@ -1,0 +1,295 @@
+"""The report: one page that stands by itself, whatever is in the files of the runs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from hdnn.__main__ import main
+from hdnn.app import report, reproduced
+from hdnn.app.runs import Run, TrainConfig, write_json
+from hdnn.errors import CheckpointError
+
+NOT_CLOSED = ("meta", "img", "br")
+EVIL = "<script>alert('x')</script>\"'&"
+PNG = b"\x89PNG\r\n\x1a\n rest"
+
+
+class Page(HTMLParser):
+    """The elements of a page, if each is closed where it should be."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.text = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.links += [value for name, value in attrs if name in ("href", "src")]
+        if tag not in NOT_CLOSED:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def certificate(**changes):
+    layers = list(range(5))
+    curve = {"layers": layers, "smallest": [1.2, 1.1, 1.05, 1.01, 1.0]}
+    curve |= {"median": [3.0, 2.0, 2.0, 1.5, 1.0], "largest": [90.0, 40.0, 9.0, 2.0, 1.0]}
+    made = {"samples": 7, "smallest_norm": 1.01, "largest_norm": 90.0, "guaranteed": True}
+    made |= {"guarantee": "at any depth", "holds": True, "symplectic_defect": 3e-16}
+    made |= {"symplectic": True, "bounds": [{"text": "a bound <= 7: holds"}], "by_layer": curve}
+    made["ranges"] = [{"from": 0, "to": 3, "smallest": 1.01, "largest": 90.0}]
+    return {**made, **changes}
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(name, *, accuracy=0.9, log=True, metrics=None, **options):
+        run = Run(tmp_path / "runs" / name)
+        run.folder.mkdir(parents=True)
+        config = TrainConfig.of({"data": "swiss_roll", "layers": 4, **options})
+        run.config_file.write_text(config.to_toml())
+        if log:
+            entries = [
+                {"epoch": e, "loss": 1 / e, "accuracy": min(1.0, 0.5 + e / 20)}
+                for e in range(1, 15)
+            ]
+            run.log_file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        whole = {"network": "H2(4 features)", "parameters": 53, "epochs": 14, "train_rows": 9}
+        whole |= {"test_rows": 8, "train_accuracy": 0.99, "test_accuracy": accuracy}
+        whole |= {"training_seconds": 1.5, "certificate": certificate()}
+        write_json(run.metrics_file, whole if metrics is None else metrics)
+        return run
+
+    return make
+
+
+def test_the_page_stands_by_itself(make, tmp_path):
+    run = make("one")
+    (run.folder / "decision_regions.png").write_bytes(PNG)
+    text = report.page([run, make("two", seed=1, accuracy=0.8)])
+    page = Page(text)
+    outside = [link for link in page.links if not link.startswith(("#", "data:image/png;base64,"))]
+    assert outside == []
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert {"script", "link", "iframe"}.isdisjoint(tag for tag, _ in page.tags)
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link[1:] for link in page.links if link.startswith("#")} == set(page.ids)
+    (image,) = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert base64.b64decode(image.partition(",")[2]) == PNG
+    assert ("meta", {"charset": "utf-8"}) in page.tags
+    names = [attrs.get("name") for tag, attrs in page.tags if tag == "meta"]
+    assert "viewport" in names
+
+
+def test_the_page_tells_scores_spread_and_certificates(make):
+    text = report.page([make("one"), make("two", seed=1, accuracy=0.8)])
+    for words in ("90.00%", "80.00%", "85.00%", "7.07%", "Norm at least 1: holds", "1.01"):
+        assert words in text
+    assert "A bound &lt;= 7: holds." in text
+    assert "Symplectic: yes, norm" in text
+    assert "Over seeds" in text
+    assert "Over seeds" not in report.page([make("three", seed=2)])
+    assert "learning-rate = 0.05" in text
+
+
+def test_a_broken_guarantee_and_none_at_all_are_told(make):
+    broken = {"certificate": certificate(holds=False, smallest_norm=0.9)}
+    assert "DOES NOT HOLD" in report.page([make("broken", metrics=broken)])
+    none = certificate(holds=None, guaranteed=False, guarantee="it can vanish")
+    assert "No guarantee: it can vanish." in report.page(
+        [make("none", metrics={"certificate": none})]
+    )
+
+
+def test_everything_from_files_is_escaped(make, tmp_path):
+    metrics = {"network": EVIL, "parameters": EVIL, "train_accuracy": EVIL, "epochs": [EVIL]}
+    metrics["certificate"] = certificate(guarantee=EVIL, samples=EVIL, ranges=[{"from": EVIL}])
+    run = make(EVIL.replace("/", "\\"), metrics=metrics)
+    run.config_file.write_text(run.config_file.read_text() + f"# {EVIL}\n")
+    damaged = make("damaged")
+    damaged.config_file.write_text(f"[train]\n'{EVIL.replace(chr(39), '')}' = 3\n")
+    text = report.page([run, damaged])
+    page = Page(text)
+    assert "<script" not in text
+    assert {"script"}.isdisjoint(tag for tag, _ in page.tags)
+    assert "alert" in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {},
+        {"certificate": 3},
+        {"certificate": {"by_layer": {"layers": [0, "x"], "smallest": None}, "bounds": [1]}},
+        {"certificate": {"by_layer": {"layers": [0, 1], "smallest": [None, None]}}},
+        {"certificate": {"by_layer": {"layers": [0], "smallest": [1e308], "median": [1e-300]}}},
+        {"certificate": {"ranges": [3, {}], "symplectic_defect": "no", "holds": "maybe"}},
+        {"test_accuracy": 10**400, "train_accuracy": True, "epochs": None},
+        {"train_r2": 0.5, "train_rmse": 3.0, "test_rmse": 4.0},
+    ],
+)
+def test_odd_metrics_make_a_page_all_the_same(make, metrics):
+    run = make("odd")
+    run.metrics_file.write_text(json.dumps(metrics))
+    Page(report.page([run]))
+
+
+@pytest.mark.parametrize("file", ["metrics.json", "config.toml", "log.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[3]", b'{"epoch": "x"}\n', b"{"])
+def test_a_damaged_run_is_shown_as_far_as_it_can_be(make, file, content):
+    run = make("run")
+    (run.folder / file).write_bytes(content)
+    page = Page(report.page([run, make("whole", seed=5)]))
+    assert "whole" in "".join(page.text)
+    if file == "config.toml" or (file == "metrics.json" and content != b'{"epoch": "x"}\n'):
+        assert "damaged" in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.json", '{"pictures": 3}'),
+        ("metrics.json", '{"epochs": {"a": 1}}'),
+        ("metrics.json", '{"test_accuracy": Infinity}'),
+        ("metrics.json", "[" * 10**5),
+        ("metrics.json", '{"a": ' + "[" * 60 + "]" * 60 + "}"),
+        ("log.jsonl", '{"epoch": "x"}\n'),
+        ("log.jsonl", "[" * 10**5 + "\n"),
+        ("config.toml", "[train]\ndata = 3\n"),
+        ("config.toml", "[train]\ndrop = " + "[" * 10**5),
+    ],
+)
+def test_one_broken_run_is_named_and_the_others_are_shown(make, file, content, tmp_path, capsys):
+    broken, whole = make("broken"), make("whole", seed=5)
+    (broken.folder / file).write_text(content)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("2 runs in")
+    assert str(broken.folder / file) in said.err
+    assert str(whole.folder) not in said.err
+    text = "".join(Page(out.read_text()).text)
+    assert f"damaged: {broken.folder / file}" in text or f"{broken.folder / file}" in text
+    assert str(whole.folder) in text
+    assert "90.00%" in text  # of the other
+
+
+def test_what_is_whole_of_a_broken_run_is_shown(make):
+    run = make("broken")
+    run.log_file.unlink()
+    run.log_file.mkdir()
+    text = report.page([run])
+    assert "90.00%" in text
+    assert "damaged" in text
+    assert "learning-rate = 0.05" in text
+
+
+def test_a_run_without_an_end_says_so(make):
+    run = make("run", log=False)
+    run.metrics_file.unlink()
+    assert "not complete" in report.page([run])
+
+
+def test_runs_are_found_once_and_below(make, tmp_path):
+    one, two = make("one"), make("group/two")
+    found = report.find_runs([tmp_path / "runs", one.folder])
+    assert [run.folder for run in found] == [two.folder, one.folder]
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        report.find_runs([tmp_path / "none"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="there is no run in"):
+        report.find_runs([tmp_path / "empty"])
+
+
+def test_a_picture_that_is_none_is_left_out(make, monkeypatch):
+    run = make("run")
+    picture = run.folder / "decision_regions.png"
+    picture.write_bytes(b"<svg>")
+    assert "<img" not in report.page([run])
+    picture.write_bytes(PNG)
+    monkeypatch.setattr(reproduced, "LARGEST", 3)
+    assert "<img" not in report.page([run])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0],
+        [1.0, 1.0],
+        [0.0, 0.0],
+        [-1.0, 2.0],
+        [1e-300, 1e300],
+        [1.0, None, 0.0, 5.0],
+        [0.3, 0.8],
+    ],
+)
+def test_curves_stay_inside_of_their_frame(values):
+    line = report.Line("y", list(range(len(values))), values, "#000")
+    text = report._curve([line], "x", "caption", level=None)
+    Page(text)
+    numbers = re.findall(r'[ML]([-\d.naif]+) ([-\d.naif]+)|c[xy]="([-\d.naif]+)"', text)
+    for number in (float(n) for found in numbers for n in found if n):
+        assert math.isfinite(number)
+        assert -1 <= number <= report.WIDTH + 1
+
+
+def heights(text):
+    """How far down each point of the first line is."""
+    (path,) = re.findall(r'<path d="M([^"]+)" fill="none"', text)
+    return [float(point.split()[1]) for point in path.split("L")]
+
+
+def test_zeros_are_at_the_lower_edge_of_a_logarithmic_curve():
+    line = report.Line("y", [1, 2, 3, 4], [10.0, 0.0, 0.1, 0.0], "#000")
+    first, second, third, last = heights(report._curve([line], "x", "caption"))
+    assert second == last == report.HEIGHT - report.BOTTOM
+    assert first < third < second
+
+
+def test_rounding_is_not_drawn_as_if_it_were_a_curve():
+    line = report.Line("y", [1, 2, 3], [1.0, 1 + 1e-12, 1 + 2e-12], "#000")
+    text = report._curve([line], "x", "caption", level=1.0)
+    assert len(set(heights(text))) == 1
+    marks = re.findall(r'text-anchor="end">([^<]+)<', text)
+    assert len(set(marks)) == len(marks) > 1
+
+
+def test_runs_are_listed_without_what_all_their_names_begin_with(make, tmp_path):
+    runs = [make("one"), make("group/two", seed=1)]
+    assert report._short_names(runs) == ["one", "group/two"]
+    assert report._short_names([*runs, Run("three")]) == [
+        *(str(run.folder) for run in runs),
+        "three",
+    ]
+    assert report._short_names([Run("here"), Run("there/too")]) == ["here", "there/too"]
+
+
+def test_the_page_has_colours_for_the_dark():
+    light, dark = report.STYLE.split("prefers-color-scheme: dark", 1)
+    names = set(re.findall(r"(--\w+):", light))
+    assert names == set(re.findall(r"(--\w+):", dark))
+    assert set(re.findall(r"var\((--\w+)\)", report.STYLE)) <= names
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.1, 7.0), (3.0, 3.1), (1e-12, 1.0), (1.0, 1e300)])
+def test_marks_are_few_and_inside(low, high):
+    for marks in (report._marks(low, high), report._log_marks(low, high)):
+        assert 1 <= len(marks) <= 9
+        assert marks == sorted(marks)

@@ -1,0 +1,410 @@
+"""The Triton kernels: in Triton's interpreter on any machine, compiled where there is a GPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so that the interpreter gets a process of its
+own: this file, run as a program, takes some groups of cases and prints their errors.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdnn import activations, interconnection
+from hdnn.engine.kernels import triton as engine
+from hdnn.errors import OptionError, ShapeError
+
+SCHEMES = {
+    "h2": ((0, -1.0), (1, 1.0)),
+    "ms1": ((1, -1.0), (0, 1.0)),
+    "verlet": ((0, -0.5), (1, 1.0), (0, -0.5)),
+    "yoshida": ((0, -0.68), (1, 1.35), (0, 0.18), (1, -1.7), (0, 0.18), (1, 1.35), (0, -0.68)),
+}
+# What each precision promises, relative, of states and gradients.
+TOLERANCE = {"ieee": 1e-5, "tf32x3": 1e-5, "tf32": 3e-3, "bf16": 5e-2}
+
+
+def split_reference(y, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef, activation, kind):
+    sigma = activations.get(activation)
+    p, q = y.chunk(2, -1)
+    for s, (turn, j) in enumerate(zip(half.tolist(), layer.tolist(), strict=True)):
+        source, K, b, V = (p, K_p, b_p, V_p) if turn else (q, K_q, b_q, V_q)
+        z = sigma(source @ K[j].T + b[j])
+        out = {"same": K, "general": V, "identity": None}[kind]
+        moved = coef[s] * (z if out is None else z @ out[j])
+        p, q = (p, q + moved) if turn else (p + moved, q)
+    return torch.cat([p, q], -1)
+
+
+def euler_reference(y, K, b, V, h, activation, kind):
+    sigma = activations.get(activation)
+    for j in range(len(K)):
+        z = sigma(y @ K[j].T + b[j])
+        if kind == "canonical":
+            moved = interconnection.times_canonical(z @ K[j])
+        else:
+            out = {"same": K, "general": V, "identity": None}[kind]
+            moved = z if out is None else z @ out[j]
+        y = y + h[j] * moved
+    return y
+
+
+def schedule(scheme, N, h):
+    shears = SCHEMES[scheme] * N
+    half = torch.tensor([turn for turn, _ in shears], dtype=torch.int32)
+    layer = torch.arange(N, dtype=torch.int32).repeat_interleave(len(SCHEMES[scheme]))
+    return half, layer, torch.tensor([h * fraction for _, fraction in shears])
+
+
+def error(got, wanted):
+    return float((got.double().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def compare(names, got, wanted):
+    """The relative error of each tensor that the reference has."""
+    errors = {}
+    for name, one, other in zip(names, got, wanted, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.shape == other.shape, name
+            assert one.dtype == torch.float32, name
+            assert one.is_contiguous(), name
+            errors[name] = error(one, other)
+    return errors
+
+
+def gradients(function, tensors, g):
+    leaves = [None if t is None else t.double().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    out.backward(g.double())
+    return out.detach(), [None if t is None else t.grad for t in leaves]
+
+
+def split_errors(
+    B, m, r_p, r_q, N, *, activation="tanh", kind="same", precision="ieee", scheme="h2",
+    deterministic=False, device="cpu", h=0.1, weights="float32",
+):  # fmt: skip
+    random = torch.Generator().manual_seed(B + m + N)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random)
+
+    K_p, K_q = draw(N, r_p, m) / math.sqrt(m), draw(N, r_q, m) / math.sqrt(m)
+    V_p, V_q = None, None
+    if kind == "general":
+        V_p, V_q = draw(N, r_p, m) / math.sqrt(m), draw(N, r_q, m) / math.sqrt(m)
+    dtype = getattr(torch, weights)
+    given = (K_p, K_q, 0.1 * draw(N, r_p), 0.1 * draw(N, r_q), V_p, V_q)
+    tensors = (draw(B, 2 * m), *(None if w is None else w.to(dtype) for w in given))
+    g, (half, layer, coef) = draw(B, 2 * m), schedule(scheme, N, h)
+
+    def reference(*leaves):
+        *inputs, c = leaves
+        return split_reference(*inputs, half, layer, c, activation, kind)
+
+    y_N, wanted = gradients(reference, (*tensors, coef), g)
+    y, *others = (None if t is None else t.to(device) for t in (*tensors, half, layer, coef))
+    options = {"alternating": scheme in ("h2", "ms1")}
+    out, nothing = engine.split_forward(y, *others, activation, kind, precision, **options)
+    assert nothing is None
+    same, kept = engine.split_forward(y, *others, activation, kind, precision, **options, keep=True)
+    assert torch.equal(out, same)
+    settings = (activation, kind, precision, deterministic)
+    got = engine.split_backward(out, g.to(device), *others, *settings, **options)
+    stored = engine.split_backward(None, g.to(device), *others, *settings, **options, kept=kept)
+    assert stored[0] is None
+    names = ("y_N", "y_0", "g_0", "dK_p", "dK_q", "db_p", "db_q", "dV_p", "dV_q", "dcoef")
+    undone = compare(names, (out, *got), (y_N, tensors[0].double(), *wanted))
+    found = compare(names[2:], stored[1:], wanted)
+    return undone | {f"{name}, stored": error for name, error in found.items()}
+
+
+def euler_errors(
+    B, n, r, N, *, activation="tanh", kind="general", precision="ieee", deterministic=False,
+    device="cpu", h=0.1, weights="float32",
+):  # fmt: skip
+    random = torch.Generator().manual_seed(B + n + N)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random)
+
+    dtype = getattr(torch, weights)
+    V = draw(N, r, n) / math.sqrt(n) if kind == "general" else None
+    given = (draw(N, r, n) / math.sqrt(n), 0.1 * draw(N, r), V)
+    rounded = (None if w is None else w.to(dtype) for w in given)
+    tensors = (draw(B, n), *rounded, torch.full((N,), h))
+    g = draw(B, n)
+
+    def reference(*leaves):
+        return euler_reference(*leaves, activation, kind)
+
+    y_N, wanted = gradients(reference, tensors, g)
+    y, *others = (None if t is None else t.to(device) for t in tensors)
+    settings = (activation, kind, precision)
+    out, _ = engine.euler_forward(y, *others, *settings)
+    last, kept = engine.euler_forward(y, *others, *settings, keep=True)
+    assert torch.equal(kept.view(N + 1, B, n)[0], y)
+    got = engine.euler_backward(kept, g.to(device), *others, *settings, deterministic)
+    names = ("y_N", "last state", "g_0", "dK", "db", "dV", "dh")
+    return compare(names, (out, last, *got), (y_N, y_N, *wanted))
+
+
+GROUPS = {
+    "odd sizes": [
+        ("split", (70, 5, 5, 5, 3), {}),
+        ("split", (1, 1, 1, 1, 1), {}),
+        ("split", (33, 20, 7, 40, 2), {"kind": "general"}),
+        ("euler", (70, 10, 10, 3), {}),
+        ("euler", (5, 3, 20, 1), {"kind": "same"}),
+        ("euler", (70, 10, 7, 3), {"kind": "canonical"}),
+        ("euler", (5, 2, 1, 1), {"kind": "canonical"}),
+    ],
+    "schemes": [
+        ("split", (20, 16, 16, 16, 3), {"kind": "identity", "scheme": "ms1"}),
+        ("split", (20, 4, 4, 4, 2), {"scheme": "verlet"}),
+        ("split", (20, 4, 6, 4, 2), {"scheme": "yoshida", "kind": "general"}),
+        ("euler", (20, 10, 10, 3), {"kind": "identity"}),
+        ("euler", (17, 140, 140, 2), {"kind": "identity"}),
+        ("euler", (20, 64, 64, 2), {"kind": "canonical"}),
+        ("euler", (17, 140, 140, 1), {"kind": "canonical"}),
+    ],
+    "several blocks": [
+        ("split", (20, 8, 150, 70, 1), {}),
+        ("split", (20, 8, 70, 70, 2), {"scheme": "verlet", "deterministic": True}),
+        ("euler", (21, 40, 150, 1), {}),  # of 20, dh is a sum that all but cancels
+        ("euler", (20, 40, 128, 2), {"kind": "same"}),
+        ("euler", (20, 40, 150, 2), {"kind": "canonical"}),
+        ("euler", (20, 64, 128, 2), {"kind": "canonical", "deterministic": True}),
+    ],
+    "deterministic": [
+        ("split", (70, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
+        ("split", (40, 8, 8, 8, 2), {"scheme": "yoshida", "deterministic": True}),
+        ("euler", (70, 10, 12, 5), {"deterministic": True}),
+        ("euler", (40, 10, 12, 3), {"kind": "same", "deterministic": True}),
+        ("euler", (40, 10, 13, 3), {"kind": "canonical", "deterministic": True}),
+    ],
+    "portions": [
+        ("split", (70, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
+        ("euler", (70, 10, 12, 5), {"deterministic": True}),
+    ],
+    "precisions": [
+        (stack, sizes, {"precision": precision, **options})
+        for precision in engine.PRECISIONS
+        for stack, sizes, options in (
+            ("split", (20, 8, 8, 8, 3), {}),
+            ("euler", (20, 8, 8, 3), {}),
+            ("euler", (20, 8, 8, 3), {"kind": "canonical"}),
+        )
+    ],
+    "activations": [
+        (stack, sizes, {"activation": activation, **options})
+        for activation in engine.ACTIVATIONS
+        for stack, sizes, options in (
+            ("split", (20, 4, 4, 4, 2), {}),
+            ("euler", (20, 4, 4, 2), {}),
+            ("euler", (20, 4, 5, 2), {"kind": "canonical"}),
+        )
+    ],
+    "half weights": [
+        (stack, sizes, {"weights": dtype, **options})
+        for dtype in ("bfloat16", "float16")
+        for stack, sizes, options in (
+            ("split", (20, 5, 5, 6, 2), {"kind": "general"}),
+            ("split", (20, 16, 16, 16, 2), {}),
+            ("euler", (20, 10, 12, 2), {}),
+            ("euler", (20, 32, 32, 2), {"kind": "canonical"}),
+        )
+    ],
+}
+
+
+def failures(groups, **extra):
+    """The cases of some groups whose error is too large."""
+    found = []
+    for stack, sizes, options in (case for group in groups.split(",") for case in GROUPS[group]):
+        errors = (split_errors if stack == "split" else euler_errors)(*sizes, **options, **extra)
+        largest = max(errors.values())
+        if not largest < TOLERANCE[options.get("precision", "ieee")]:
+            found.append([stack, sizes, options, errors])
+    return found
+
+
+def interpret(*arguments):
+    """What this file prints in a process whose Triton interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": "tests"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", __file__, *arguments],
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("half", [0, 1])
+def test_interpreted_kernels_agree_with_float64(half):
+    groups = [group for group in GROUPS if group != "portions"]
+    assert interpret(",".join(groups[half::2])) == []
+
+
+@needs_triton
+def test_deterministic_sums_in_small_portions_agree_with_float64():
+    assert interpret("portions", "20000") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS)
+def test_compiled_kernels_agree_with_float64(group):
+    assert failures(group, device="cuda") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", engine.PRECISIONS)
+def test_gradients_through_64_layers_are_as_exact_as_the_precision_promises(precision):
+    options = {"precision": precision, "device": "cuda"}
+    assert max(split_errors(1000, 32, 32, 32, 64, **options).values()) < TOLERANCE[precision]
+    for kind in ("general", "canonical"):
+        errors = euler_errors(1000, 64, 64, 64, kind=kind, **options)
+        assert max(errors.values()) < TOLERANCE[precision]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", engine.PRECISIONS)
+def test_the_widest_states_fit(precision):
+    options = {"precision": precision, "device": "cuda"}
+    assert max(split_errors(100, 128, 128, 128, 3, **options).values()) < TOLERANCE[precision]
+    for kind in ("general", "canonical"):
+        errors = euler_errors(100, 256, 256, 3, kind=kind, **options)
+        assert max(errors.values()) < TOLERANCE[precision]
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_are_equal_to_the_last_bit():
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, device="cuda")
+
+    weights = (draw(20, 16, 16) / 4, draw(20, 16, 16) / 4, draw(20, 16), draw(20, 16), None, None)
+    shears = tuple(t.cuda() for t in schedule("yoshida", 20, 0.1))
+    y, g = draw(5000, 32), draw(5000, 32)
+    runs = [engine.split_backward(y, g, *weights, *shears, deterministic=True) for _ in range(3)]
+    for other in runs[1:]:
+        assert all(a is b or torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def h2_on_gpu(device="cuda"):
+    """y, the weights and the schedule of a small H2 stack."""
+    random = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, device=device)
+
+    weights = (draw(4, 16, 16) / 4, draw(4, 16, 16) / 4, draw(4, 16), draw(4, 16))
+    return draw(100, 32), weights, tuple(t.to(device) for t in schedule("h2", 4, 0.1))
+
+
+def shifted(t):
+    """The same values, 4 bytes past where Triton would like them."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+@pytest.mark.gpu
+def test_repeated_calls_look_again_at_where_the_tensors_lie():
+    y, (K_p, *rest), shears = h2_on_gpu()
+    wanted = engine.split_forward(y, K_p, *rest, None, None, *shears)[0]
+    for state, K in [(shifted(y), K_p), (y, shifted(K_p)), (y.clone(), K_p.clone())] * 2:
+        assert torch.equal(engine.split_forward(state, K, *rest, None, None, *shears)[0], wanted)
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_the_current_stream():
+    y, weights, shears = h2_on_gpu()
+    wanted = engine.split_forward(y, *weights, None, None, *shears)[0]
+    late, stream = torch.zeros_like(y), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        late.copy_(y)
+        out = engine.split_forward(late, *weights, None, None, *shears)[0]
+    stream.synchronize()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_where_their_tensors_are():
+    results = []
+    for device in ("cuda:0", "cuda:1", "cuda:1"):
+        y, weights, shears = h2_on_gpu(device)
+        y = y * 0 + 0.1
+        weights = tuple(w * 0 + 0.1 for w in weights)
+        results.append(engine.split_forward(y, *weights, None, None, *shears)[0].cpu())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [16, 5])
+def test_autograd_takes_gradients_as_they_are(m):
+    _, _, shears = h2_on_gpu()
+    shapes = [(20, 2 * m), (4, m, m), (4, m, m), (4, m), (4, m)]
+    leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    returned = []
+
+    class Stack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, *weights):
+            y_N = engine.split_forward(y, *weights, None, None, *shears)[0]
+            ctx.save_for_backward(y_N, *weights)
+            return y_N
+
+        @staticmethod
+        def backward(ctx, g):
+            y_N, *weights = ctx.saved_tensors
+            _, *d, _, _, _ = engine.split_backward(y_N, g, *weights, None, None, *shears)
+            returned.extend(t.data_ptr() for t in d)
+            return tuple(d)
+
+    Stack.apply(*leaves).backward(torch.ones(20, 2 * m, device="cuda"))
+    assert [leaf.grad.data_ptr() for leaf in leaves] == returned
+
+
+def arguments(y):
+    n = y.shape[-1]
+    K = torch.zeros(1, n, n)
+    return y, K, torch.zeros(1, n), K, torch.zeros(1)
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(OptionError, match="precision 'fp8' is not known"):
+        engine.euler_forward(*arguments(torch.zeros(2, 4)), precision="fp8")
+    with pytest.raises(OptionError, match="kind 'some' is not known"):
+        engine.euler_forward(*arguments(torch.zeros(2, 4)), kind="some")
+    with pytest.raises(OptionError, match="activation 'tahn' is not known"):
+        engine.euler_forward(*arguments(torch.zeros(2, 4)), "tahn")
+
+
+def test_what_no_kernel_takes_is_an_error():
+    with pytest.raises(OptionError, match=r"in float32, but the state is torch\.float64"):
+        engine.euler_forward(*arguments(torch.zeros(2, 4, dtype=torch.float64)))
+    with pytest.raises(ShapeError, match="up to 256 features, but y has 300"):
+        engine.euler_forward(*arguments(torch.zeros(2, 300)))
+    with pytest.raises(ShapeError, match="even number of features, but has 3"):
+        engine.euler_forward(*arguments(torch.zeros(2, 3)), kind="canonical")
+    with pytest.raises(ShapeError, match="contiguous"):
+        engine.euler_forward(*arguments(torch.zeros(4, 2).T))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        engine.PARTIAL_BYTES = int(sys.argv[2])
+    sys.stdout.write(json.dumps(failures(sys.argv[1])))

@@ -1,0 +1,83 @@
+"""Letters between processes: what was packed is unpacked, and nothing else can be made by one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdnn.app.runs import Run, TrainConfig
+from hdnn.data import planar
+from hdnn.data.table import Columns
+from hdnn.errors import CheckpointError
+from hdnn.training.processes import letters
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text(), inner)
+        | inner.map(lambda one: {"tensor": one})  # words that letters use themselves
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_values_come_back(value):
+    assert letters.unpack(letters.pack(value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_tensors_come_back_bit_by_bit(dtype):
+    whole = torch.arange(12).reshape(3, 4).to(dtype)
+    views = [whole, whole.T, whole[:, 1], whole[:0]]
+    for tensor, found in zip(views, letters.unpack(letters.pack(views)), strict=True):
+        assert found.dtype == dtype
+        assert torch.equal(found, tensor)
+    assert math.isnan(letters.unpack(letters.pack({"a": (math.nan,)}))["a"][0])
+
+
+def test_the_known_classes_come_back():
+    columns = Columns("classification", "class", ["x"], [0.0], [1.0], ["a", "b"])
+    config = TrainConfig(data="swiss_roll", layers=3)
+    data = planar.double_moons(40, seed=1)
+    value = (config, columns, Run("runs/a"), Path("b"), data)
+    found = letters.unpack(letters.pack(value))
+    assert found[:4] == value[:4]
+    assert torch.equal(found[4].x_train, data.x_train)
+    assert found[4].domain == data.domain
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {3}}, print, torch.nn.Linear(1, 1)])
+def test_other_things_cannot_be_sent(value):
+    with pytest.raises(TypeError, match="cannot be sent"):
+        letters.pack(value)
+
+
+def forged(content) -> bytes:
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(8, "big") + text + letters.pack(None)[12:]
+
+
+@pytest.mark.parametrize(
+    "letter",
+    [
+        b"",
+        b"nonsense",
+        forged({"Popen": {"dict": [["args", "ls"]]}}),
+        forged({"Run": {"dict": [["nothing", 1]]}}),
+        forged({"tensor": "7"}),
+        forged({"a": 1, "b": 2}),
+        letters.pack([torch.ones(3)])[:-4],
+    ],
+)
+def test_forged_and_damaged_letters_are_refused(letter):
+    with pytest.raises(CheckpointError, match="damaged"):
+        letters.unpack(letter)
