@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdnn.base import search
 from hdnn.errors import ShapeError, SparsityError, choose, flag, positive_int
 from hdnn.operators import block_sparse
 from hdnn.sparsity import best, locality
@@ -89,12 +90,10 @@ def _breaches(T: Any, R: Any, S: Any, most: float = math.inf) -> Iterator[Breach
 
 def components(T: Any, R: Any) -> list[list[int]]:
     """The groups of nodes that hear of each other at all, however many layers there are."""
-    reached = dependency(T, R)
-    reached = reached.reshape(-1, *reached.shape[-2:]).any(0)
-    reached |= reached.mT | torch.eye(len(reached), dtype=torch.bool)
-    for _ in range(len(reached).bit_length()):  # paths of twice the length each time
-        reached = product(reached, reached)
-    return [row.nonzero()[:, 0].tolist() for row in reached.unique(dim=0).flip(0)]
+    needed = dependency(T, R)
+    needed = needed.reshape(-1, *needed.shape[-2:]).any(0)
+    joined = needed | needed.mT
+    return search.components([row.nonzero()[:, 0].tolist() for row in joined])
 
 
 def _check_alike(**patterns: Tensor) -> None:
