@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,8 +82,9 @@ def public_names() -> dict[str, dict[str, Description]]:
     return found
 
 
-def public_classes() -> set[type]:
-    return {value for *_, value in _values() if inspect.isclass(value)}
+@cache
+def public_classes() -> frozenset[type]:
+    return frozenset(value for *_, value in _values() if inspect.isclass(value))
 
 
 def _values() -> list[tuple[str, str, Any]]:

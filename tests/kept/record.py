@@ -8,12 +8,16 @@ one that is changed on purpose does, and the difference then shows in the commit
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import textwrap
 from pathlib import Path
 
+from kept.json_fields import json_fields
 from kept.program_options import program_options
 from kept.public_names import public_names
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.absolute()
 WIDTH = 120
 
 
@@ -24,13 +28,21 @@ def write(name: str, content: object) -> None:
 def laid_out(content: object, indent: int = 0) -> str:
     """JSON in which whatever fits into a line has one."""
     line = json.dumps(content, ensure_ascii=False)
-    if indent + len(line) <= WIDTH or not isinstance(content, dict):
+    if indent + len(line) <= WIDTH:
         return line
     start = "\n" + " " * (indent + 1)
-    parts = [f"{json.dumps(k)}: {laid_out(v, indent + 1)}" for k, v in content.items()]
-    return "{" + start + f",{start}".join(parts) + "\n" + " " * indent + "}"
+    if isinstance(content, list):
+        words = textwrap.wrap(line[1:-1], WIDTH - indent - 1, break_long_words=False)
+        return "[" + start + start.join(words) + start[:-1] + "]"
+    if isinstance(content, dict):
+        parts = [f"{json.dumps(k)}: {laid_out(v, indent + 1)}" for k, v in content.items()]
+        return "{" + start + f",{start}".join(parts) + start[:-1] + "}"
+    return line
 
 
 if __name__ == "__main__":
     write("names.json", public_names())
     write("options.json", program_options())
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        write("fields.json", json_fields())
