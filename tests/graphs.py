@@ -27,4 +27,4 @@ def patterns(draw):
 
     S = pattern(True) if draw(st.booleans()) else None
     sizes = tuple(draw(st.lists(st.integers(1, 30), min_size=M, max_size=M)))
-    return file.Patterns(pattern(False), pattern(True), S, sizes)
+    return file.GraphPatterns(pattern(False), pattern(True), S, sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hdnn.distributed.graph.plan import Plan
-from hdnn.distributed.messages.transport import Message, Pending, Transport
+from hdnn.distributed.transport import Message, Pending, Transport
 
 
 class Letters(Transport):

@@ -25,8 +25,8 @@ from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.messages import mpi
 from hdnn.distributed.messages.connect import connect, parts_here
-from hdnn.distributed.messages.transport import DistributedError
 from hdnn.distributed.network.network import GraphNetwork
+from hdnn.distributed.transport import DistributedError
 from hdnn.errors import MissingExtraError, OptionError
 
 RANKS = 4

@@ -10,7 +10,7 @@ import torch
 
 from hdnn import sparsity
 from hdnn.app import graph_tasks
-from hdnn.distributed.graph.file import Patterns
+from hdnn.distributed.graph.file import GraphPatterns
 from hdnn.distributed.graph.graph import Graph, alone, from_edges, transposed, union
 from hdnn.errors import OptionError, SparsityError
 from hdnn.sparsity import locality
@@ -34,8 +34,8 @@ def star(nodes: int) -> locality.Links:
     return from_edges(nodes, [(0, i) for i in range(1, nodes)])
 
 
-def patterns_of_star(nodes: int) -> Patterns:
-    return Patterns(star(nodes), alone(nodes), star(nodes), (1,) * nodes)
+def patterns_of_star(nodes: int) -> GraphPatterns:
+    return GraphPatterns(star(nodes), alone(nodes), star(nodes), (1,) * nodes)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -119,7 +119,7 @@ def test_a_large_graph_is_checked_in_seconds():
     nodes, begin = 200_000, time.monotonic()
     ring = from_edges(nodes, [(i, (i + 1) % nodes) for i in range(nodes)])
     near = from_edges(nodes, [(i, (i + k) % nodes) for i in range(nodes) for k in (1, 2)])
-    result = graph_tasks.check(Patterns(ring, alone(nodes), near, (1,) * nodes))
+    result = graph_tasks.check(GraphPatterns(ring, alone(nodes), near, (1,) * nodes))
     assert time.monotonic() - begin < LONG
     assert (result["local"], result["depth"], result["fault"]) == (True, nodes // 2, None)
 

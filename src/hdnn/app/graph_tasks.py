@@ -25,7 +25,7 @@ from hdnn.base.memory import check_memory
 from hdnn.data import planar
 from hdnn.distributed.graph.file import (
     MOST_NODES,
-    Patterns,
+    GraphPatterns,
     edges_of,
     matrix_of,
     patterns_of,
@@ -75,7 +75,7 @@ OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 # Looking at a graph
 
 
-def check(patterns: Patterns) -> dict[str, Any]:
+def check(patterns: GraphPatterns) -> dict[str, Any]:
     """All that can be said of a graph before a training; `fault` is what keeps it from one."""
     R, T, S, sizes = patterns.R, patterns.T, patterns.S, patterns.sizes
     used = Graph(R, T, None, sizes).used
@@ -117,7 +117,7 @@ def check(patterns: Patterns) -> dict[str, Any]:
     return result
 
 
-def messages(patterns: Patterns) -> dict[str, int]:
+def messages(patterns: GraphPatterns) -> dict[str, int]:
     """Of one layer, forward and as many backward, where each node is a process of its own.
 
     Each evaluation of the field gathers states along R and reduces contributions back along it.
@@ -128,13 +128,13 @@ def messages(patterns: Patterns) -> dict[str, int]:
     return {"h1": 2 * along_R + along_T, **found}
 
 
-def breaches(patterns: Patterns) -> Iterator[Breach]:
+def breaches(patterns: GraphPatterns) -> Iterator[Breach]:
     """Where and why the locality condition fails, as `hdnn.sparsity.explain`, from lists."""
     if patterns.S is not None:
         yield from _needs(patterns, patterns.S).breaches(work=math.inf).explained()
 
 
-def _needs(patterns: Patterns, S: Links) -> Needs:
+def _needs(patterns: GraphPatterns, S: Links) -> Needs:
     return Needs(*map(rows_of, (patterns.T, patterns.R, S)))
 
 
@@ -195,7 +195,7 @@ def _weight(links: Links, sizes: Sequence[int]) -> int:
 # Designing one
 
 
-def design(patterns: Patterns, keep: str = "R") -> Patterns:
+def design(patterns: GraphPatterns, keep: str = "R") -> GraphPatterns:
     """The same graph with the R (T = I), the T (R = I), or the pair that frees most weights."""
     choose("keep", keep, KEEP)
     S, sizes, nodes = patterns.S, patterns.sizes, patterns.nodes

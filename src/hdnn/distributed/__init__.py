@@ -14,10 +14,10 @@ from hdnn.distributed.launch import launch
 from hdnn.distributed.messages.connect import connect
 from hdnn.distributed.messages.gloo import Gloo
 from hdnn.distributed.messages.mpi import Mpi
-from hdnn.distributed.messages.transport import DistributedError, Local, Transport
 from hdnn.distributed.network.network import GraphNetwork, of_dense
 from hdnn.distributed.training.run import Config, train
 from hdnn.distributed.training.training import Training
+from hdnn.distributed.transport import DistributedError, Local, Transport
 
 __all__ = [
     "Config",

@@ -22,7 +22,7 @@ SOLVERS = ("newton", "adam", "joint")
 BETAS, EPS = (0.9, 0.999), 1e-8
 
 
-class Problem:
+class OutputProblem:
     """Features (B, n) with a one beside them, targets (B, c), and the share of each sample."""
 
     def __init__(
@@ -93,7 +93,7 @@ def outcome(
     head: Head, y: Tensor, t: Tensor, weight: Tensor | None, joint: bool = False
 ) -> Outcome:
     """The loss of features y and its gradient; `joint` sets that of the output layer too."""
-    problem = Problem(head, y, t, weight, y.dtype)
+    problem = OutputProblem(head, y, t, weight, y.dtype)
     scores = problem.scores(weights_of(head))
     residual = problem.residual(scores)
     if joint and head.weight.requires_grad:
@@ -129,7 +129,7 @@ def newton(
 
     In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
     """
-    problem = Problem(head, y, t, weight, torch.float64)
+    problem = OutputProblem(head, y, t, weight, torch.float64)
     c, d = head.weight.shape[0], problem.A.shape[1]
     W = problem.A.new_zeros(c, d)
     S = problem.A.new_zeros(len(y), c)
@@ -168,7 +168,7 @@ class Adam:
         self.m, self.v = torch.zeros_like(self.W), torch.zeros_like(self.W)
 
     @torch.no_grad()
-    def step(self, problem: Problem) -> None:
+    def step(self, problem: OutputProblem) -> None:
         self.count += 1
         (b1, b2), k = BETAS, self.count
         g = problem.residual(problem.scores(self.W)).T @ problem.A
@@ -189,7 +189,7 @@ def adam(
     """`repeat` Adam steps, from zero, on each (y, t, weight) in turn."""
     solver = Adam(head, decay, rate)
     for y, t, weight in parts:
-        problem = Problem(head, y, t, weight, head.weight.dtype)
+        problem = OutputProblem(head, y, t, weight, head.weight.dtype)
         for _ in range(repeat):
             solver.step(problem)
     put(head, solver.W)

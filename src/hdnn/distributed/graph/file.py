@@ -39,7 +39,7 @@ LAST_COMMA = re.compile(r"(?<=[0-9\]]),(?=[ \t\n]*\])")
 
 
 @dataclass(frozen=True)
-class Patterns:
+class GraphPatterns:
     """What a file says, whether the locality condition holds or not."""
 
     R: Links
@@ -124,7 +124,7 @@ def _plain(text: str) -> dict[str, Any] | None:
     return None if text[done:].strip(" \t\n") else table
 
 
-def patterns_of(table: dict[str, Any], name: str = "the graph") -> Patterns:
+def patterns_of(table: dict[str, Any], name: str = "the graph") -> GraphPatterns:
     """The patterns that a table describes, each of them checked."""
     unknown = sorted(set(table) - set(KEYS))
     if unknown:
@@ -144,10 +144,10 @@ def patterns_of(table: dict[str, Any], name: str = "the graph") -> Patterns:
             raise SparsityError(f"{name} has a T but no R; R = [] links nobody.")
         R = _designed(S, sizes, name)
     T = _pattern(table, "T", nodes, name) if "T" in table else alone(nodes)
-    return Patterns(R, T, S, sizes)
+    return GraphPatterns(R, T, S, sizes)
 
 
-def table_of(patterns: Patterns) -> dict[str, Any]:
+def table_of(patterns: GraphPatterns) -> dict[str, Any]:
     """The table that describes these patterns."""
     alike = len(set(patterns.sizes)) == 1
     table: dict[str, Any] = {"nodes": patterns.nodes}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hdnn.base.search import breadth_first
 from hdnn.errors import SparsityError, positive_int
 from hdnn.sparsity import Sparsity, binary, locality
 from hdnn.sparsity.locality import Links, Needs, links_of_rows, of_keys, once, rows_of
@@ -223,9 +224,10 @@ class Graph:
 def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
     """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
     for links in (used, S):
-        found = None if links is None else _breadth_first(links, root)
-        if found is not None:
-            return found
+        if links is not None:
+            parent, depth = breadth_first(links, root)
+            if min(depth) >= 0:
+                return Tree(root, tuple(parent), tuple(depth))
     raise SparsityError(
         f"the graph is not connected: not all nodes can be reached from node {root} along "
         "R, T or S, so they cannot learn together; add links."
@@ -265,19 +267,3 @@ def _check_symmetric(name: str, links: Links, why: str) -> None:
     raise SparsityError(
         f"{name} must be symmetric, but it links {i} to {k} and not {k} to {i}, {why}."
     )
-
-
-def _breadth_first(links: Links, root: int) -> Tree | None:
-    """The tree, or None if some node is out of reach."""
-    parent, depth = [-1] * len(links), [-1] * len(links)
-    depth[root] = 0
-    front = [root]
-    while front:
-        after = []
-        for i in front:
-            for k in links[i]:
-                if depth[k] < 0:
-                    parent[k], depth[k] = i, depth[i] + 1
-                    after.append(k)
-        front = sorted(after)
-    return None if min(depth) < 0 else Tree(root, tuple(parent), tuple(depth))

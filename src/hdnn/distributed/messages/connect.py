@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from hdnn.distributed.messages.gloo import Gloo, PrefixStore, TCPStore
 from hdnn.distributed.messages.mpi import Mpi, world
-from hdnn.distributed.messages.transport import DistributedError, Local, Transport, short
 from hdnn.distributed.training.replicas import Replicas
+from hdnn.distributed.transport import DistributedError, Local, Transport, short
 from hdnn.errors import OptionError, choose
 from hdnn.training.processes import meeting
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from hdnn.distributed.messages.transport import DistributedError, Message, Pending, Transport, short
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import OptionError
 from hdnn.training.processes.meeting import TCPStore as TCPStore
 

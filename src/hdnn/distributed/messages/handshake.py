@@ -15,7 +15,7 @@ from torch import Tensor
 
 import hdnn
 from hdnn.distributed.graph.plan import Plan
-from hdnn.distributed.messages.transport import DistributedError, Transport
+from hdnn.distributed.transport import DistributedError, Transport
 
 PROTOCOL = 2
 SLOTS = 16

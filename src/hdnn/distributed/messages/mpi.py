@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdnn.distributed.messages.transport import DistributedError, Message, Pending, Transport, short
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import MissingExtraError, OptionError, require
 
 LARGEST = 2**31 - 1  # bytes of one message: MPI counts them by an int

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdnn.distributed.graph.plan import Part, Plan
-from hdnn.distributed.messages.transport import Transport
+from hdnn.distributed.transport import Transport
 
 
 def parents(plan: Plan) -> list[int]:

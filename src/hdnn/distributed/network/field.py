@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hdnn.activations import Activation
 from hdnn.distributed.graph.plan import Part, Round, Stencil
-from hdnn.distributed.messages.transport import Message, Pending, Transport
 from hdnn.distributed.network.products import elementwise, products
+from hdnn.distributed.transport import Message, Pending, Transport
 
 
 class Neighbours:
@@ -91,7 +91,7 @@ def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass
-class Kept:
+class FieldTape:
     """What the adjoint of one evaluation needs: s with the halo, z = sigma(a) and sigma'(a)."""
 
     s: Tensor
@@ -111,7 +111,7 @@ class Field:
 
     def forward(
         self, layer: int, K: Tensor, b: Tensor, M: Tensor | None, s: Tensor
-    ) -> tuple[Tensor, Kept]:
+    ) -> tuple[Tensor, FieldTape]:
         """The own rows of the field, and what its adjoint needs."""
         a, whole = self.near.apply(K, s, layer)
         a += b.unsqueeze(-1)
@@ -120,10 +120,10 @@ class Field:
         if M is not None:
             assert self.across is not None
             v, _ = self.across.apply(M, v, layer)
-        return v, Kept(whole, z, elementwise(self.sigma.slope, a))
+        return v, FieldTape(whole, z, elementwise(self.sigma.slope, a))
 
     def backward(
-        self, layer: int, K: Tensor, M_adjoint: Tensor | None, kept: Kept, g: Tensor
+        self, layer: int, K: Tensor, M_adjoint: Tensor | None, kept: FieldTape, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Given the gradient of the field's rows: those of s, K and b."""
         if M_adjoint is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.heads import RegressionHead
-from hdnn.training.coordinate import Head, Problem, put
+from hdnn.training.coordinate import Head, OutputProblem, put
 
 
 class NodeHead:
@@ -101,7 +101,7 @@ class NodeHead:
         found, residual = None, torch.empty_like(scores)
         if self.tree.is_root:
             assert t is not None
-            problem = Problem(self.head, y.T[:, :1], t, None, y.dtype)
+            problem = OutputProblem(self.head, y.T[:, :1], t, None, y.dtype)
             residual = (problem.residual(scores) * share).contiguous()
             loss, correct = float(problem.loss(scores)), 0.0
             if not isinstance(self.head, RegressionHead):

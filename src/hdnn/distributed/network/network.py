@@ -18,8 +18,8 @@ from hdnn import activations
 from hdnn.base.shapes import layer_steps
 from hdnn.distributed.graph.graph import Graph, union
 from hdnn.distributed.graph.plan import Part, Plan, Stencil
-from hdnn.distributed.messages.transport import Local, Transport
-from hdnn.distributed.network.field import Field, Kept
+from hdnn.distributed.network.field import Field, FieldTape
+from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import OptionError, ShapeError, SparsityError, choose, positive_int
 from hdnn.integrators import splitting
 from hdnn.networks import HamiltonianNet
@@ -313,7 +313,7 @@ class GraphNetwork:
 
     # Steps
 
-    def forward(self, state: State, keep: bool = True) -> tuple[State, list[Kept]]:
+    def forward(self, state: State, keep: bool = True) -> tuple[State, list[FieldTape]]:
         """y_N from y_0, and what `backward` needs."""
         parts, tape = list(state), []
         for turn in self.turns:
@@ -326,7 +326,7 @@ class GraphNetwork:
                 tape.append(kept)
         return tuple(parts), tape
 
-    def backward(self, tape: list[Kept], gradient: State) -> tuple[State, dict[str, Tensor]]:
+    def backward(self, tape: list[FieldTape], gradient: State) -> tuple[State, dict[str, Tensor]]:
         """The gradients of y_0 and of all weights, given that of y_N."""
         g = list(gradient)
         found = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training.processes import meeting
-from hdnn.training.processes.parallel import LostError, Made, Ranks
+from hdnn.training.processes.parallel import Made, ProcessLostError, Ranks
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Launch:
 
     def part(self) -> None:
         """Leave, when all are through."""
-        with suppress(LostError):  # then the first one is through, and its store with it
+        with suppress(ProcessLostError):  # then the first one is through, and its store with it
             self._all_say("done", self.timeout)
         self.close()
 
@@ -142,9 +142,9 @@ class Launch:
         try:
             while not self.store.check(words):
                 if self.store.check(["failed"]):
-                    raise LostError(self.store.get("failed").decode())
+                    raise ProcessLostError(self.store.get("failed").decode())
                 if end is not None and time.monotonic() > end:
-                    raise LostError(
+                    raise ProcessLostError(
                         f"not all of the {self.size} processes are here after {limit:.0f} s; start "
                         "all of them, or give them more time by HDNN_TIMEOUT."
                     )
@@ -192,7 +192,7 @@ def last_word(message: object, say: Callable[[object], None]) -> None:
     _known["failed"] = True
     try:
         store = _store(LATE)
-        if isinstance(message, LostError):  # the one that was lost may have said why
+        if isinstance(message, ProcessLostError):  # the one that was lost may have said why
             if _within(1.0, lambda: store.check(["failed"])):
                 message = store.get("failed").decode()
         else:
@@ -260,7 +260,7 @@ def _store(limit: float) -> Any:
 
 def _unmet(error: Exception) -> TrainingError:
     reason = " ".join(str(error).split())[:160].removesuffix(".")
-    return LostError(
+    return ProcessLostError(
         f"the {os.environ['WORLD_SIZE']} processes of which the environment tells cannot meet "
         f"({reason}); start them by torchrun, or unset RANK and WORLD_SIZE."
     )

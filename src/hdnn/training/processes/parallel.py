@@ -31,7 +31,7 @@ T = TypeVar("T")
 STOP, INTERRUPT, FAILED = 1, 2, 4  # what a process tells with its features
 
 
-class LostError(TrainingError):
+class ProcessLostError(TrainingError):
     """Another process has ended, or does not answer in time."""
 
 
@@ -268,7 +268,7 @@ class Ranks:
             operation(*arguments)
         except RuntimeError as error:
             reason = str(error).rpartition("] ")[2].split(". ")[0][:99]
-            raise LostError(
+            raise ProcessLostError(
                 f"another of the {self.size} processes has ended or does not answer ({reason}); "
                 "what was saved is kept, start all of them again and resume."
             ) from error
