@@ -1,19 +1,24 @@
-"""Pictures. Every function draws into `ax`, or a new figure, and returns the Axes."""
+"""Pictures. Every function draws into `ax`, or a new figure, and returns the Axes.
 
-from hdnn.plotting.pictures import (
+Colours are those of Okabe and Ito, told apart by colour-blind readers; classes also differ in
+their markers, lines in their dashes, so that a print in grey can be read.
+`ax.figure.savefig(path)` writes a picture.
+"""
+
+from hdnn.plotting.curves import (
     certificate_norms,
     certificates_norms,
-    convergence,
-    decision_regions,
     gradient_surface,
-    layer_growth,
-    perturbation_growth,
-    phase_portrait,
-    sensitivity_growth,
     sensitivity_norms,
     training_history,
-    trajectories,
 )
+from hdnn.plotting.growth import (
+    convergence,
+    layer_growth,
+    perturbation_growth,
+    sensitivity_growth,
+)
+from hdnn.plotting.regions import decision_regions, phase_portrait, trajectories
 from hdnn.plotting.styles import BLACK, BLUE, CLASSES, GREEN, ORANGE, PURPLE, RED, SKY, STYLES
 
 __all__ = [

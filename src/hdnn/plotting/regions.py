@@ -1,0 +1,131 @@
+"""States in the plane: decision regions, paths through the layers, orbits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hdnn.data.planar import PlanarData
+from hdnn.errors import ShapeError
+from hdnn.plotting.figures import axes_of, legend_below
+from hdnn.plotting.styles import BLACK, CLASSES, STYLES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from hdnn.model import Model
+
+
+def decision_regions(
+    model: Model, data: PlanarData, ax: Axes | None = None, *, points: int = 1000, grid: int = 300
+) -> Axes:
+    """The plane coloured by the class that `model` predicts, with up to `points` test points."""
+    (left, right), (low, high) = data.domain
+    ax = axes_of(ax, (5.2, 1.1 + 4.2 * (high - low) / (right - left)))
+    like = next(model.parameters())
+    xs, ys = torch.linspace(left, right, grid), torch.linspace(low, high, grid)
+    plane = torch.cartesian_prod(xs, ys).to(like)
+    # Probabilities, not labels: the boundary between grid points is then smooth.
+    one = model.predict_proba(plane)[:, 1].reshape(grid, grid).T.cpu().double()
+    colours = [colour for colour, _ in CLASSES]
+    ax.contourf(xs, ys, one, levels=[-0.5, 0.5, 1.5], colors=colours, alpha=0.25)
+    if one.min() < 0.5 < one.max():
+        ax.contour(xs, ys, one, levels=[0.5], colors=BLACK, linewidths=0.8)
+    x, t = data.x_test[:points], data.t_test[:points]
+    wrong = model.predict(x.to(like)).to(t.device) != t
+    for label, (colour, marker) in enumerate(CLASSES):
+        _points(ax, x[t == label], colour, marker, f"class {label}", size=3)
+    if bool(wrong.any()):
+        _points(ax, x[wrong], BLACK, "x", f"wrong ({int(wrong.sum())} of {len(t)})", size=5)
+    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
+    name = data.name.replace("_", " ").capitalize()
+    ax.set_title(f"{name}: test points on the predicted classes")
+    legend_below(ax, columns=3, markerscale=2)
+    return ax
+
+
+def trajectories(
+    states: Tensor,
+    ax: Axes | None = None,
+    *,
+    features: tuple[int, int] = (0, -1),
+    labels: Tensor | None = None,
+) -> Axes:
+    """Paths y_0 .. y_N of the samples, (N+1, B, n), in the plane of two features."""
+    if states.ndim != 3:
+        raise ShapeError(
+            f"states must be (N+1, B, n), the trajectory of B samples, but got "
+            f"{tuple(states.shape)}; see model.trajectory(x)."
+        )
+    n = states.shape[-1]
+    if len(features) != 2 or not all(-n <= i < n for i in features):
+        raise ShapeError(f"features must be two of 0 .. {n - 1}, but got {features}.")
+    ax = axes_of(ax, (5.2, 4.8))
+    a, b = (range(n)[i] for i in features)
+    paths = states.detach().cpu()
+    classes = torch.zeros(paths.shape[1]) if labels is None else labels.cpu()
+    for label, (colour, marker) in enumerate(CLASSES):
+        chosen = paths[:, classes == label]
+        if not chosen.shape[1]:
+            continue
+        ax.plot(chosen[..., a].tolist(), chosen[..., b].tolist(), color=colour, lw=0.6, alpha=0.5)
+        name = "$y_N$" if labels is None else f"$y_N$, class {label}"
+        ends = chosen[-1]
+        ax.scatter(
+            ends[:, a].tolist(),
+            ends[:, b].tolist(),
+            s=14,
+            color=colour,
+            marker=marker,
+            label=name,
+            zorder=3,
+        )
+    ax.set(xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$")
+    ax.set_title(f"States through {len(paths) - 1} layers")
+    legend_below(ax, columns=2)
+    return ax
+
+
+def phase_portrait(
+    states: Tensor,
+    ax: Axes | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    energy: Callable[[Tensor], Tensor] | None = None,
+) -> Axes:
+    """Orbits (k, B, 2) in the plane of p and q: a mark where each starts, an arrow on its way.
+
+    `energy` of states (*batch, 2) adds its level lines.
+    """
+    if states.ndim != 3 or states.shape[-1] != 2 or not all(states.shape):
+        raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
+    ax = axes_of(ax, (4.6, 4.8))
+    for i, orbit in enumerate(states.detach().cpu().double().unbind(1)):
+        style = STYLES[i % len(STYLES)]
+        name = f"orbit {i + 1}" if names is None else names[i]
+        p, q = orbit.T.tolist()
+        ax.plot(p, q, **style, markevery=[0], lw=1.5, markersize=6, label=name)
+        at = len(p) // 5
+        ax.annotate(
+            "",
+            xy=(p[at + 1], q[at + 1]) if at + 1 < len(p) else (p[at], q[at]),
+            xytext=(p[at], q[at]),
+            arrowprops={"arrowstyle": "-|>", "color": style["color"], "mutation_scale": 14},
+        )
+    if energy is not None:
+        reach = 1.15 * float(states.abs().max())
+        side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
+        H = energy(torch.cartesian_prod(side, side)).reshape(121, 121).T
+        ax.contour(side, side, H, levels=12, colors=BLACK, alpha=0.18, linewidths=0.7)
+    ax.set(aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits")
+    legend_below(ax, columns=1)
+    return ax
+
+
+def _points(ax: Axes, x: Tensor, colour: str, marker: str, label: str, size: float) -> None:
+    edge = 1.2 if marker == "x" else 0.0
+    style = {"marker": marker, "markersize": size, "markeredgewidth": edge}
+    ax.plot(*x.cpu().double().T.tolist(), linestyle="", color=colour, label=label, **style)
