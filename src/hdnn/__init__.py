@@ -1,7 +1,6 @@
 """Very deep networks whose gradients provably do not vanish: Hamiltonian deep neural networks."""
 
-__version__ = "0.1.0"
-
+from hdnn._version import __version__ as __version__
 from hdnn.base import interrupted as interrupted  # isort: skip  # first: the rest takes its time
 
 from hdnn import (

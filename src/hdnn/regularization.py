@@ -8,25 +8,10 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.base.shapes import Step, layer_steps
-from hdnn.errors import OptionError, ShapeError
-from hdnn.networks import MS1, MS3, HamiltonianNet, Network, ODENetwork
+from hdnn.errors import OptionError
+from hdnn.networks import Network, ODENetwork
+from hdnn.networks.smoothness import smoothness as smoothness
 from hdnn.operators import dense
-
-
-def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:
-    """R_K = h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2 for K (N, r, n), b (N, r).
-
-    Where each layer has its own step, h_j weighs the difference between layers j and j-1.
-    """
-    if K.shape[0] != b.shape[0]:
-        raise ShapeError(f"K has {K.shape[0]} layers, but b has {b.shape[0]}; both must have N.")
-    steps = layer_steps("R_K", h, len(K))
-    jumps = K.diff(dim=0).square().flatten(1).sum(1) + b.diff(dim=0).square().flatten(1).sum(1)
-    if isinstance(h, (int, float)):  # no tensor is made: a CUDA graph can record it
-        return 0.5 * h * jumps.sum()
-    h = h.expand(len(K)) if isinstance(h, Tensor) else K.new_tensor(steps)
-    return 0.5 * (h[1:] * jumps).sum()
 
 
 def weight_decay(weights: Iterable[Tensor] | torch.nn.Module) -> Tensor:
@@ -61,25 +46,12 @@ def gradient_budget(net: Network) -> Tensor:
     """
     _check_network(net)
     S = activations.get(net.activation).S
-    return torch.asinh(0.5 * S * shear_norms(net)).sum()
+    return torch.asinh(0.5 * S * net.shear_norms()).sum()
 
 
 def shear_norms(net: Network) -> Tensor:
     """The bounds |A| / S of all shears of all layers."""
-    w = net.weights()
-    if isinstance(net, MS1):  # A = h diag(sigma') K_0, with no K^T in front
-        return torch.cat([net.steps() * dense.norm(w["K_0"])] * 2)
-    if isinstance(net, MS3):
-        return torch.cat([net.steps() * dense.norm(w[name]).square() for name in ("K_1", "K_2")])
-    if isinstance(net, HamiltonianNet) and net.scheme.layout == "split":
-        X = 1.0 if w["X"] is None else dense.norm(w["X"])
-        norms = {"p": dense.norm(w["K_q"]).square(), "q": dense.norm(w["K_p"]).square()}
-        h = net.steps()
-        return torch.cat([abs(part) * h * X * norms[half] for half, part in net.scheme.shears])
-    raise OptionError(
-        f"the gradient budget B is for networks whose layers are shears (H2, MS1, MS3, Verlet, "
-        f"Yoshida), not for {type(net).__name__}; see hdnn.analysis for its bounds."
-    )
+    return net.shear_norms()
 
 
 def _check_network(net: object) -> None:

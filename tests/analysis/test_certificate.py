@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hdnn
 from hdnn import analysis, models
-from hdnn.analysis import image_certificate, jacobians
+from hdnn.analysis import image_certificate
 from hdnn.errors import DataError, OptionError, ShapeError
 from strategies import ACTIVATIONS, MONOTONE, Random, seeds, sizes
 
@@ -275,10 +275,10 @@ def test_one_per_cent_less_in_each_layer_is_seen(kind, activation, seed, scale):
     net = make(kind, 4, 3, activation=activation, step=h, dtype=F64, generator=normal.generator)
     if not analysis.guarantee(net).holds:
         return
-    true, with_patch = jacobians.layer_jacobians, pytest.MonkeyPatch.context
-    with with_patch() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        true = hdnn.networks.Network.layer_jacobians
         wrong = lambda *args: true(*args) + 0.01 * normal(4, 4)  # noqa: E731
-        patch.setattr("hdnn.analysis.sensitivity.layer_jacobians", wrong)
+        patch.setattr(hdnn.networks.Network, "layer_jacobians", wrong)
         found = analysis.certify(net, scale * normal(3, 4))
     assert found.symplectic is not True
     if kind not in ("H1", "MS1", "MS2"):
@@ -287,9 +287,9 @@ def test_one_per_cent_less_in_each_layer_is_seen(kind, activation, seed, scale):
 
 def test_rounding_is_told_from_a_broken_promise(monkeypatch):
     net = make("H2", dtype=F64)
-    true = jacobians.layer_jacobians
+    true = hdnn.networks.Network.layer_jacobians
     shrunk = lambda *args: 0.9 * true(*args)  # noqa: E731
-    monkeypatch.setattr("hdnn.analysis.sensitivity.layer_jacobians", shrunk)
+    monkeypatch.setattr(hdnn.networks.Network, "layer_jacobians", shrunk)
     assert analysis.certify(net).broken
 
 

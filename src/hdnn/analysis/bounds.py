@@ -12,21 +12,11 @@ from hdnn import activations
 from hdnn.analysis.copies import exact
 from hdnn.analysis.measured import Measured
 from hdnn.errors import HDNNError, OptionError, ShapeError
-from hdnn.networks import MS1, MS2, HamiltonianNet, ODENetwork
+from hdnn.networks import ODENetwork
 from hdnn.networks.promise import own_methods
-from hdnn.operators import dense
 from hdnn.regularization import gradient_budget
 
 TINY = 1e-300
-
-
-def _rates(net: ODENetwork) -> Tensor:
-    """A bound on the derivative of the field in each layer: S |K_j|^2 |J_j|, (N,)."""
-    S = activations.get(net.activation).S
-    if isinstance(net, (MS1, MS2)):  # J K^T = I
-        return S * dense.norm(net.weights()[net.stacked[0]])
-    field = net.field()
-    return S * dense.norm(field["K"]).square() * dense.norm(field["J"])
 
 
 @torch.no_grad()
@@ -36,7 +26,7 @@ def bsm_bound_paper(net: ODENetwork) -> Tensor:
     Very loose, and for the continuous-time BSM. For MS1 and MS2, where J K^T = I, S |K| stands for
     S |K|^2 |J|, which is larger.
     """
-    rates = _rates(net)
+    rates = net.field_rates()
     n = net.features
     return math.sqrt(n) * torch.exp(math.sqrt(n) * rates.max() * net.steps().sum())
 
@@ -48,7 +38,7 @@ def bsm_bound_continuous(net: ODENetwork) -> Tensor:
     For a monotone activation A = K^T D K J^T is a product of a positive semidefinite and a skew
     matrix, whose symmetric part is at most half as large as itself.
     """
-    rates = _rates(net)
+    rates = net.field_rates()
     half = 0.5 if activations.get(net.activation).monotone else 1.0
     return torch.exp(half * (net.steps() * rates).sum())
 
@@ -59,13 +49,12 @@ def bsm_bound_forward_euler(net: ODENetwork) -> Tensor:
 
     That is for a monotone activation; for others prod_j (1 + Q_j).
     """
-    euler = isinstance(net, HamiltonianNet) and net.integrator == "forward_euler"
-    if not (euler or isinstance(net, MS2)):
+    if not net.forward_euler:
         raise OptionError(
             f"this bound is for forward Euler (H1, MS2), not for {type(net).__name__}; "
             "for networks of shears use gradient_bounds."
         )
-    rates = _rates(net)
+    rates = net.field_rates()
     Q = net.steps() * rates
     if activations.get(net.activation).monotone:
         return (1 + Q + Q.square()).sqrt().prod()
@@ -162,9 +151,6 @@ def bounds_of(
 ) -> list[Bound]:
     """With `condition` times more rounding in the smallest singular value than in the largest."""
     (least, most), eps = measured or (None, None), torch.finfo(next(net.parameters()).dtype).eps
-    euler = isinstance(net, MS2) or (
-        isinstance(net, HamiltonianNet) and net.integrator == "forward_euler"
-    )
     norm, gradient = "norm(dy_N/dy_j)", "|delta_j|/|delta_N|"
     found: list[Bound] = []
 
@@ -179,11 +165,11 @@ def bounds_of(
 
     try:
         paper, sharper = bsm_bound_paper(net), bsm_bound_continuous(net)
-        add("lem:upper_bound", norm, "at most", paper, euler)
+        add("lem:upper_bound", norm, "at most", paper, net.forward_euler)
         add("sharper form", norm, "at most", sharper, False)
     except HDNNError:  # it has no field
         pass
-    if euler:
+    if net.forward_euler:
         add("forward Euler", norm, "at most", bsm_bound_forward_euler(net))
     try:
         low, high = gradient_bounds(net)

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hdnn import plotting
 from hdnn.analysis.bounds import Bound, bounds_of, extremes
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.measured import HIDDEN, Measured
 from hdnn.base.files import finite
 from hdnn.errors import DataError, OptionError, ShapeError, positive_int
 from hdnn.model import Model
-from hdnn.networks import MS3, HamiltonianNet, HamiltonianUnit, Network, ODENetwork
+from hdnn.networks import HamiltonianUnit, Network, ODENetwork
 from hdnn.networks.promise import SYMPLECTIC, Guarantee, own_methods, unknown
 
 if TYPE_CHECKING:
@@ -129,9 +130,7 @@ class Certificate:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Smallest, median and largest norm against the layer."""
-        from hdnn.plotting import certificate_norms
-
-        return certificate_norms(self, ax)
+        return plotting.certificate_norms(self, ax)
 
     def __str__(self) -> str:
         rows = [
@@ -229,7 +228,6 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor)
         if len(seen.computed) < len(y) and holds:
             holds = None
     plain = not own_methods(net)
-    kept = isinstance(net, MS3) or (isinstance(net, HamiltonianNet) and net.scheme.symplectic)
     return Certificate(
         network=repr(net),
         layers=net.layers,
@@ -245,7 +243,7 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor)
         largest_norm=seen.largest,
         holds=holds,
         symplectic_defect=seen.defect,
-        symplectic=seen.symplectic if plain and kept else None,
+        symplectic=seen.symplectic if plain and net.symplectic else None,
         bounds=_bounds(net, seen) if plain else (),
         overflow=seen.overflow,
         ranges=_ranges(seen.norms[:-1]),

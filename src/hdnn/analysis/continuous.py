@@ -19,7 +19,7 @@ from hdnn.analysis import adaptive
 from hdnn.analysis.copies import exact
 from hdnn.base.shapes import Shapes
 from hdnn.errors import DataError, OptionError, ShapeError, StepError, choose, positive_float
-from hdnn.networks import MS1, MS2, Network, ODENetwork
+from hdnn.networks import Network, ODENetwork
 
 Times = Tensor | Sequence[float] | float | None
 
@@ -182,7 +182,7 @@ class ContinuousNetwork:
             return Weights(self._K[j], self._b[j], self._V[j])
         part = (t - start) / (end - start)
         K, b, J, V = (torch.lerp(x[j], x[k], part) for x in (self._K, self._b, self._J, self._V))
-        return Weights(K, b, V if isinstance(self.net, (MS1, MS2)) else K @ J.mT)
+        return Weights(K, b, V if self.net.bare_activation else K @ J.mT)
 
     def _follow(
         self,

@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.jacobians import inverse_jacobians, layer_jacobians
-from hdnn.analysis.sensitivity import factors, norms, trajectory
+from hdnn.analysis.sensitivity import factors, inverse_factors, norms, trajectory
 from hdnn.errors import HDNNError, OptionError
-from hdnn.networks import MS2, HamiltonianNet, Network, ODENetwork
+from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
-from hdnn.operators import dense
-from hdnn.regularization import shear_norms
 
 HIDDEN = 0.01  # relative: an error bound past this hides what there is to see
 
@@ -63,7 +60,7 @@ class Measured:
         P = torch.eye(self.n, dtype=self._states.dtype).repeat(B, 1, 1)
         e, fine = P.new_zeros(B), torch.ones(B, dtype=torch.bool)
         found = P.new_ones(self.net.layers + 1, B)
-        defects = None if J is None else _Defects(J, B, self.eps, power=1 + implicit(self.net))
+        defects = None if J is None else _Defects(J, B, self.eps, power=1 + self.net.implicit)
         for j, M in factors(self.net, self._states):
             P, e = scaled(M @ P, e)
             lost = fine & ~P.isfinite().flatten(1).all(1)
@@ -109,13 +106,13 @@ class Measured:
         """How far rounding can have moved the smallest norm, relatively."""
         j, i = divmod(int(self._seen.argmin()), len(self.computed))
         net, states = self.net, self._states[j:, i : i + 1]
-        M = layer_jacobians(net, states, slice(j, net.layers))[:, 0]
+        M = net.layer_jacobians(states, slice(j, net.layers))[:, 0]
         Phi = [torch.eye(self.n, dtype=M.dtype)]
         for one in M.flip(0):
             Phi.append(one @ Phi[-1])
         values = torch.linalg.svdvals(torch.stack(Phi[::-1]))
         low = values[:-1, -1].clamp_min(self.eps * values[:-1, 0])
-        power = 1 + implicit(net)
+        power = 1 + net.implicit
         moved = torch.maximum(sizes(net)[j:], torch.ones(1)) * norms(M) ** (power - 1)
         moved = torch.maximum(moved, norms(M)) * values[1:, 0] / low
         return float(4 * self.n * self.eps * (1 + moved.sum()))
@@ -131,7 +128,7 @@ class Measured:
             return None
         P = torch.eye(self.n, dtype=self._states.dtype).repeat(len(self.computed), 1, 1)
         e, most = P.new_zeros(len(P)), 1.0
-        for _, M in factors(self.net, self._states, inverse_jacobians):
+        for M in inverse_factors(self.net, self._states):
             if M is None:
                 return None
             P, e = scaled(P @ M, e)
@@ -184,10 +181,6 @@ def constant_J(net: Network) -> Tensor | None:
     return J if J.ndim == 2 and bool(J.isfinite().all()) else None
 
 
-def implicit(net: Network) -> bool:
-    return isinstance(net, HamiltonianNet) and net.scheme.implicit
-
-
 def sizes(net: Network) -> Tensor:
     """The product of the norms of all that each dy_{j+1}/dy_j is made of: (N,), at least 1.
 
@@ -196,14 +189,11 @@ def sizes(net: Network) -> Tensor:
     one = torch.ones(net.layers, dtype=next(net.parameters()).dtype)
     if own_methods(net) or not isinstance(net, ODENetwork):
         return one
-    S, h = activations.get(net.activation).S, net.steps()
-    if isinstance(net, MS2):
-        return 1 + h * S * dense.norm(net.weights()["K"])
-    if isinstance(net, HamiltonianNet) and net.scheme.layout == "full":
-        field = net.field()
-        size = 1 + h * S * dense.norm(field["K"]).square() * dense.norm(field["J"])
-        return size**3 if net.scheme.implicit else size
-    return (1 + S * shear_norms(net)).reshape(-1, net.layers).prod(0)
+    if net.turns > 1:  # layers are shears
+        norms = activations.get(net.activation).S * net.shear_norms()
+        return (1 + norms).reshape(-1, net.layers).prod(0)
+    size = 1 + net.steps() * net.field_rates()
+    return size**3 if net.implicit else size
 
 
 def scaled(P: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from hdnn import plotting
 from hdnn.analysis.certificate import over_samples
 from hdnn.analysis.copies import exact
 from hdnn.analysis.measured import why_not
@@ -212,9 +213,7 @@ class GradientMonitor:
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
         """The surface of norms over steps and layers, as colours."""
-        from hdnn.plotting import gradient_surface
-
-        return gradient_surface(self, ax, name=name)
+        return plotting.gradient_surface(self, ax, name=name)
 
     def __str__(self) -> str:
         if not self.records:

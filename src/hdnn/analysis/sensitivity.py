@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.analysis.jacobians import layer_jacobians, quick_trajectory
 from hdnn.engine import jit
 from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
@@ -33,7 +32,7 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
     NaN where one of the two states is not finite.
     """
     states = trajectory(net, y)
-    M, fine = layer_jacobians(net, states), states.isfinite().all(-1)
+    M, fine = net.layer_jacobians(states), states.isfinite().all(-1)
     M = M.where((fine[:-1] & fine[1:])[..., None, None], torch.nan)
     return M.reshape(net.layers, *y.shape, net.features)
 
@@ -57,7 +56,7 @@ def backward_sensitivity(
     lost = ~states.isfinite().all(-1).all(0)
     if layers is None and _small(states, memory):
         shape = (net.layers + 1, *y.shape, net.features)
-        result = _product(layer_jacobians(net, states))
+        result = _product(net.layer_jacobians(states))
         result[:-1, lost] = torch.nan
         return result.reshape(shape)
     result = y.new_empty(len(wanted), *states.shape[1:], net.features)
@@ -109,27 +108,33 @@ def _chain(M, result):  # pragma: kernel
 
 
 def factors(
-    net: Network,
-    states: Tensor,
-    of: Callable[..., Any] | None = None,
-    *,
-    low: int = 0,
-    memory: int = MEMORY,
-) -> Iterator[tuple[int, Any]]:
-    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, a (B, n, n) each: for whom all is too much.
+    net: Network, states: Tensor, *, low: int = 0, memory: int = MEMORY
+) -> Iterator[tuple[int, Tensor]]:
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, a (B, n, n) each, where all at once are too many.
 
-    `states` are y_0 .. y_N of B samples: (N+1, B, n). `of` makes other matrices of layers, or none.
+    `states` are y_0 .. y_N of B samples: (N+1, B, n).
     """
-    of = of or layer_jacobians
+    for first, high in _parts(net, states, low, memory):
+        part = net.layer_jacobians(states[first : high + 1], slice(first, high))
+        for j in range(high - 1, first - 1, -1):
+            yield j, part[j - first]
+
+
+def inverse_factors(net: Network, states: Tensor, memory: int = MEMORY) -> Iterator[Tensor | None]:
+    """The inverse of each dy_{j+1}/dy_j for j = N-1 .. 0; None where layers are no shears."""
+    for first, high in _parts(net, states, 0, memory):
+        part = net.inverse_jacobians(states[first : high + 1], slice(first, high))
+        for j in range(high - 1, first - 1, -1):
+            yield None if part is None else part[j - first]
+
+
+def _parts(net: Network, states: Tensor, low: int, memory: int) -> Iterator[tuple[int, int]]:
+    """Layers first .. high - 1 whose matrices fit into the memory, last ones first."""
     B, n = states.shape[1:]
     each = 4 * max(1, B * n * n) * states.element_size()  # with what is made on the way
     size = max(1, memory // each)
     for high in range(net.layers, low, -size):
-        first = max(low, high - size)
-        with torch.no_grad():
-            part = of(net, states[first : high + 1], slice(first, high))
-        for j in range(high - 1, first - 1, -1):
-            yield j, None if part is None else part[j - first]
+        yield max(low, high - size), high
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
@@ -141,10 +146,6 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
         )
     if own_methods(net) or net._forward_hooks or net._forward_pre_hooks:
         return _one_by_one(net, y)
-    like = next(net.parameters())
-    rows = isinstance(y, Tensor) and y.ndim == 2 and y.shape[1] == net.features
-    if rows and (y.dtype, y.device) == (like.dtype, like.device):
-        return quick_trajectory(net, y)
     return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
 
 

@@ -7,26 +7,27 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hdnn import activations
+from hdnn.activations import Activation
 from hdnn.engine import Settings, current
 from hdnn.errors import (
     NotInvertibleError,
     OptionError,
     ShapeError,
-    StepError,
     flag,
-    positive_float,
     positive_int,
 )
+from hdnn.networks import jacobians
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
+from hdnn.networks.jacobians import ShearLayers
+from hdnn.networks.options import step_size
 from hdnn.networks.promise import Guarantee, own_methods, unknown
-
-DEFAULT_T = 2.4
+from hdnn.networks.smoothness import smoothness
+from hdnn.operators import dense
 
 
 class Network(nn.Module):
@@ -40,6 +41,9 @@ class Network(nn.Module):
     invertible: bool = False
     engines: bool = False  # whether it can run other than layer by layer
     turns: int = 1  # how often p and q move in a layer, where they take turns
+    symplectic: bool = False  # each layer, by one J
+    implicit: bool = False  # whether its layers solve equations
+    forward_euler: bool = False  # whether its layers are steps of forward Euler
     engine: str = "auto"
     backprop: str = "auto"
 
@@ -111,6 +115,40 @@ class Network(nn.Module):
     def _promise(self) -> Guarantee:
         return Guarantee(False, "none", f"nothing is known of {type(self).__name__}")
 
+    def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
+        """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers at their states (L+1, B, n).
+
+        In closed form and in denominator layout: see `hdnn.networks.jacobians`. Of a subclass that
+        computes in its own way, by automatic differentiation of its `layer`.
+        """
+        if own_methods(self):
+            return jacobians.differentiated(self.layer, states[:-1], range(self.layers)[layers])
+        return self._jacobians(states, self._weights_of(layers))
+
+    def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+        """M_j^-1 where layers are shears, each of them undone; else None."""
+        return None
+
+    def shear_norms(self) -> Tensor:
+        """The bounds |A| / S on all shears I + A of all layers, one shear after the other."""
+        raise OptionError(
+            f"the gradient budget B is for networks whose layers are shears (H2, MS1, MS3, Verlet, "
+            f"Yoshida), not for {type(self).__name__}; see hdnn.analysis for its bounds."
+        )
+
+    def field_rates(self) -> Tensor:
+        """A bound on the derivative of the field in each layer: S |K_j|^2 |J_j|, (N,)."""
+        field = self.field()
+        return self._sigma.S * dense.norm(field["K"]).square() * dense.norm(field["J"])
+
+    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
+        """M_j in closed form, given the weights of the layers."""
+        raise NotImplementedError
+
+    @property
+    def _sigma(self) -> Activation:
+        return activations.get(self.activation)
+
     # What a network does
 
     def forward(self, y: Tensor) -> Tensor:
@@ -129,8 +167,11 @@ class Network(nn.Module):
 
     def layer_weights(self, j: int) -> dict[str, Any]:
         """`weights()` of layer j alone, with N = 1."""
+        return self._weights_of(slice(j, j + 1))
+
+    def _weights_of(self, layers: slice) -> dict[str, Any]:
         each, shared = self.weights_by_layer()
-        return {**shared, **{name: value[j : j + 1] for name, value in each.items()}}
+        return {**shared, **{name: value[layers] for name, value in each.items()}}
 
     def weights_by_layer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """`weights()`, those that each layer has of its own, (N, ...), apart from shared ones."""
@@ -218,6 +259,8 @@ class Network(nn.Module):
 class ODENetwork(Network):
     """A network whose layers are time steps of an ODE: it has a step size h = T/N."""
 
+    bare_activation: bool = False  # whether the field is sigma(K y + b) itself, as J K^T = I
+
     def __init__(
         self,
         features: int,
@@ -231,7 +274,7 @@ class ODENetwork(Network):
         initial: Initial,
     ) -> None:
         super().__init__(features, layers, activation=activation, tied=tied)
-        self.step = _step(step, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         self.learn_step = flag("learn_step", learn_step)
         if learn_step:
             steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.stored
@@ -270,10 +313,27 @@ class ODENetwork(Network):
     def weights(self) -> dict[str, Any]:
         return {**super().weights(), "h": self.h}
 
+    def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
+        """The layers as p- and q-updates, where they are such."""
+        return None
+
+    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
+        shears = self._shears(w)
+        assert shears is not None
+        return jacobians.of_shears(shears, states, jacobians.steps(w["h"], states), self._sigma)
+
+    def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+        if own_methods(self):
+            return None
+        w = self._weights_of(layers)
+        shears = self._shears(w)
+        if shears is None:
+            return None
+        h = jacobians.steps(w["h"], states)
+        return jacobians.of_shears(shears, states, h, self._sigma, undone=True)
+
     def smoothness(self) -> Tensor:
         """R_K of this network's own K and b: see `hdnn.regularization.smoothness`."""
-        from hdnn.regularization import smoothness
-
         return smoothness(*self._smooth(), self.h)
 
     def smooth_leaves(self) -> list[tuple[str, float]]:
@@ -338,20 +398,3 @@ class ODENetwork(Network):
         steps = {*steps} if isinstance(steps, (list, tuple)) else {steps}
         h = f"{steps.pop():.4g}" if len(steps) == 1 else "one a layer"
         return f"{parts}, h = {h}{', learned' * self.learn_step}, T = {self.T:.4g}"
-
-
-def _step(
-    step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
-) -> float | tuple[float, ...]:
-    """h from what the user gave: h itself, one a layer, or T with h = T/N."""
-    if step is not None and T is not None:
-        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
-    if step is None:
-        return positive_float("T", DEFAULT_T if T is None else T) / layers
-    if isinstance(step, (Tensor, np.ndarray)):
-        step = step.tolist()
-    if isinstance(step, (list, tuple)):
-        if len(step) != layers:
-            raise StepError(f"step has {len(step)} entries for {layers} layers; give one each.")
-        return tuple(positive_float("step", h) for h in step)
-    return positive_float("step", step)

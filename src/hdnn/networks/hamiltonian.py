@@ -10,15 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hdnn import activations, functional, interconnection
+from hdnn import functional, interconnection
 from hdnn.base.shapes import check_tolerance
 from hdnn.errors import OptionError, ShapeError, SparsityError, choose, flag, positive_int
 from hdnn.integrators import implicit, splitting
+from hdnn.networks import jacobians
 from hdnn.networks.base import ODENetwork
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
+from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
-from hdnn.operators import block_sparse
+from hdnn.operators import block_sparse, dense
 from hdnn.sparsity import Sparsity
 
 
@@ -107,6 +109,8 @@ class HamiltonianNet(ODENetwork):
         self.integrator = integrator
         self.engines = not scheme.implicit
         self.turns = len(scheme.shears) or 1
+        self.symplectic, self.implicit = scheme.symplectic, scheme.implicit
+        self.forward_euler = integrator == "forward_euler"
         self._choose_engine(engine, backprop)
         self.newton = _newton_options(scheme, integrator, tol, max_iter)
         learn_X, learn_J = flag("learn_X", learn_X), flag("learn_J", learn_J)
@@ -303,7 +307,7 @@ class HamiltonianNet(ODENetwork):
     def _promise(self) -> Guarantee:
         if self.scheme.symplectic:
             return Guarantee(True, SYMPLECTIC, ALWAYS)
-        return forward_euler(self.activation, activations.get(self.activation).monotone)
+        return forward_euler(self.activation, self._sigma.monotone)
 
     # The field
 
@@ -337,13 +341,37 @@ class HamiltonianNet(ODENetwork):
         K = w["K"] if self.scheme.layout == "full" else _block_diagonal(w["K_p"], w["K_q"])
         return {"J": J, "K": K, "b": b}
 
+    def shear_norms(self) -> Tensor:
+        if not self.scheme.shears:
+            return super().shear_norms()
+        w, h = self.weights(), self.steps()
+        X = 1.0 if w["X"] is None else dense.norm(w["X"])
+        norms = {"p": dense.norm(w["K_q"]).square(), "q": dense.norm(w["K_p"]).square()}
+        return torch.cat([abs(part) * h * X * norms[half] for half, part in self.scheme.shears])
+
+    def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
+        if not self.scheme.shears:
+            return None
+        K_p, K_q, X = w["K_p"], w["K_q"], w["X"]
+        V = interconnection.times_X(K_p, X), interconnection.times_X(K_q, X, adjoint=True)
+        return ShearLayers(self.scheme.shears, K_p, K_q, w["b_p"], w["b_q"], *V)
+
+    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
+        if self.scheme.shears:
+            return super()._jacobians(states, w)
+        K, b, h = w["K"], w["b"], jacobians.steps(w["h"], states)
+        if self.scheme.interconnection == "X":
+            return jacobians.semi_implicit(states, K, b, w["X"], h, self._sigma)
+        rule = jacobians.midpoint if self.implicit else jacobians.forward_euler
+        return rule(states, K, b, interconnection.times_J(K, w["J"]), h, self._sigma)
+
     @property
     def always_solvable(self) -> bool:
         """Whether each layer has exactly one solution, whatever its weights and its state.
 
         Explicit layers have; and midpoint layers with a monotone activation, at any coupling.
         """
-        monotone = activations.get(self.activation).monotone
+        monotone = self._sigma.monotone
         return not self.scheme.implicit or (self.scheme.interconnection == "J" and monotone)
 
     @torch.no_grad()
@@ -363,7 +391,7 @@ class HamiltonianNet(ODENetwork):
             A, B = A.chunk(2, -1)[0], B.chunk(2, -2)[0]
         else:
             A = A / 2
-        return h * implicit.coupling(A, B, activations.get(self.activation).S)
+        return h * implicit.coupling(A, B, self._sigma.S)
 
     @torch.no_grad()
     def limit_coupling(self, limit: float = 0.95) -> None:

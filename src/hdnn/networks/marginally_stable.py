@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdnn import activations, functional, interconnection
+from hdnn import functional, interconnection
 from hdnn.errors import NotInvertibleError, ShapeError, positive_int
+from hdnn.integrators import splitting
+from hdnn.networks import jacobians
 from hdnn.networks.base import ODENetwork
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
+from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
+from hdnn.operators import dense
 
 
 class _MarginallyStable(ODENetwork):
@@ -74,6 +79,7 @@ class MS1(_MarginallyStable):
     stacked = ("K_0", "b_1", "b_2")
     invertible = True
     turns = 2
+    bare_activation = True
 
     def _add_weights(self, initial: Initial) -> None:
         m, stored = self._halves(), self.stored
@@ -96,6 +102,16 @@ class MS1(_MarginallyStable):
         J = interconnection.from_X(-_inverse(w["K_0"], "K_0"))
         return {"J": J, "K": K, "b": torch.cat([w["b_2"], w["b_1"]], -1)}
 
+    def field_rates(self) -> Tensor:
+        return self._sigma.S * dense.norm(self.weights()["K_0"])  # J K^T = I
+
+    def shear_norms(self) -> Tensor:
+        return torch.cat([self.steps() * dense.norm(self.weights()["K_0"])] * 2)
+
+    def _shears(self, w: dict[str, Any]) -> ShearLayers:
+        K = w["K_0"]
+        return ShearLayers(splitting.MS1, K.mT, K, w["b_1"], w["b_2"], None, None)
+
     def _counted(self) -> list[tuple[str, float]]:
         return [("K_0", 2.0), ("b_1", 1.0), ("b_2", 1.0)]
 
@@ -111,6 +127,8 @@ class MS2(_MarginallyStable):
     """
 
     stacked = ("K", "b")
+    forward_euler = True
+    bare_activation = True
     _index: Tensor
 
     def _add_weights(self, initial: Initial) -> None:
@@ -136,7 +154,7 @@ class MS2(_MarginallyStable):
         return functional.ms2
 
     def _promise(self) -> Guarantee:
-        return forward_euler(self.activation, activations.get(self.activation).monotone)
+        return forward_euler(self.activation, self._sigma.monotone)
 
     def field(self) -> dict[str, Tensor]:
         """J = K^-T: needs an invertible K, hence an even n."""
@@ -147,6 +165,13 @@ class MS2(_MarginallyStable):
             )
         w = self.weights()
         return {"J": _inverse(w["K"].mT, "K"), "K": w["K"], "b": w["b"]}
+
+    def field_rates(self) -> Tensor:
+        return self._sigma.S * dense.norm(self.weights()["K"])  # J K^T = I
+
+    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
+        h = jacobians.steps(w["h"], states)
+        return jacobians.forward_euler(states, w["K"], w["b"], None, h, self._sigma)
 
     def _counted(self) -> list[tuple[str, float]]:
         return [("K_upper", 2.0), ("b", 1.0)]  # each entry is below the diagonal too
@@ -167,6 +192,7 @@ class MS3(_MarginallyStable):
     stacked = ("K_1", "K_2", "b_1", "b_2")
     invertible = True
     turns = 2
+    symplectic = True
 
     def _add_weights(self, initial: Initial) -> None:
         m, stored = self._halves(), self.stored
@@ -189,6 +215,14 @@ class MS3(_MarginallyStable):
         K = torch.cat([torch.cat([zero, w["K_1"]], -1), torch.cat([w["K_2"], zero], -1)], -2)
         J = -interconnection.canonical(self.features, dtype=K.dtype, device=K.device)
         return {"J": J, "K": K, "b": torch.cat([w["b_1"], w["b_2"]], -1)}
+
+    def shear_norms(self) -> Tensor:
+        w, h = self.weights(), self.steps()
+        return torch.cat([h * dense.norm(w[name]).square() for name in ("K_1", "K_2")])
+
+    def _shears(self, w: dict[str, Any]) -> ShearLayers:
+        K_p, K_q = w["K_2"], w["K_1"]
+        return ShearLayers(splitting.MS3, K_p, K_q, w["b_2"], w["b_1"], K_p, K_q)
 
     def _smooth(self) -> tuple[Tensor, Tensor]:
         w = self.weights()

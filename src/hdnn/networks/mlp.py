@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdnn import functional
+from hdnn.networks import jacobians
 from hdnn.networks.base import Network
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import Guarantee
@@ -41,3 +43,6 @@ class MLP(Network):
 
     def _promise(self) -> Guarantee:
         return Guarantee(False, "none", "the gradients of a multilayer perceptron can vanish")
+
+    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
+        return jacobians.through(states[:-1], w["K"], w["b"], None, self._sigma)

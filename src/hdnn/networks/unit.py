@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hdnn import activations
+from hdnn.activations import Activation
 from hdnn.base.shapes import autocasting
 from hdnn.engine import OPTIONS, Settings, current, dispatch, units
 from hdnn.engine.kernels import pixels
@@ -28,16 +30,15 @@ from hdnn.errors import (
     probability,
 )
 from hdnn.networks import shears
-from hdnn.networks.base import _step
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
+from hdnn.networks.options import step_size
+from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
+from hdnn.networks.smoothness import smoothness
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
-
-if TYPE_CHECKING:
-    from hdnn.analysis.certificate import Guarantee
 
 NETWORKS = ("h1", "h2")
 NORMS = ("none", "inside", "after", "both")
@@ -104,7 +105,7 @@ class HamiltonianUnit(nn.Module):
         self.kernel, self.groups = positive_int("kernel", kernel), positive_int("groups", groups)
         self.padding = self.kernel // 2 if padding is None else int_from(0, "padding", padding)
         self.activation = activations.registered(activation).name
-        self.step = _step(step, T, self.layers)
+        self.step = step_size(step, T, self.layers)
         split = network == "h2"
         self.backprop = _backprop(backprop, reversible)
         self.drop = _probabilities(drop, self.layers)
@@ -185,6 +186,10 @@ class HamiltonianUnit(nn.Module):
     # The weights
 
     @property
+    def _sigma(self) -> Activation:
+        return activations.get(self.activation)
+
+    @property
     def normed(self) -> bool:
         """Whether normalisation stands between K y + b and sigma."""
         return self.norm in ("inside", "both")
@@ -238,8 +243,6 @@ class HamiltonianUnit(nn.Module):
 
     def smoothness(self) -> Tensor:
         """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
-        from hdnn.regularization import smoothness
-
         stacks = [
             torch.cat([self.weight(_name(name, half)).flatten(1) for half in self.halves], 1)
             for name in ("K", "b")
@@ -366,7 +369,7 @@ class HamiltonianUnit(nn.Module):
 
     def _kind(self) -> Kind:
         swap = self.network == "h1" and self.groups > 1
-        return Kind(activations.get(self.activation), self.groups, self.padding, swap)
+        return Kind(self._sigma, self.groups, self.padding, swap)
 
     def _inner_size(self, y: Tensor) -> list[int]:
         """Height and width of K y."""
@@ -416,24 +419,19 @@ class HamiltonianUnit(nn.Module):
         monotone where s >= 0. In training each sample's gradient depends on the whole batch: the
         H2 map of the batch keeps volumes, but nothing is promised for one sample.
         """
-        from hdnn.analysis.certificate import Guarantee
-
-        tail = ", for the unit before its normalisation" if self.after is not None else ""
         if self.normed and self.training:
             why = "batch statistics tie the samples together while training; see it in eval()"
             return Guarantee(False, "none", why)
         if self.network == "h2":
-            theorem = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
-            why = "at any depth, for any weights and any activation"
-            return Guarantee(True, theorem, why + tail)
-        if not activations.get(self.activation).monotone:
-            why = f"forward Euler promises nothing for {self.activation}, which can decrease"
-            return Guarantee(False, "none", why)
-        if self.normed and bool((self.get_parameter("gamma") < 0).any()):
+            found = Guarantee(True, SYMPLECTIC, ALWAYS)
+        elif self.normed and self._sigma.monotone and bool((self.get_parameter("gamma") < 0).any()):
             why = "a gamma < 0 turns an activation around, so that it decreases"
-            return Guarantee(False, "none", why)
-        why = f"at any depth, because {self.activation} never decreases"
-        return Guarantee(True, "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer", why + tail)
+            found = Guarantee(False, "none", why)
+        else:
+            found = forward_euler(self.activation, self._sigma.monotone)
+        if found.holds and self.after is not None:
+            found = replace(found, why=f"{found.why}, for the unit before its normalisation")
+        return found
 
     # The module
 
