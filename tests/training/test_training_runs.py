@@ -34,6 +34,7 @@ from hdnn.training import (
     coordinate,
     fit,
     loop,
+    optimizers,
     output,
     small_heads,
     small_steps,
@@ -663,9 +664,9 @@ def test_the_inner_adam_is_that_of_pytorch():
 def test_the_adam_of_small_models_is_that_of_pytorch(decay):
     torch.manual_seed(0)
     ours, theirs = ([torch.ones(3, 2).requires_grad_()] for _ in range(2))
-    mine = loop._optimizer("adam", [{"params": ours, "weight_decay": decay}], 0.1)
+    mine = optimizers.optimizer_of("adam", [{"params": ours, "weight_decay": decay}], 0.1)
     other = torch.optim.Adam(theirs, lr=0.1, weight_decay=decay)
-    assert isinstance(mine, small_steps.Adam)
+    assert isinstance(mine, small_steps.CompiledAdam)
     for _ in range(20):
         for optimizer, (p,) in ((mine, ours), (other, theirs)):
             optimizer.zero_grad()

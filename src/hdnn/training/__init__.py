@@ -1,7 +1,8 @@
 """Training: coordinate descent between the output layer and the hidden layers."""
 
 from hdnn.training.callbacks import EarlyStopping, TensorBoard, WellPosed
-from hdnn.training.loop import Callback, History, Moment, fit
+from hdnn.training.history import Callback, History, Moment
+from hdnn.training.loop import fit
 from hdnn.training.multilevel import fit_multilevel
 
 __all__ = [

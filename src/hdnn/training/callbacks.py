@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
 from hdnn.training import coordinate, identity
 from hdnn.training.checks import check_data, head_of, number, whole_number
-
-if TYPE_CHECKING:
-    from hdnn.training.loop import Callback, Moment
+from hdnn.training.history import Callback, Moment
 
 PART = 4096  # samples of a validation set that are looked at together
 

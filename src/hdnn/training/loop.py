@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.base.progress import Line
-from hdnn.engine.apart import Apart
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
@@ -32,43 +29,16 @@ from hdnn.networks import ODENetwork
 from hdnn.training import checkpoint, identity, schedule, small_steps
 from hdnn.training.callbacks import begun
 from hdnn.training.checks import check_data, check_options, check_weight, head_of
+from hdnn.training.hidden import HiddenLayers
+from hdnn.training.history import Callback, History, Moment
+from hdnn.training.interrupt import DeferredInterrupt
+from hdnn.training.optimizers import optimizer_of, parameter_groups
 from hdnn.training.output import Output
 from hdnn.training.processes.parallel import Team, team
 from hdnn.training.smooth import Smoothness
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
 ORDERED = 2**20  # numbers, up to which an epoch's samples are put in order all at once
-
-
-@dataclass
-class History:
-    """One entry an epoch: means of loss and accuracy over its minibatches, the rest at its end."""
-
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)  # empty for regression
-    smoothness: list[float] = field(default_factory=list)  # R_K
-    gradient: list[float] = field(default_factory=list)  # the norm of the last step's gradient
-    learning_rate: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass
-class Moment:
-    """What a callback is told after each step; if it returns True, the training ends there."""
-
-    model: Model
-    epoch: int  # from 1
-    epochs: int
-    step: int  # from 1, over all epochs
-    steps: int
-    loss: float
-    accuracy: float | None
-    gradient: float  # its norm, before any clipping
-    learning_rate: float
-    end_of_epoch: bool
-
-
-Callback = Callable[[Moment], bool | None]
 
 
 def fit(
@@ -178,12 +148,12 @@ class _Training:
         self.epochs, self.batch = options["epochs"], options["batch"]
         self.solver, self.rate = options["solver"], options["learning_rate"]
         self.batches = math.ceil(len(x) / self.batch)
-        groups = _groups(model, self.solver, options["ridge"], options["weight_decay"])
+        groups = parameter_groups(model, self.solver, options["ridge"], options["weight_decay"])
         self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
         output = set(model.head.parameters())
-        hidden = [p for p in self.trained if p not in output]
-        self.stack = _Stack(model.net, self.y_0[: self.batch], hidden, members)
-        self.optimizer = _optimizer(options["optimizer"], groups, self.rate)
+        inner = [p for p in self.trained if p not in output]
+        self.hidden = HiddenLayers(model.net, self.y_0[: self.batch], inner, members)
+        self.optimizer = optimizer_of(options["optimizer"], groups, self.rate)
         self.generator = torch.Generator().manual_seed(options["seed"])
         smooth = [model.net] if isinstance(model.net, ODENetwork) else []
         self.smooth = Smoothness(smooth, options["smoothness"])
@@ -203,7 +173,7 @@ class _Training:
                 self.log = checkpoint.Log(self.folder, len(self.history.loss))
             saved = time.monotonic()
             self.start = start - self.history.seconds
-            with _Interrupt(self.team.patience) as interrupt:
+            with DeferredInterrupt(self.team.patience) as interrupt:
                 while self.epoch < self.epochs and not self.stopped:
                     for minibatch in self._minibatches():
                         self._step(*minibatch)
@@ -257,18 +227,18 @@ class _Training:
             return self._advance(None, rate, last)  # nobody counts here
         for p in self.trained:
             p.grad = None
-        y = self.stack.forward(y_0)
+        y = self.hidden.forward(y_0)
         if self.team.over:
             return None  # before this step, as some process wished
         found = self.output.solve(y, t, weight)
         if not math.isfinite(found.loss):
             raise self._diverged("the loss", y_0)
-        self.stack.backward(found.gradient)
+        self.hidden.backward(found.gradient)
         if self.options["smoothing"] == "cosine":
             self.smooth.alpha = self.options["smoothness"] * schedule.cosine(self._done())
         self.smooth.add_gradient()
         norm, clip = math.nan, self.options["clip"]
-        small = self.optimizer if isinstance(self.optimizer, small_steps.Adam) else None
+        small = self.optimizer if isinstance(self.optimizer, small_steps.CompiledAdam) else None
         if clip is not None or (small is None and (self.callbacks or last)):
             norm = self._gradient_norm()
             if clip is not None and norm > clip:
@@ -287,7 +257,7 @@ class _Training:
     def _gradient_norm(self) -> float:
         """Of all that is trained."""
         grads = [p.grad for p in self.trained if p.grad is not None]
-        if isinstance(self.optimizer, small_steps.Adam):
+        if isinstance(self.optimizer, small_steps.CompiledAdam):
             return small_steps.norm(grads)
         return float(nn.utils.get_total_norm(grads))
 
@@ -412,89 +382,3 @@ class _Training:
             "lower learning_rate, clip the gradients, use a smaller step h or a bounded activation "
             "such as tanh."
         )
-
-
-class _Interrupt:
-    """Ctrl-C is heard between steps, when all that is saved fits together; a second one at once.
-
-    That is, if it comes later than `patience` seconds.
-    """
-
-    def __init__(self, patience: float) -> None:
-        self.came, self.before, self.patience, self.since = False, None, patience, 0.0
-
-    def __enter__(self) -> _Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self.before = signal.getsignal(signal.SIGINT)
-            if self.before is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._hear)
-            else:
-                self.before = None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
-
-    def _hear(self, number: int, frame: Any) -> None:
-        if not self.came:
-            self.came, self.since = True, time.monotonic()
-        elif time.monotonic() - self.since >= self.patience:
-            signal.default_int_handler(number, frame)
-
-
-class _Stack:
-    """The hidden layers and their gradients, apart from autograd where that can be."""
-
-    def __init__(
-        self, net: nn.Module, y_0: Tensor, parameters: list[nn.Parameter], members: Team
-    ) -> None:
-        self.net, self.parameters, self.team = net, parameters, members
-        apart = Apart(net)
-        self.apart = apart if apart.usable(y_0) else None
-        self.y = y_0
-
-    def forward(self, y_0: Tensor) -> Tensor:
-        """y_N."""
-        return self.team.features(self._ahead, y_0)
-
-    def backward(self, g: Tensor) -> None:
-        """Set the gradient of each parameter, given that of y_N."""
-        self.team.gradients(self._behind, g, self.parameters)
-
-    def _ahead(self, y_0: Tensor) -> Tensor:
-        if self.apart is not None:
-            return self.apart.forward(y_0)
-        self.y = self.net(y_0)
-        return self.y.detach()
-
-    def _behind(self, g: Tensor) -> None:
-        if self.apart is not None:
-            self.apart.backward(g)
-        elif self.y.requires_grad:
-            self.y.backward(g)
-
-
-def _groups(model: Model, solver: str, ridge: float, decay: float) -> list[dict[str, Any]]:
-    """What is trained: the hidden layers and, jointly, the output layer with its own decay."""
-    head = set(model.head.parameters())
-    free = [p for p in model.parameters() if p.requires_grad]
-    hidden, output = [p for p in free if p not in head], [p for p in free if p in head]
-    groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": decay}]
-    if solver == "joint":
-        groups.append({"params": output, "weight_decay": ridge})
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise TrainingError(
-            "the hidden layers have no parameter that requires a gradient; unfreeze some with "
-            'requires_grad_(), or train the output layer alone with solver="joint".'
-        )
-    return groups
-
-
-def _optimizer(name: str, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=0.9, nesterov=True)
-    if small_steps.usable([p for group in groups for p in group["params"]]):
-        return small_steps.Adam(groups, lr=rate)
-    return torch.optim.Adam(groups, lr=rate)

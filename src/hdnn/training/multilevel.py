@@ -15,7 +15,8 @@ from hdnn.errors import TrainingError
 from hdnn.model import Model
 from hdnn.training import checkpoint
 from hdnn.training.checks import head_of, whole_number
-from hdnn.training.loop import Callback, History, fit
+from hdnn.training.history import Callback, History
+from hdnn.training.loop import fit
 from hdnn.training.processes.parallel import team
 
 

@@ -253,7 +253,10 @@ def _finish(A, T, share, W, gradient, kind, low, S, R):  # pragma: kernel
 def _adam(
     y, labels, targets, weights, kind, W, gradient, memory, count, steps, batch, ridge, rate
 ):  # pragma: kernel
-    """So many steps on each minibatch in turn; `count` were made before."""
+    """So many steps on each minibatch in turn; `count` were made before.
+
+    Adam is written out here once more because nothing compiled can call PyTorch's.
+    """
     (total, n), c = y.shape, W.shape[0]
     m, v = memory[0], memory[1]
     g = np.empty_like(W)

@@ -69,8 +69,8 @@ def _adam(p, g, m, v, rate, decay, b1, b2, eps, k):  # pragma: kernel
     return square
 
 
-class Adam(torch.optim.Adam):
-    """Adam for few weights: the same steps and the same state."""
+class CompiledAdam(torch.optim.Adam):
+    """`torch.optim.Adam` for few weights: its steps, up to rounding, and its state."""
 
     views: list[Any] | None = None
 

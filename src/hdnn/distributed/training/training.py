@@ -23,6 +23,7 @@ from hdnn.distributed.messages.handshake import shake_hands
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.network.head import NodeHead
 from hdnn.distributed.network.network import GraphNetwork
+from hdnn.distributed.training.adam import NodeAdam
 from hdnn.distributed.training.replicas import Replicas
 from hdnn.distributed.training.shards import Shards
 from hdnn.distributed.transport import DistributedError
@@ -34,7 +35,6 @@ from hdnn.training.checks import check_options
 from hdnn.training.coordinate import Head
 from hdnn.training.output import Output
 
-BETAS, EPS = (0.9, 0.999), 1e-8
 REFIT_ROWS = 4096  # samples whose features go up to the root at once
 DEFAULTS: dict[str, Any] = {
     "epochs": 50,
@@ -59,25 +59,6 @@ class Progress:
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)  # empty for regression
-
-
-class Adam:
-    """Adam, product by product and sum by sum: the same bits in whatever company a weight is."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.weights, self.count = weights, 0
-        self.m = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
-
-    def step(self, gradients: dict[str, Tensor], rate: float) -> None:
-        self.count += 1
-        (b1, b2), k = BETAS, self.count
-        for name, g in gradients.items():
-            m, v = self.m[name], self.v[name]
-            m.mul_(b1).add_(g * (1 - b1))
-            v.mul_(b2).add_(g * g * (1 - b2))
-            size = (v.sqrt() / math.sqrt(1 - b2**k)).add_(EPS)
-            self.weights[name].sub_(m / size * (rate / (1 - b1**k)))
 
 
 class Training:
@@ -135,7 +116,7 @@ class Training:
             o = self.options
             self.output = Output(head, o["solver"], o["ridge"], o["learning_rate"], like)
         trained = {**net.weights, **(self.head.weights if self.joint else {})}
-        self.adam = Adam(trained)
+        self.adam = NodeAdam(trained)
         self.owners = {name: net.owners(name) for name in net.weights}
         self.owners |= {"W": self.head.owner, "w": self.head.root_row}
         self.columns = {name: self._columns(owners) for name, owners in self.owners.items()}
