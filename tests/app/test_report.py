@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 from hdnn.__main__ import main
-from hdnn.app import report, reproduced
+from hdnn.app import report, reproduced, svg_curves
 from hdnn.app.runs import Run, TrainConfig, write_json
+from hdnn.app.svg_curves import Line, curve
 from hdnn.errors import CheckpointError
 
 NOT_CLOSED = ("meta", "img", "br")
@@ -84,6 +84,7 @@ def test_the_page_stands_by_itself(make, tmp_path):
     run = make("one")
     (run.folder / "decision_regions.png").write_bytes(PNG)
     text = report.page([run, make("two", seed=1, accuracy=0.8)])
+    assert text.startswith("<!DOCTYPE html>")
     page = Page(text)
     outside = [link for link in page.links if not link.startswith(("#", "data:image/png;base64,"))]
     assert outside == []
@@ -96,6 +97,18 @@ def test_the_page_stands_by_itself(make, tmp_path):
     assert ("meta", {"charset": "utf-8"}) in page.tags
     names = [attrs.get("name") for tag, attrs in page.tags if tag == "meta"]
     assert "viewport" in names
+
+
+def test_the_page_has_what_was_reproduced(make, tmp_path):
+    pytest.importorskip("markdown_it")
+    (tmp_path / "table-one.md").write_text("# A table\n\n| | x |\n| --- | --- |\n| row | 1 |\n")
+    (tmp_path / "fig-one.png").write_bytes(PNG)
+    page = Page(report.page([make("one")], tmp_path))
+    text = "".join(page.text)
+    assert "Reproduced from the paper" in text
+    assert "A table" in text
+    assert "fig one" in [attrs["alt"] for tag, attrs in page.tags if tag == "img"]
+    assert "Reproduced" not in report.page([make("two")], tmp_path / "runs")
 
 
 def test_the_page_tells_scores_spread_and_certificates(make):
@@ -241,55 +254,57 @@ def test_a_picture_that_is_none_is_left_out(make, monkeypatch):
     ],
 )
 def test_curves_stay_inside_of_their_frame(values):
-    line = report.Line("y", list(range(len(values))), values, "#000")
-    text = report._curve([line], "x", "caption", level=None)
-    Page(text)
-    numbers = re.findall(r'[ML]([-\d.naif]+) ([-\d.naif]+)|c[xy]="([-\d.naif]+)"', text)
-    for number in (float(n) for found in numbers for n in found if n):
-        assert math.isfinite(number)
-        assert -1 <= number <= report.WIDTH + 1
+    drawn = curve([Line("y", list(range(len(values))), values, "#000")], "x")
+    assert drawn is not None
+    for x, y in points(drawn):
+        assert drawn.left <= x <= drawn.right
+        assert drawn.top <= y <= drawn.bottom
 
 
-def heights(text):
-    """How far down each point of the first line is."""
-    (path,) = re.findall(r'<path d="M([^"]+)" fill="none"', text)
-    return [float(point.split()[1]) for point in path.split("L")]
+def points(drawn):
+    """Where the points of the first line lie."""
+    _, pieces = drawn.lines[0]
+    return [point for piece in pieces for point in piece]
+
+
+def test_without_a_value_there_is_no_curve():
+    assert curve([Line("y", [1, 2], [None, None], "#000")], "x") is None
 
 
 def test_zeros_are_at_the_lower_edge_of_a_logarithmic_curve():
-    line = report.Line("y", [1, 2, 3, 4], [10.0, 0.0, 0.1, 0.0], "#000")
-    first, second, third, last = heights(report._curve([line], "x", "caption"))
-    assert second == last == report.HEIGHT - report.BOTTOM
+    drawn = curve([Line("y", [1, 2, 3, 4], [10.0, 0.0, 0.1, 0.0], "#000")], "x")
+    first, second, third, last = (y for _, y in points(drawn))
+    assert second == last == drawn.bottom
     assert first < third < second
 
 
 def test_rounding_is_not_drawn_as_if_it_were_a_curve():
-    line = report.Line("y", [1, 2, 3], [1.0, 1 + 1e-12, 1 + 2e-12], "#000")
-    text = report._curve([line], "x", "caption", level=1.0)
-    assert len(set(heights(text))) == 1
-    marks = re.findall(r'text-anchor="end">([^<]+)<', text)
+    drawn = curve([Line("y", [1, 2, 3], [1.0, 1 + 1e-12, 1 + 2e-12], "#000")], "x", level=1.0)
+    assert {y for _, y in points(drawn)} == {drawn.level}
+    marks = [text for _, text in drawn.marks]
     assert len(set(marks)) == len(marks) > 1
 
 
 def test_runs_are_listed_without_what_all_their_names_begin_with(make, tmp_path):
     runs = [make("one"), make("group/two", seed=1)]
-    assert report._short_names(runs) == ["one", "group/two"]
-    assert report._short_names([*runs, Run("three")]) == [
+    assert report.short_names(runs) == ["one", "group/two"]
+    assert report.short_names([*runs, Run("three")]) == [
         *(str(run.folder) for run in runs),
         "three",
     ]
-    assert report._short_names([Run("here"), Run("there/too")]) == ["here", "there/too"]
+    assert report.short_names([Run("here"), Run("there/too")]) == ["here", "there/too"]
 
 
 def test_the_page_has_colours_for_the_dark():
-    light, dark = report.STYLE.split("prefers-color-scheme: dark", 1)
+    style = report.TEMPLATE.read_text().partition("<style>")[2].partition("</style>")[0]
+    light, dark = style.split("prefers-color-scheme: dark", 1)
     names = set(re.findall(r"(--\w+):", light))
     assert names == set(re.findall(r"(--\w+):", dark))
-    assert set(re.findall(r"var\((--\w+)\)", report.STYLE)) <= names
+    assert set(re.findall(r"var\((--\w+)\)", style)) <= names
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.1, 7.0), (3.0, 3.1), (1e-12, 1.0), (1.0, 1e300)])
 def test_marks_are_few_and_inside(low, high):
-    for marks in (report._marks(low, high), report._log_marks(low, high)):
+    for marks in (svg_curves.marks(low, high), svg_curves.log_marks(low, high)):
         assert 1 <= len(marks) <= 9
         assert marks == sorted(marks)

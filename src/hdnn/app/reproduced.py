@@ -1,45 +1,50 @@
-"""What was reproduced of the paper, as a part of the report: each experiment's page and pictures.
+"""What was reproduced of the paper, for the report: each experiment's page and pictures.
 
-The pages are Markdown of the plain kind that the experiments write: headings, paragraphs, lists and
-tables. Everything is escaped; nothing but pictures of this folder is taken in.
+The pages are Markdown as the experiments write it. HTML in them is escaped, links are shown as
+their text, because other pages are not there to be linked to, and nothing but pictures of this
+folder is taken in.
 """
 
 from __future__ import annotations
 
 import base64
-import re
-from collections.abc import Iterator
-from html import escape
-from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from hdnn.errors import require
 
 LARGEST = 2**20  # bytes of a file that is still shown
+DEEPER = 2  # levels, by which the headings of a page are moved to fit into the report
 
 
-def section(folder: Path) -> str:
-    """All tables and figures in a folder of results, or nothing if there are none."""
-    parts = []
-    names = sorted({file.stem for kind in ("table-*.md", "fig-*.md") for file in folder.glob(kind)})
-    for name in names:
-        parts += _page(_read(folder / f"{name}.md").decode("utf-8", "replace"))
-    shown = [picture(file) for file in sorted(folder.glob("fig-*.png"))]
-    if not parts and not any(shown):
-        return ""
-    figures = f'<div class="grid">{"".join(shown)}</div>'
-    return "\n".join(["<section><h2>Reproduced from the paper</h2>", *parts, figures, "</section>"])
+class Picture(NamedTuple):
+    """A PNG that goes into the page."""
+
+    name: str
+    caption: str
+    base64: str
 
 
-def picture(file: Path, alt: str = "", caption: str = "") -> str:
-    """A PNG inside of the page, or nothing if it is none."""
+def pages(folder: Path) -> list[str]:
+    """All tables and figures in a folder of results, as HTML."""
+    files = [*folder.glob("table-*.md"), *folder.glob("fig-*.md")]
+    texts = [_read(file).decode("utf-8", "replace") for file in sorted(files)]
+    return [_html(text) for text in texts if text]
+
+
+def pictures(folder: Path) -> list[Picture]:
+    """All figures in a folder of results."""
+    found = (picture(file) for file in sorted(folder.glob("fig-*.png")))
+    return [one for one in found if one is not None]
+
+
+def picture(file: Path, name: str = "", caption: str = "") -> Picture | None:
+    """A PNG inside of the page, or None if it is none."""
     content = _read(file)
     if not content.startswith(b"\x89PNG"):
-        return ""
-    data = base64.b64encode(content).decode()
-    name = alt or file.stem.replace("-", " ").replace("_", " ")
-    return (
-        f'<figure><img alt="{escape(name)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{escape(caption or name)}</figcaption></figure>"
-    )
+        return None
+    name = name or file.stem.replace("-", " ").replace("_", " ")
+    return Picture(name, caption or name, base64.b64encode(content).decode())
 
 
 def _read(file: Path) -> bytes:
@@ -49,49 +54,20 @@ def _read(file: Path) -> bytes:
         return b""
 
 
-def _page(text: str) -> Iterator[str]:
+def _html(text: str) -> str:
     """A Markdown page as HTML."""
-    for kind, group in groupby(text.splitlines(), _kind):
-        lines = list(group)
-        if kind == "table":
-            yield _table(lines)
-        elif kind == "list":
-            yield "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>"
-        elif kind == "heading":
-            for line in lines:
-                level = min(len(line) - len(line.lstrip("#")) + 2, 5)
-                yield f"<h{level}>{_inline(line.lstrip('# '))}</h{level}>"
-        elif kind == "text":
-            yield f"<p>{_inline(' '.join(lines))}</p>"
+    markdown = require("markdown_it", extra="cli").MarkdownIt("commonmark", {"html": False})
+    markdown.enable("table")
 
+    def write(kind: str, html: str) -> None:
+        markdown.add_render_rule(kind, lambda *_: html)
 
-def _kind(line: str) -> str:
-    if not line.strip() or line.startswith("!["):
-        return "nothing"
-    starts = {"#": "heading", "|": "table", "-": "list"}
-    return starts.get(line[0], "text")
-
-
-def _table(lines: list[str]) -> str:
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
-    head, *body = [row for row in rows if not all(re.fullmatch(":?-+:?", cell) for cell in row)]
-
-    def cells(kind: str, row: list[str]) -> str:
-        style = [' class="text"', *[""] * (len(row) - 1)]
-        each = zip(style, row, strict=True)
-        return (
-            "<tr>" + "".join(f"<{kind}{s}>{_inline(cell)}</{kind}>" for s, cell in each) + "</tr>"
-        )
-
-    inner = "".join(cells("td", row) for row in body)
-    return (
-        '<div class="scroll" tabindex="0"><table>'
-        f"<thead>{cells('th', head)}</thead><tbody>{inner}</tbody></table></div>"
-    )
-
-
-def _inline(text: str) -> str:
-    text = escape(text)
-    text = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text)  # other pages are not there to be linked to
-    text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
+    for unwanted in ("link_open", "link_close", "image"):
+        write(unwanted, "")
+    write("table_open", '<div class="scroll" tabindex="0"><table>\n')
+    write("table_close", "</table></div>\n")
+    tokens: list[Any] = markdown.parse(text)
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = f"h{min(int(token.tag[1:]) + DEEPER, 5)}"
+    return markdown.renderer.render(tokens, markdown.options, {})

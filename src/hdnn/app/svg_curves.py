@@ -1,0 +1,128 @@
+"""Where the lines, marks and numbers of a curve lie in an SVG, so that pages need no plotting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+FLAT = 5e-3  # of their size: values that differ by less are drawn as a flat line
+
+Piece = list[tuple[float, float]]  # points of a line without a gap
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a curve; where a value is None, the line is open."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: str
+    dash: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Lines over one axis, all places in pixels; it is small, so that a phone can show it."""
+
+    label: str  # of the axis
+    lines: list[tuple[Line, list[Piece]]]
+    marks: list[tuple[float, str]]
+    marks_across: list[tuple[float, str]]
+    level: float | None  # where a line goes all the way across
+
+    width: ClassVar = 380
+    height: ClassVar = 240
+    left: ClassVar = 56
+    right: ClassVar = 368
+    top: ClassVar = 12
+    bottom: ClassVar = 200
+
+    @property
+    def title(self) -> str:
+        return f"{', '.join(line.name for line, _ in self.lines)} against the {self.label}"
+
+
+def curve(lines: list[Line], label: str, *, level: float | None = None) -> Curve | None:
+    """Lines over one axis, logarithmic upwards where nothing is negative; None without values.
+
+    There, zeros are at the lower edge.
+    """
+    points = [y for line in lines for y in line.y if y is not None]
+    if not points:
+        return None
+    positive = [y for y in points if y > 0]
+    log = len(positive) == len([y for y in points if y != 0]) and bool(positive)
+    shown = positive if log else points
+    low, high = min(shown), max(shown)
+    if level is not None:
+        low, high = min(low, level), max(high, level)
+    log = log and high > 3 * low  # less of a range is easier to read without
+    if log and len(points) > len(positive):
+        low = max(low / 2, 5e-324)
+    if high - low < FLAT * abs(high):  # rounding would be all there is to see
+        low, high = low - FLAT * abs(low), high + FLAT * abs(high)
+    heights = log_marks(low, high) if log else marks(low, high)
+    low, high = min(low, heights[0]), max(high, heights[-1])
+    x_low, x_high = min(lines[0].x), max(lines[0].x)
+
+    def across(x: float) -> float:
+        share = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
+        return round(Curve.left + share * (Curve.right - Curve.left), 1)
+
+    def down(y: float) -> float:
+        a, b, c = (math.log10(v) for v in (low, high, max(y, low))) if log else (low, high, y)
+        share = (c - a) / (b - a) if b > a else 0.5
+        return round(Curve.bottom - share * (Curve.bottom - Curve.top), 1)
+
+    return Curve(
+        label,
+        [(line, _pieces(line, across, down)) for line in lines],
+        [(down(mark), f"{mark:g}") for mark in heights],
+        [(across(mark), f"{mark:g}") for mark in marks(x_low, x_high, whole=True)],
+        None if level is None else down(level),
+    )
+
+
+def _pieces(
+    line: Line, across: Callable[[float], float], down: Callable[[float], float]
+) -> list[Piece]:
+    """The line, in pieces where values are missing."""
+    pieces: list[Piece] = [[]]
+    for x, y in zip(line.x, line.y, strict=True):
+        if y is None:
+            pieces.append([])
+        else:
+            pieces[-1].append((across(x), down(y)))
+    return [piece for piece in pieces if piece]
+
+
+def marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """About five round numbers around `low` to `high`, or whole ones inside."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    raw = span / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if whole:
+        step = max(step, 1.0)
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)] or [low]
+
+
+def log_marks(low: float, high: float) -> list[float]:
+    """Powers of ten, or 1, 2, 5, 10 .. where these would be too few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if high <= 100 * low:
+        fine = [m * 10.0**k for k in range(first, last + 1) for m in (1, 2, 5)]
+        inside = [mark for mark in fine if low * 0.999 <= mark <= high * 1.001]
+        below = [mark for mark in fine if mark < low * 0.999][-1:]
+        above = [mark for mark in fine if mark > high * 1.001][:1]
+        return [*below, *inside, *above] or [low]
+    every = -(-(last - first) // 6)
+    powers = [10.0**k for k in range(first, last + 1) if k % every == 0 and k < 308]
+    return [mark for mark in powers if low * 0.999 <= mark <= high * 1.001] or [low]
