@@ -1,11 +1,10 @@
 """Training on images: the whole set on the device, one step as one CUDA graph."""
 
+from hdnn.training.images.recipe import OPTIMIZERS, ImageRecipe
 from hdnn.training.images.trainings import (
     EVALUATED,
-    OPTIMIZERS,
     WARM,
     ImageHistory,
-    ImageRecipe,
     ImageTraining,
     next_epoch,
     run_together,
