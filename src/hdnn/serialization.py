@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +13,21 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-import hdnn
+from hdnn import models
+from hdnn._version import __version__
 from hdnn.base import tensorfile
 from hdnn.base.files import as_path, write_atomically
+from hdnn.base.tensorfile import read as read
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
-from hdnn.models import describe as describe_images
 from hdnn.networks import KINDS, Network
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
 LITTLE = 2**20  # numbers, for which there is always room
+IMAGES = {of.__name__: maker for of, maker in models.MAKERS.items()}
 # What a config that does not fit together, or a shape that no tensor has, makes PyTorch raise.
 WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
 
@@ -49,7 +50,7 @@ def write(
             f"only a hdnn.Model or a network can be saved, but got {type(model).__name__}; "
             "for other modules save their state_dict()."
         )
-    config = {"format": FORMAT, "version": hdnn.__version__, **describe(model)}
+    config = {"format": FORMAT, "version": __version__, **describe(model)}
     config |= {} if note is None else {"note": note}
     tensors = weights(model)
     try:
@@ -97,12 +98,6 @@ def read_note(path: str | os.PathLike[str]) -> Any:
         return _config(file).get("note")
 
 
-def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of any safetensors file."""
-    with tensorfile.opened(path) as file:
-        return file.metadata, file.load()
-
-
 def _config(file: tensorfile.Mapped) -> dict[str, Any]:
     """What a file says of itself, if this version knows it."""
     try:
@@ -117,7 +112,7 @@ def _config(file: tensorfile.Mapped) -> dict[str, Any]:
     if number > FORMAT:
         raise CheckpointError(
             f"{file.path} was written by hdnn {config.get('version')} in format {number}, newer "
-            f"than format {FORMAT} of this hdnn {hdnn.__version__}; install a newer hdnn."
+            f"than format {FORMAT} of this hdnn {__version__}; install a newer hdnn."
         )
     return config
 
@@ -190,23 +185,22 @@ def _computed(part: nn.Module) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
 def describe(part: nn.Module) -> dict[str, Any]:
     """The class of a part and the arguments that make it again."""
     of = parametrize.type_before_parametrizations(part)
-    kind = of.__name__
-    if of is Model:
-        parts = {name: describe(module) for name, module in part.named_children()}
-        return {"kind": kind, "parts": parts}
-    if isinstance(part, ImageModel):
-        description = {"kind": kind, "config": describe_images.config(part)}
-        if isinstance(net := getattr(part, "net", None), Network):
-            description["parts"] = {"net": describe(net)}
-        return description
-    if of not in (Augment, *KINDS.values(), *HEADS.values()):
+    if of not in (Model, Augment, *KINDS.values(), *HEADS.values(), *models.MAKERS):
         raise CheckpointError(
-            f"{kind} is not a class of hdnn and cannot be saved by it; save its state_dict()."
+            f"{of.__name__} is not a class of hdnn and cannot be saved by it; save its "
+            "state_dict()."
         )
-    description = {"kind": kind, "config": part.config()}  # pyright: ignore[reportCallIssue]
+    description: dict[str, Any] = {"kind": of.__name__}
+    if of is not Model:
+        description["config"] = part.config()  # pyright: ignore[reportCallIssue]
     if isinstance(part, Network):
         description["constants"] = {k: list(v.shape) for k, v in part.constants().items()}
-    return description
+    parts = {
+        name: describe(child)
+        for name, child in part.named_children()
+        if of is Model or isinstance(child, Network)
+    }
+    return {**description, "parts": parts} if parts else description
 
 
 def restore(
@@ -236,8 +230,10 @@ def restore(
         raise CheckpointError(f"there are no weights of its {kind}.")
     generator = None if device == "meta" else torch.Generator()
     options = {**config, "dtype": dtype, "generator": generator, "device": device or "cpu"}
-    if kind in describe_images.MAKERS:
-        model = describe_images.make(kind, options, own)
+    if kind in IMAGES:
+        _check_depth(config, own)
+        options.pop("reversible", None)  # in old files the default of H2, and not a choice
+        model: Any = IMAGES[kind](**options)
         if "parts" in description:
             model.net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
             model.linear = model._modules.pop("linear")  # behind it, as in a new model
@@ -245,11 +241,18 @@ def restore(
     if kind not in HEADS and kind not in KINDS:
         raise CheckpointError(f"kind {kind!r} is not known.")
     _check_room(config, constants, own)
-    if kind in HEADS:
-        return HEADS[kind](**options)
     for name, shape in constants.items():
         options[name] = torch.zeros(shape)  # which is skew, and in every block pattern
-    return KINDS[kind](**options)
+    return {**HEADS, **KINDS}[kind](**options)
+
+
+def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a file that promises more layers than it has tensors: it would be built for hours."""
+    most = sum(len(t) if t.ndim > 2 else 1 for t in tensors.values())
+    for name in ("depth", "layers"):
+        count = config.get(name, 0)
+        if not (max(count, default=0) if isinstance(count, list) else count) <= 2 * most + 2:
+            raise CheckpointError(f"there are not as many weights as for {name} {count}")
 
 
 def _check_room(

@@ -634,15 +634,12 @@ def test_a_model_file_that_was_edited_is_one_sentence(change):
 
 
 def test_alexnet_and_other_classes_are_described_or_refused():
-    from hdnn.models import describe as describe_images
-
     class Other(models.ImageModel):
         pass
 
     with torch.device("meta"):
-        alexnet = models.AlexNet(7, False, 0.25, models._Make(None, None, "meta"))
-    found = describe_images.config(alexnet)
-    assert found == {"resize": False, "dropout": 0.25, "classes": 7}
+        alexnet = models.alexnet(7, resize=False, dropout=0.25, device="meta")
+    assert alexnet.config() == {"resize": False, "dropout": 0.25, "classes": 7}
     with pytest.raises(CheckpointError, match="Other is not a class of hdnn"):
         hdnn.save(Other(), "m.safetensors")
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hdnn import models
 from hdnn.errors import HDNNError, ShapeError
+from hdnn.models import base, baselines, star
 from strategies import Random
 
 SMALL = {
@@ -161,14 +162,14 @@ def test_hdnn_star_pools_and_pads_between_its_units():
 
 def test_padding_by_halves_keeps_p_and_q_apart():
     y = Random(0)(1, 4, 2, 2)
-    padded = models._padded(y, 8, "halves")
-    assert torch.equal(padded[:, [0, 1, 4, 5]], y)
-    assert not padded[:, [2, 3, 6, 7]].any()
+    after = star.padded(y, 8, "halves")
+    assert torch.equal(after[:, [0, 1, 4, 5]], y)
+    assert not after[:, [2, 3, 6, 7]].any()
 
 
 def test_the_shortcut_of_a_resnet_takes_every_other_pixel():
-    make = models._Make(None, torch.float64, None)
-    block = models._Block(2, 4, 0.0, make).eval()
+    make = base.LayerMaker(None, torch.float64, None)
+    block = baselines.ResidualBlock(2, 4, 0.0, make).eval()
     torch.nn.init.zeros_(block.conv2.weight)
     x = Random(0)(1, 2, 4, 4)
     out = block(x)

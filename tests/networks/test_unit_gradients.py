@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import hdnn
-from hdnn import HamiltonianUnit, models
+from hdnn import HamiltonianUnit, models, serialization
 from hdnn.engine import dispatch, units
 from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import HDNNError, TrainingError
-from hdnn.models import describe as describe_images
 from strategies import ACTIVATIONS
 
 F32, F64 = torch.float32, torch.float64
@@ -376,9 +375,10 @@ def test_how_gradients_come_back_is_saved_and_old_files_have_the_default(tmp_pat
         hdnn.save(model, tmp_path / "model.safetensors")
         again = hdnn.load(tmp_path / "model.safetensors")
         assert {unit.backprop for unit in again.units} == {backprop}
-    config = describe_images.config(model)
+    config = model.config()
     del config["backprop"]
     for reversible in (True, False):  # as files had it before, whatever was asked for
         options = {**config, "reversible": reversible}
-        old = describe_images.make("HDNNStar", options, model.state_dict())
+        described = {"kind": "HDNNStar", "config": options}
+        old = serialization.restore(described, model.state_dict())
         assert {unit.backprop for unit in old.units} == {"auto"}

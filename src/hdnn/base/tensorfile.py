@@ -92,6 +92,12 @@ def opened(path: Path, what: str = "a safetensors file") -> Iterator[Mapped]:
         raise CheckpointError(f"{path} needs more memory than there is ({said(error)}).") from error
 
 
+def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of any safetensors file."""
+    with opened(path) as file:
+        return file.metadata, file.load()
+
+
 def digest(about: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """A checksum of a text and of all names, types, shapes and bits of tensors."""
     found = hashlib.sha256(json.dumps(about, sort_keys=True).encode())

@@ -1,22 +1,22 @@
 """Image classifiers: the networks of the paper's MNIST and CIFAR-10 tables."""
 
-from hdnn.models.classifiers import (
-    MNIST_STEPS,
-    PADDINGS,
-    POOLS,
-    AlexNet,
-    HDNNStar,
-    ImageModel,
-    MNISTNet,
-    ResNet,
-    alexnet,
-    hdnn_star,
-    mnist_conv,
-    mnist_net,
-    resnet56,
-)
+from collections.abc import Callable
+
+from hdnn.models.base import ImageModel
+from hdnn.models.baselines import AlexNet, ResNet, alexnet, resnet56
+from hdnn.models.mnist import MNIST_STEPS, MNISTNet, mnist_net
+from hdnn.models.star import PADDINGS, POOLS, HDNNStar, hdnn_star, mnist_conv
+
+# What makes a classifier of each class again from its `config()`.
+MAKERS: dict[type[ImageModel], Callable[..., ImageModel]] = {
+    MNISTNet: lambda **options: mnist_net(None, 0, **options),
+    HDNNStar: hdnn_star,
+    ResNet: resnet56,
+    AlexNet: alexnet,
+}
 
 __all__ = [
+    "MAKERS",
     "MNIST_STEPS",
     "PADDINGS",
     "POOLS",

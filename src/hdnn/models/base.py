@@ -1,0 +1,116 @@
+"""What all image classifiers share.
+
+All take images (B, channels, height, width) and give logits (B, classes). `features(x)` is what
+the last linear layer sees; `units` are the Hamiltonian parts and `smoothness()` their R_K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.errors import ShapeError
+from hdnn.networks import HamiltonianUnit, ODENetwork
+from hdnn.networks.initial import Initial
+from hdnn.networks.norm import BatchNorm
+
+
+class ImageModel(nn.Module):
+    """A classifier of images: `features`, and a linear layer on top of them."""
+
+    linear: nn.Linear
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the linear layer sees: (B, features)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.features(x))
+
+    @property
+    def units(self) -> list[ODENetwork | HamiltonianUnit]:
+        """The Hamiltonian parts, first to last."""
+        return [m for m in self.modules() if isinstance(m, (ODENetwork, HamiltonianUnit))]
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again, as JSON can hold them.
+
+        They are read off the modules themselves: what is saved is what is there.
+        """
+        return {"classes": self.linear.out_features}
+
+    def smoothness(self) -> Tensor:
+        """The sum of R_K over all Hamiltonian parts, zero if there are none."""
+        found = [unit.smoothness() for unit in self.units]
+        return torch.stack(found).sum() if found else self.linear.weight.new_zeros(())
+
+
+class LayerMaker:
+    """Makes layers of one dtype on one device, with weights as PyTorch draws them."""
+
+    def __init__(
+        self,
+        generator: torch.Generator | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        checked = Initial("scaled", 1, generator, dtype, device)
+        self.generator = generator
+        self.like: dict[str, Any] = {"dtype": checked.dtype, "device": checked.device}
+        self.options: dict[str, Any] = {**self.like, "generator": generator}
+
+    def conv(self, inputs: int, outputs: int, kernel: int, **options: Any) -> nn.Conv2d:
+        layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **self.like)
+        return self._drawn(layer, inputs * kernel**2)
+
+    def linear(self, inputs: int, outputs: int) -> nn.Linear:
+        return self._drawn(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.like), inputs)
+
+    def norm(self, channels: int, activation: str = "identity") -> BatchNorm:
+        return BatchNorm(channels, activation, **self.like)
+
+    def he(self, layer: Any) -> Any:
+        """The same layer with weights of variance 2 / fan-in, as ResNets begin with."""
+        inputs = layer.weight[0].numel()
+        draw = self._uniform(layer.weight.shape, (6 / inputs) ** 0.5)
+        with torch.no_grad():
+            layer.weight.copy_(draw)
+        return layer
+
+    def _drawn(self, layer: Any, inputs: int) -> Any:
+        """Weights and bias uniform in +- 1 / sqrt(fan-in)."""
+        with torch.no_grad():
+            layer.weight.copy_(self._uniform(layer.weight.shape, inputs**-0.5))
+            if layer.bias is not None:
+                layer.bias.copy_(self._uniform(layer.bias.shape, inputs**-0.5))
+        return layer
+
+    def _uniform(self, shape: Sequence[int], bound: float) -> Tensor:
+        if self.like["device"].type == "meta":  # as in `hdnn.networks.initial`
+            return torch.empty(shape, device="meta")
+        # In float32 and where the generator is, so that one seed is one network.
+        g = self.generator
+        where = self.like["device"] if g is None else g.device
+        draw = torch.rand(shape, generator=g, dtype=torch.float32, device=where)
+        return bound * (2 * draw - 1)
+
+
+def rising(drop: float, layers: int) -> list[float]:
+    """How often each layer is left out: the later it comes, the more often."""
+    return [drop * (k + 1) / layers for k in range(layers)]
+
+
+def check_images(x: Tensor, channels: int, size: int | None) -> None:
+    if (
+        isinstance(x, Tensor)
+        and x.ndim == 4
+        and x.shape[1] == channels
+        and (size is None or x.shape[2:] == (size, size))
+    ):
+        return
+    given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    sides = "height, width" if size is None else f"{size}, {size}"
+    raise ShapeError(f"images must be (B, {channels}, {sides}), but got {given}.")

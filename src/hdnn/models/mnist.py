@@ -1,0 +1,71 @@
+"""The network of the paper's MNIST table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.errors import choose, positive_int
+from hdnn.models.base import ImageModel, LayerMaker, check_images
+from hdnn.networks import BY_NAME
+
+MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
+
+
+class MNISTNet(ImageModel):
+    """Convolution, layers that mix the channels of each pixel, linear layer: `mnist_net`."""
+
+    def __init__(
+        self, network: str | None, layers: int, options: dict[str, Any], size: int, make: LayerMaker
+    ) -> None:
+        super().__init__()
+        channels, classes = options.pop("channels"), options.pop("classes")
+        self.size = size
+        self.stem = make.conv(1, channels, 3, padding=1)
+        self.net = None if network is None else BY_NAME[network](channels, layers, **options)
+        self.linear = make.linear(channels * size**2, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        check_images(x, 1, self.size)
+        y = self.stem(x).movedim(1, -1)  # K acts on the channels of each pixel
+        return (y if self.net is None else self.net(y)).flatten(1)
+
+    def config(self) -> dict[str, Any]:
+        # The hidden network describes itself, as networks do.
+        return {"channels": self.stem.out_channels, "size": self.size, **super().config()}
+
+
+def mnist_net(
+    network: str | None = "h1",
+    layers: int = 8,
+    *,
+    step: float | None = None,
+    channels: int = 8,
+    activation: str = "tanh",
+    init: str = "scaled",
+    backprop: str = "auto",
+    size: int = 28,
+    classes: int = 10,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> MNISTNet:
+    """The network of the MNIST table: a 3 x 3 convolution to 8 channels, N layers, a linear one.
+
+    K is a matrix that mixes the channels of each pixel. `step` is 0.5 for "h1" and "h2", 0.4 for
+    "ms1" (also "ms2", "ms3") if it is not given; `layers=0` or `network=None` leaves the hidden
+    layers out. `net` is the hidden network.
+    """
+    make = LayerMaker(generator, dtype, device)
+    options: dict[str, Any] = {"channels": positive_int("channels", channels)}
+    options["classes"] = positive_int("classes", classes)
+    if network is not None:
+        choose("network", network, MNIST_STEPS)
+        if layers != 0:
+            options |= {"step": MNIST_STEPS[network] if step is None else step, **make.options}
+            options |= {"activation": activation, "init": init, "backprop": backprop}
+        else:
+            network = None
+    return MNISTNet(network, layers, options, positive_int("size", size), make)
