@@ -6,20 +6,18 @@ have left there. All of them are small: a few layers, one epoch.
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import hdnn
-from hdnn.__main__ import main
 from hdnn.data import ImageData
+from kept.small import hdnn_command, without_pictures
 
 QUICK = "--layers 2 --epochs 1"
 GRAPH = f"{QUICK} --batch 2000"
@@ -67,7 +65,7 @@ WELL = (
     "--version",
     "--help",
     "bench",
-    "report planar classes values ring --out page.html",
+    "report planar classes values --out page.html",
     "reproduce table-planar -- --help",
     "graph design tight.toml",
     "train --data swiss_roll --layers 2 --epochs 1 --out quiet --quiet",
@@ -120,20 +118,6 @@ WRONG = (
 )
 
 
-class Ended(NamedTuple):
-    code: int
-    output: str
-    said: str
-
-
-def run(command: str) -> Ended:
-    """One command in this process."""
-    output, said = io.StringIO(), io.StringIO()
-    with redirect_stdout(output), redirect_stderr(said):
-        code = main(command.split())
-    return Ended(code, output.getvalue(), said.getvalue())
-
-
 def json_fields() -> dict[str, dict[str, list[str]]]:
     """What each command prints: by the type, the paths of all values that have it.
 
@@ -142,7 +126,7 @@ def json_fields() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     with prepared():
         for name, command in COMMANDS.items():
-            ended = run(f"{command} --json")
+            ended = hdnn_command(f"{command} --json")
             assert ended.code == CODES.get(name, 0), f"{name} ended with {ended}"
             paths: dict[str, list[str]] = {}
             for path, kind in dict.fromkeys(_fields(json.loads(ended.output), "")):
@@ -188,9 +172,15 @@ def prepared() -> Iterator[None]:
     Path("tight.toml").write_text(f"nodes = 4\nedges = {RING}\nR = {RING}\n")
     Path("apart.toml").write_text("nodes = 4\nedges = [[0, 1], [2, 3]]\n")
     Path("wrong.toml").write_text("[train]\nnothing = 1\n")
+    with images_for_mnist(), without_pictures():
+        yield
+
+
+@contextmanager
+def images_for_mnist() -> Iterator[None]:
+    """A few images in the place of the set, which need not be there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hdnn.data.mnist, "load", few_images)
-        patch.setitem(sys.modules, "matplotlib", None)
         yield
 
 

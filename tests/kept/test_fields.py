@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kept.json_fields import WELL, WRONG, differences, json_fields, prepared, run
+from kept.json_fields import WELL, WRONG, differences, json_fields, prepared
+from kept.small import hdnn_command
 
 RECORDED = json.loads((Path(__file__).parent / "fields.json").read_text("utf-8"))
 # What the commands of the second test look at.
@@ -40,11 +41,11 @@ def test_every_command_ends_with_the_code_that_it_had():
     other = []
     with prepared():
         for command in (*FIRST, *WELL):
-            ended = run(command)
+            ended = hdnn_command(command)
             if ended.code != 0 or not ended.output:
                 other.append(f"hdnn {command} ended with {ended.code}, not 0: {ended.said}")
         for command in WRONG:
-            ended = run(command)
+            ended = hdnn_command(command)
             is_sentence = ended.said.startswith("hdnn: ") and ended.said.count("\n") == 1
             if ended.code != 2 or not is_sentence or "mistake in hdnn itself" in ended.said:
                 other.append(f"hdnn {command} ended with {ended.code}, not 2: {ended.said}")
