@@ -1,9 +1,14 @@
-"""What users can type: the commands of `hdnn`, their options and arguments."""
+"""What users can type: the commands of `hdnn` and its experiments, options and arguments."""
 
 from __future__ import annotations
 
+import io
+import re
+from contextlib import redirect_stdout
 from typing import Any
 from unittest import mock
+
+from hdnn.__main__ import main
 
 Description = dict[str, Any]
 
@@ -13,11 +18,33 @@ def program_options() -> dict[str, Description]:
     return dict(_commands(_program(), "hdnn"))
 
 
+EXPERIMENTS = (
+    "table-planar",
+    "table-distributed",
+    "table-mnist",
+    "table-cifar",
+    "fig-planar",
+    "fig-distributed",
+    "fig-gradients",
+    "fig-exploding",
+    "fig-cifar",
+)
+
+
+def experiment_options() -> dict[str, list[str]]:
+    """The options that each experiment tells of itself."""
+    found = {}
+    for name in EXPERIMENTS:
+        told = io.StringIO()
+        with redirect_stdout(told):
+            assert main(["reproduce", name, "--", "--help"]) == 0
+        found[name] = sorted({*re.findall(r"(?<![\w-])--[a-z][a-z-]*", told.getvalue())})
+    return found
+
+
 def _program() -> Any:
     """The group of all commands, caught where it would start."""
     import typer.core
-
-    from hdnn.__main__ import main
 
     caught = []
 

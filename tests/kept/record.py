@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import textwrap
 from pathlib import Path
 
 from kept.json_fields import json_fields
-from kept.program_options import program_options
+from kept.program_options import experiment_options, program_options
 from kept.public_names import public_names
 
 HERE = Path(__file__).parent.absolute()
@@ -32,8 +31,13 @@ def laid_out(content: object, indent: int = 0) -> str:
         return line
     start = "\n" + " " * (indent + 1)
     if isinstance(content, list):
-        words = textwrap.wrap(line[1:-1], WIDTH - indent - 1, break_long_words=False)
-        return "[" + start + start.join(words) + start[:-1] + "]"
+        lines = [""]
+        for one in content:
+            part = json.dumps(one, ensure_ascii=False)
+            if len(lines[-1]) + len(part) > WIDTH - indent:
+                lines.append("")
+            lines[-1] += f" {part}," if lines[-1] else f"{part},"
+        return "[" + start + start.join(lines).rstrip(",") + start[:-1] + "]"
     if isinstance(content, dict):
         parts = [f"{json.dumps(k)}: {laid_out(v, indent + 1)}" for k, v in content.items()]
         return "{" + start + f",{start}".join(parts) + start[:-1] + "}"
@@ -43,6 +47,7 @@ def laid_out(content: object, indent: int = 0) -> str:
 if __name__ == "__main__":
     write("names.json", public_names())
     write("options.json", program_options())
+    write("experiments.json", experiment_options())
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         write("fields.json", json_fields())

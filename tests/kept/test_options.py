@@ -10,9 +10,12 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kept.program_options import differences, program_options
+from hdnn.__main__ import main
+from kept.program_options import differences, experiment_options, program_options
 
-RECORDED = json.loads((Path(__file__).parent / "options.json").read_text("utf-8"))
+HERE = Path(__file__).parent
+RECORDED = json.loads((HERE / "options.json").read_text("utf-8"))
+EXPERIMENTS = json.loads((HERE / "experiments.json").read_text("utf-8"))
 now = cache(program_options)
 
 
@@ -26,11 +29,20 @@ def test_every_command_has_the_options_that_it_had(command):
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", RECORDED)
 def test_every_command_tells_its_options_with_exit_code_0(command, flag, capsys):
-    from hdnn.__main__ import main
-
     assert main([*command.split()[1:], flag]) == 0
     told = capsys.readouterr().out
     assert all(option in told for option in RECORDED[command]["options"])
+
+
+def test_every_experiment_has_the_options_that_it_had():
+    now = experiment_options()
+    lost = [
+        f"hdnn reproduce {name} has no {option} any more"
+        for name, options in EXPERIMENTS.items()
+        for option in options
+        if option not in now[name]
+    ]
+    assert not lost, "\n" + "\n".join(lost)
 
 
 def test_a_changed_option_is_named():
