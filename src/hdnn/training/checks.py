@@ -28,6 +28,9 @@ CHOICES = {
     "smoothing": ("cosine", "constant"),
     "solver": SOLVERS,
 }
+LEAST = {"epochs": 1, "batch": 1, "seed": 0}
+NUMBERS = ("learning_rate", "ridge", "smoothness", "warmup", "weight_decay", "clip")
+OPTIONS = (*CHOICES, *LEAST, *NUMBERS)  # those of `fit` that say how it trains
 
 
 def head_of(model: Model) -> Head:
@@ -48,9 +51,9 @@ def check_options(**options: Any) -> dict[str, Any]:
     """The options of `fit`, if they are sound; numbers as plain ones, which a file can hold."""
     for name, known in CHOICES.items():
         choose(name, options[name], known)
-    for name, least in (("epochs", 1), ("batch", 1), ("seed", 0)):
+    for name, least in LEAST.items():
         options[name] = whole_number(name, options[name], least)
-    for name in ("learning_rate", "ridge", "smoothness", "warmup", "weight_decay", "clip"):
+    for name in NUMBERS:
         if name != "clip" or options[name] is not None:
             options[name] = number(name, options[name])
     if not options["learning_rate"] > 0:
@@ -90,22 +93,22 @@ def number(name: str, value: object) -> float:
 
 
 def check_data(model: Model, x: Tensor, t: Tensor) -> None:
-    like, head = next(model.head.parameters()), model.head
+    weight, head = next(model.head.parameters()), model.head
     for name, tensor in (("x", x), ("t", t)):
         if not isinstance(tensor, Tensor):
             raise DataError(
                 f"{name} must be a torch.Tensor, but got {type(tensor).__name__}; "
                 "use torch.as_tensor."
             )
-        if tensor.device != like.device:
+        if tensor.device != weight.device:
             raise DataError(
-                f"{name} is on {tensor.device}, but the model on {like.device}; "
+                f"{name} is on {tensor.device}, but the model on {weight.device}; "
                 "bring both together with .to(device)."
             )
     if x.ndim != 2 or len(x) == 0:
         raise DataError(f"x must be (B, inputs) with B >= 1 samples, but got {tuple(x.shape)}.")
-    if x.dtype != like.dtype:
-        raise DataError(f"x is {x.dtype}, but the model {like.dtype}; use x.to({like.dtype}).")
+    if x.dtype != weight.dtype:
+        raise DataError(f"x is {x.dtype}, but the model {weight.dtype}; use x.to({weight.dtype}).")
     if len(t.reshape(-1)) == 0 or len(x) != len(t):
         raise DataError(f"x has {len(x)} samples, but t has shape {tuple(t.shape)}; give one each.")
     _check_finite("x", x)

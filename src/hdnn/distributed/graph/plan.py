@@ -107,120 +107,111 @@ class Round:
 
 
 class Stencil:
-    """Products with a matrix in BlkSprs(R) and with its transpose, for the rows of one part.
+    """Products with a matrix K in BlkSprs(R) and with its transpose, for the rows of one part.
 
-    Its free entries are one vector: node after node, each block row by row, neighbours in ascending
-    order. `columns` are the rows of the extended state (own rows, then those of other parts, the
-    halo) that each entry meets. Where R changes from layer to layer the entries are those of any
-    layer, and messages those of each.
+    The free entries of K are one vector: node after node, each block row by row, neighbours in
+    ascending order. `columns` are the rows of the extended state (own rows, then those of other
+    parts, the halo) that each entry meets. To K^T z each node contributes some rows for each of its
+    neighbours; contributions to other parts' nodes are sent to them. Where R changes from layer to
+    layer the entries are those of any layer, and messages those of each.
     """
 
     def __init__(self, part: Part, patterns: Sequence[Links]) -> None:
-        plan, sizes = part.plan, part.sizes
-        self.part = part
-        owner, me = plan.owner, part.number
+        self.part, sizes = part, part.sizes
         links = union(*dict.fromkeys(patterns))
-        back = transposed(links)
-        halo = sorted({k for i in part.nodes for k in links[i] if owner[k] != me}, key=_by(owner))
-        place = {**part.first, **offsets(halo, sizes, part.rows)}
-        self.halo_rows = sum(sizes[k] for k in halo)
         self.links = {i: links[i] for i in part.nodes}
         self.widths = {i: sum(sizes[k] for k in links[i]) for i in part.nodes}
-        # Each node's entries begin at `entry`, its contributions to neighbours at `gift`.
-        self.entry, self.gift, entries, gifts = {}, {}, 0, 0
-        for i in part.nodes:
-            self.entry[i], self.gift[i] = entries, gifts
-            entries += sizes[i] * self.widths[i]
-            gifts += self.widths[i]
-        self.entries, self.gifts = entries, gifts
-        self.gifts_inner = next(
-            (self.gift[i] for i in part.nodes if part.first[i] >= part.inner), gifts
-        )
-        self.columns = {
-            i: torch.tensor([place[k] + c for k in links[i] for c in range(sizes[k])])
-            for i in part.nodes
-        }
-        # Contributions that come from other parts: sorted by sender, receiving node, giving node.
-        strangers = sorted(
-            ((k, i) for k in part.nodes for i in back[k] if owner[i] != me),
-            key=lambda edge: (owner[edge[1]], *edge),
-        )
-        received, self.received_rows = {}, 0
-        for k, i in strangers:
-            received[k, i] = self.gifts + 1 + self.received_rows
-            self.received_rows += sizes[k]
-        nothing = self.gifts  # a row of zeros, between the own and the received contributions
-
-        def gift(i: int, k: int) -> int:
-            """The row where the contribution of node i to node k begins."""
-            if owner[i] != me:
-                return received[k, i]
-            return self.gift[i] + sum(sizes[other] for other in links[i] if other < k)
-
-        most = max(len(back[k]) for k in part.nodes)
-        self.gathered = torch.full((most, part.rows), nothing)
-        for k in part.nodes:
-            for d, i in enumerate(back[k]):
-                begin, row = gift(i, k), part.first[k]
-                self.gathered[d, row : row + sizes[k]] = torch.arange(begin, begin + sizes[k])
-
-        def rounds(pattern: Links) -> tuple[Round, Round]:
-            into, out = transposed(pattern), []
-            wanted: dict[int, list[int]] = {}
-            needed: dict[int, list[int]] = {}
-            gave: dict[int, list[tuple[int, int]]] = {}
-            given: dict[int, list[tuple[int, int]]] = {}
-            for i in sorted(part.nodes):
-                for k in pattern[i]:
-                    if owner[k] != me:
-                        needed.setdefault(owner[k], []).append(k)
-                        gave.setdefault(owner[k], []).append((k, i))
-                for k in into[i]:
-                    if owner[k] != me:
-                        wanted.setdefault(owner[k], []).append(i)
-                        given.setdefault(owner[k], []).append((i, k))
-            gather = Round(
-                tuple((r, _tensor(part.rows_of(sorted(set(wanted[r]))))) for r in sorted(wanted)),
-                tuple(
-                    (
-                        r,
-                        _tensor(
-                            [
-                                place[k] - part.rows + c
-                                for k in sorted(set(needed[r]))
-                                for c in range(sizes[k])
-                            ]
-                        ),
-                    )
-                    for r in sorted(needed)
-                ),
-            )
-            out = [
-                (r, [gift(i, k) + c for k, i in sorted(gave[r]) for c in range(sizes[k])])
-                for r in sorted(gave)
-            ]
-            back_in = [
-                (
-                    r,
-                    [
-                        received[k, i] - self.gifts - 1 + c
-                        for k, i in sorted(given[r])
-                        for c in range(sizes[k])
-                    ],
-                )
-                for r in sorted(given)
-            ]
-            reduce = Round(
-                tuple((r, _tensor(rows)) for r, rows in out),
-                tuple((r, _tensor(rows)) for r, rows in back_in),
-            )
-            return gather, reduce
-
-        found = {pattern: rounds(pattern) for pattern in dict.fromkeys(patterns)}
+        blocks = {i: sizes[i] * self.widths[i] for i in part.nodes}
+        # Where the entries of each node begin, and where its contributions do.
+        self.entry, self.entries = offsets(part.nodes, blocks), sum(blocks.values())
+        self.contribution = offsets(part.nodes, self.widths)
+        self.contributions = sum(self.widths.values())
+        inner = (i for i in part.nodes if part.first[i] < part.inner)
+        self.inner_contributions = sum(self.widths[i] for i in inner)
+        self._find_columns()
+        self._find_gathered(transposed(links))
+        found = {pattern: self._rounds(pattern) for pattern in dict.fromkeys(patterns)}
         self.rounds = tuple(found[pattern] for pattern in patterns)
         self.free = None  # all entries, unless a layer has fewer than another
         if len(found) > 1:
             self.free = torch.stack([self._mask(pattern) for pattern in patterns])
+
+    def _find_columns(self) -> None:
+        """The extended state: where each node begins in it, and which of its rows entries meet."""
+        part, sizes, owner = self.part, self.part.sizes, self.part.plan.owner
+        halo = {k for i in part.nodes for k in self.links[i] if owner[k] != part.number}
+        ordered = sorted(halo, key=lambda k: (owner[k], k))
+        self.place = {**part.first, **offsets(ordered, sizes, part.rows)}
+        self.halo_rows = sum(sizes[k] for k in ordered)
+        self.columns = {
+            i: _tensor([self.place[k] + c for k in self.links[i] for c in range(sizes[k])])
+            for i in part.nodes
+        }
+
+    def _find_gathered(self, back: Links) -> None:
+        """Which contributions each own row is the sum of: (most neighbours, rows).
+
+        They are the own ones, a row of zeros, and those that are received, ordered by the part that
+        sends them, the node that gets them, and the node that they come from.
+        """
+        part, sizes = self.part, self.part.sizes
+        self.received, self.received_rows = {}, 0  # of node k from node i: the first row
+        for _, pairs in self._foreign(back):
+            for k, i in pairs:
+                self.received[k, i] = self.received_rows
+                self.received_rows += sizes[k]
+        most = max(len(back[k]) for k in part.nodes)
+        self.gathered = torch.full((most, part.rows), self.contributions)
+        for k in part.nodes:
+            for d, i in enumerate(back[k]):
+                if (k, i) in self.received:
+                    begin = self.contributions + 1 + self.received[k, i]
+                else:
+                    begin = self._contribution(i, k)
+                row = part.first[k]
+                self.gathered[d, row : row + sizes[k]] = torch.arange(begin, begin + sizes[k])
+
+    def _contribution(self, i: int, k: int) -> int:
+        """The row where the contribution of the own node i to node k begins."""
+        before = (other for other in self.links[i] if other < k)
+        return self.contribution[i] + sum(self.part.sizes[other] for other in before)
+
+    def _foreign(self, links: Links) -> list[tuple[int, list[tuple[int, int]]]]:
+        """By other part, in their order: all links from an own node to one of its nodes."""
+        part, owner = self.part, self.part.plan.owner
+        found: dict[int, list[tuple[int, int]]] = {}
+        for i in sorted(part.nodes):
+            for k in links[i]:
+                if owner[k] != part.number:
+                    found.setdefault(owner[k], []).append((i, k))
+        return sorted(found.items())
+
+    def _rounds(self, pattern: Links) -> tuple[Round, Round]:
+        """Gather the states of neighbours; reduce what nodes contribute to each other."""
+        part, sizes = self.part, self.part.sizes
+        there, back = self._foreign(pattern), self._foreign(transposed(pattern))
+
+        def halo(pairs: list[tuple[int, int]]) -> Tensor:
+            needed = sorted({k for _, k in pairs})
+            return _tensor([self.place[k] - part.rows + c for k in needed for c in range(sizes[k])])
+
+        def given(pairs: list[tuple[int, int]]) -> Tensor:
+            ordered = sorted((k, i) for i, k in pairs)
+            starts = [(self._contribution(i, k), k) for k, i in ordered]
+            return _tensor([first + c for first, k in starts for c in range(sizes[k])])
+
+        def taken(pairs: list[tuple[int, int]]) -> Tensor:
+            return _tensor([self.received[k, i] + c for k, i in pairs for c in range(sizes[k])])
+
+        gather = Round(
+            tuple((r, _tensor(part.rows_of(sorted({i for i, _ in pairs})))) for r, pairs in back),
+            tuple((r, halo(pairs)) for r, pairs in there),
+        )
+        reduce = Round(
+            tuple((r, given(pairs)) for r, pairs in there),
+            tuple((r, taken(pairs)) for r, pairs in back),
+        )
+        return gather, reduce
 
     def round(self, layer: int) -> tuple[Round, Round]:
         """How a layer gathers the states of neighbours, and reduces what they contribute."""
@@ -237,7 +228,3 @@ class Stencil:
 
 def _tensor(rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
-
-
-def _by(owner: Sequence[int]):
-    return lambda node: (owner[node], node)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hdnn
+from hdnn._version import __version__
 from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.transport import DistributedError, Transport
 
@@ -40,7 +40,7 @@ WORDS = {
 
 def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
     """Numbers that differ where the facts do."""
-    known = {"protocol": PROTOCOL, "version": hdnn.__version__, "torch": RELEASE}
+    known = {"protocol": PROTOCOL, "version": __version__, "torch": RELEASE}
     known |= {"graph": plan.digest(), **facts}
     numbers = torch.zeros(SLOTS, dtype=torch.int64)
     for k, name in enumerate(WORDS):

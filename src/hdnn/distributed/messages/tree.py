@@ -1,4 +1,4 @@
-"""Sums, gathers and broadcasts along a breadth-first tree of the graph: no part needs a stranger.
+"""Sums, gathers and broadcasts along a breadth-first tree of the graph, from part to linked part.
 
 A sum adds up values of nodes, children in ascending order, so that it is the same bit for bit
 whoever owns them. What is only moved, not added, goes from part to part: each part but the root's
@@ -75,11 +75,14 @@ class Spanning:
         self.transport.exchange([(self.above, whole)], [])
         return None
 
-    def scatter(self, x: Tensor | None, rows: Sequence[int], like: Tensor) -> Tensor:
-        """This part's rows of the root's x, which is in its `order`; `like` has the other shape."""
+    def scatter(self, x: Tensor | None, rows: Sequence[int], example: Tensor) -> Tensor:
+        """This part's rows of the root's x, which is in its `order`.
+
+        `example` says what a row is: its dtype and its other dimensions.
+        """
         if x is None:
             count = sum(rows[i] for i in self.order)
-            x = like.new_empty(count, *like.shape[1:])
+            x = example.new_empty(count, *example.shape[1:])
             self.transport.exchange([], [(self.above, x)])
         own = rows[self.part.number]
         sizes = [own, *(sum(rows[i] for i in self.subtrees[child]) for child in self.below)]
@@ -106,27 +109,27 @@ class Spanning:
         for node, parent in enumerate(tree.parent):
             if parent in children:
                 children[parent].append(node)
-        strangers = sorted(
+        received = sorted(
             (k for node in self.part.nodes for k in children[node] if owner[k] != me),
             key=lambda k: (wave[k], owner[k], k),
         )
-        place |= {node: len(place) + k for k, node in enumerate(strangers)}
-        self.strangers = len(strangers)
-        adults: dict[tuple[int, int], list[int]] = {}
+        place |= {node: len(place) + k for k, node in enumerate(received)}
+        self.received_rows = len(received)
+        adding: dict[tuple[int, int], list[int]] = {}
         out: dict[int, dict[int, list[int]]] = {}
         into: dict[int, dict[int, list[int]]] = {}
         for node in sorted(self.part.nodes):
             if children[node]:
-                adults.setdefault((wave[node], -tree.depth[node]), []).append(node)
+                adding.setdefault((wave[node], -tree.depth[node]), []).append(node)
             above = tree.parent[node]
             if above >= 0 and owner[above] != me:
                 out.setdefault(wave[node], {}).setdefault(owner[above], []).append(node)
-        for node in strangers:
+        for node in received:
             into.setdefault(wave[node], {}).setdefault(owner[node], []).append(node)
         found = []
         for number in range(max(wave) + 1):
             sums = []
-            for _, some in sorted((key, v) for key, v in adults.items() if key[0] == number):
+            for _, some in sorted((key, v) for key, v in adding.items() if key[0] == number):
                 for d in range(max(len(children[i]) for i in some)):
                     more = [i for i in some if len(children[i]) > d]
                     sums.append(
@@ -148,10 +151,10 @@ class Spanning:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all nodes of values (own nodes, ...), for every part."""
-        total = torch.cat([values, values.new_zeros(self.strangers, *values.shape[1:])])
+        total = torch.cat([values, values.new_zeros(self.received_rows, *values.shape[1:])])
         for wave in self.waves:
-            for adults, children in wave.sums:
-                total[adults] = total[adults] + total[children]
+            for above, below in wave.sums:
+                total[above] = total[above] + total[below]
             received = [(r, total[first : first + count]) for r, first, count in wave.into]
             self.transport.exchange([(r, total[rows]) for r, rows in wave.out], received)
         if self.is_root:

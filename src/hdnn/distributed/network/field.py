@@ -44,8 +44,8 @@ class Neighbours:
     def adjoint(self, K: Tensor, z: Tensor, layer: int) -> Tensor:
         """The own rows of K^T z."""
         stencil, inner = self.stencil, self.part.inner
-        edge = stencil.gifts_inner
-        there = self.by.give(K, z, edge, stencil.gifts) if edge < stencil.gifts else z[:0]
+        edge, last = stencil.inner_contributions, stencil.contributions
+        there = self.by.give(K, z, edge, last) if edge < last else z[:0]
         received = z.new_zeros(stencil.received_rows, z.shape[1])
         reduce = stencil.round(layer)[1]
         pending, place = self._start(reduce, there, received, shift=edge)

@@ -47,10 +47,10 @@ class NodeHead:
         found[self.order] = whole
         return found.T.contiguous()
 
-    def scatter(self, g: Tensor | None, like: Tensor) -> Tensor:
+    def scatter(self, g: Tensor | None, example: Tensor) -> Tensor:
         """This part's rows of the root's (batch, n)."""
         x = None if g is None else g.T[self.order].contiguous()
-        return self.tree.scatter(x, self.rows, like)
+        return self.tree.scatter(x, self.rows, example)
 
     def share(self) -> None:
         """Give each node its block of the root's output layer."""

@@ -33,17 +33,18 @@ class Small:
         self.columns = torch.zeros(slots, part.rows, dtype=torch.int64)
         self.entry = torch.full((slots, part.rows), stencil.entries)
         heights = max(sizes[i] for i in part.nodes)
-        self.giver = torch.zeros(heights, stencil.gifts, dtype=torch.int64)
-        self.given = torch.full((heights, stencil.gifts), stencil.entries)
+        self.giver = torch.zeros(heights, stencil.contributions, dtype=torch.int64)
+        self.given = torch.full((heights, stencil.contributions), stencil.entries)
         for i in part.nodes:
             row, first, width = part.first[i], stencil.entry[i], stencil.widths[i]
-            gifts = slice(stencil.gift[i], stencil.gift[i] + width)
+            begin = stencil.contribution[i]
+            own = slice(begin, begin + width)
             for r in range(sizes[i]):
                 entries = torch.arange(first + r * width, first + (r + 1) * width)
                 self.columns[:width, row + r] = stencil.columns[i]
                 self.entry[:width, row + r] = entries
-                self.giver[r, gifts] = row + r
-                self.given[r, gifts] = entries
+                self.giver[r, own] = row + r
+                self.given[r, own] = entries
         self.padded = bool((self.entry == stencil.entries).any())
         self.padded |= bool((self.given == stencil.entries).any())
         # Where the gradient of each entry stands among those by slot and row.
@@ -120,7 +121,7 @@ class Large:
         return torch.cat(found) if found else x[:0]
 
     def give(self, K: Tensor, z: Tensor, low: int, high: int) -> Tensor:
-        nodes = self._nodes(self.stencil.gift, low, high)
+        nodes = self._nodes(self.stencil.contribution, low, high)
         found = [self._block(K, i).T @ self._own(z, i) for i in nodes]
         return torch.cat(found) if found else z[:0]
 

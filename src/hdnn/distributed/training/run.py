@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import hdnn
+from hdnn._version import __version__
 from hdnn.base.files import as_path, remove_leftovers, write_atomically
 from hdnn.data import planar
 from hdnn.distributed.graph.graph import Graph
@@ -31,7 +31,7 @@ from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
 from hdnn.heads import Augment, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.networks import H1, H2, HamiltonianNet
+from hdnn.networks import BY_NAME, HamiltonianNet
 from hdnn.serialization import save
 from hdnn.sparsity import Sparsity
 
@@ -77,7 +77,7 @@ def build(config: Config, graph: Graph, owner: list[int], transport: Transport) 
         plan,
         config.layers,
         transport,
-        network=choose("network", config.network, ("h1", "h2", "verlet", "yoshida4")),
+        network=config.network,
         step=config.step,
         activation=config.activation,
         dtype=DTYPES[choose("dtype", config.dtype, DTYPES)],
@@ -102,18 +102,16 @@ def dense(config: Config, graph: Graph, net: GraphNetwork) -> HamiltonianNet:
     for j, links in enumerate(graph.R):
         for i, row in enumerate(links):
             R[j, i, list(row)] = True
-    like: dict[str, Any] = {
-        "step": config.step,
-        "activation": config.activation,
-        "sparsity": Sparsity(R if len(R) > 1 else R[0], sizes=graph.sizes),
-        "generator": torch.Generator().manual_seed(config.seed),
-        "dtype": net.dtype,
-    }
-    kinds = {"verlet": "verlet", "yoshida4": "yoshida4"}
-    if config.network in kinds:
-        found = HamiltonianNet(net.features, config.layers, kinds[config.network], **like)
-    else:
-        found = {"h1": H1, "h2": H2}[config.network](net.features, config.layers, **like)
+    found = BY_NAME[config.network](
+        net.features,
+        config.layers,
+        step=config.step,
+        activation=config.activation,
+        sparsity=Sparsity(R if len(R) > 1 else R[0], sizes=graph.sizes),
+        generator=torch.Generator().manual_seed(config.seed),
+        dtype=net.dtype,
+    )
+    assert isinstance(found, HamiltonianNet)
     with torch.no_grad():
         for parameter in found.parameters():
             parameter *= config.gain
@@ -149,12 +147,10 @@ def train(
         "init": [config.init, config.gain],
     }
     generator = torch.Generator().manual_seed(config.seed + 1)
-    like: dict[str, Any] = {"generator": generator, "dtype": net.dtype}
-    head = (
-        SigmoidHead(net.features, **like)
-        if classes == 2
-        else SoftmaxHead(net.features, classes, **like)
-    )
+    if classes == 2:
+        head = SigmoidHead(net.features, generator=generator, dtype=net.dtype)
+    else:
+        head = SoftmaxHead(net.features, classes, generator=generator, dtype=net.dtype)
     solver = "newton" if net.features <= NEWTON else "joint"
     home = None if folder is None else as_path(folder)
     is_first = replicas is None or replicas.index == 0
@@ -195,7 +191,7 @@ def train(
     traffic = training.traffic()
     whole = training.assemble(dense(config, graph, net) if net.features <= DENSE else None)
     metrics["seconds"] = round(time.perf_counter() - start, 2)
-    metrics["versions"] = {"hdnn": hdnn.__version__, "torch": torch.__version__}
+    metrics["versions"] = {"hdnn": __version__, "torch": torch.__version__}
     if is_root:
         metrics |= {"messages": sum(e[2] for e in traffic), "bytes": sum(e[3] for e in traffic)}
         metrics["traffic"] = traffic

@@ -8,6 +8,7 @@ Minibatches are drawn from one seed, the same for all parts and the same as `hdn
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,25 +32,16 @@ from hdnn.errors import DataError, TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.networks import HamiltonianNet
 from hdnn.training import identity, schedule
-from hdnn.training.checks import check_options
+from hdnn.training.checks import OPTIONS, check_options
 from hdnn.training.coordinate import Head
+from hdnn.training.loop import fit
 from hdnn.training.output import Output
 
 REFIT_ROWS = 4096  # samples whose features go up to the root at once
 DEFAULTS: dict[str, Any] = {
-    "epochs": 50,
-    "batch": 125,
-    "optimizer": "adam",
-    "learning_rate": 2.5e-2,
-    "schedule": "cosine",
-    "warmup": 0.0,
-    "weight_decay": 0.0,
-    "clip": None,
-    "solver": "newton",
-    "ridge": 1e-4,
-    "smoothness": 5e-4,
-    "smoothing": "constant",
-    "seed": 0,
+    name: parameter.default
+    for name, parameter in inspect.signature(fit).parameters.items()
+    if name in OPTIONS
 }
 
 
@@ -112,9 +104,9 @@ class Training:
         self.joint = self.options["solver"] == "joint"
         self.output = None
         if self.is_root and not self.joint:
-            like = x.new_empty(min(self.batch, self.samples), net.features)
+            y = x.new_empty(min(self.batch, self.samples), net.features)
             o = self.options
-            self.output = Output(head, o["solver"], o["ridge"], o["learning_rate"], like)
+            self.output = Output(head, o["solver"], o["ridge"], o["learning_rate"], y)
         trained = {**net.weights, **(self.head.weights if self.joint else {})}
         self.adam = NodeAdam(trained)
         self.owners = {name: net.owners(name) for name in net.weights}
