@@ -7,6 +7,7 @@ is below 100; within rounding it is not. All other figures are taken as they are
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 ROUNDED = 99.95  # may be printed as 100
 EPS = 1e-9  # for sums of numbers such as 99.9; one test point of one seed is more than 1e-3
@@ -20,6 +21,17 @@ def reached(value: float, paper: float) -> bool:
 def within_rounding(value: float, paper: float) -> bool:
     """Whether it is, or may be printed as 100 where the paper prints 100."""
     return reached(value, ROUNDED if paper == 100 else paper)
+
+
+def spread(found: dict[str, Any]) -> str:
+    """Mean and standard deviation over seeds."""
+    return f"{found['mean']:.2f} ± {found['std']:.2f}"
+
+
+def beside_paper(row: dict[str, Any], what: str = "mean") -> str:
+    """Mean, spread and the paper's figure; bold where `what` is at or above that figure."""
+    mark = "**" if reached(row[what], row["paper"]) and not row.get("failed") else ""
+    return f"{mark}{spread(row)}{mark} ({row['worst']:.2f} to {row['best']:.2f}) [{row['paper']:g}]"
 
 
 def sentence(pairs: Iterable[tuple[float, float]], what: str) -> str:

@@ -27,11 +27,14 @@ from hdnn.experiments.runner import Job
 from hdnn.experiments.stages import Work, depth, stages
 from hdnn.experiments.table_cifar import TITLES
 from hdnn.experiments.weights import load_weights
+from hdnn.plotting import STYLES
 
 NAME = "fig-cifar"
 NETWORKS = {name: TITLES[name] for name in ("h1", "h2", "resnet56")}
 KEYS = ("largest", "smallest")
 STEPS = 32  # of Lanczos
+HEAD = "network | stage | N | entries | norm >= 1 promised | norm, least over j | "
+HEAD += "largest, j = 0 | smallest, j = 0 | product | within"
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -59,14 +62,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     sure = [name for name, text in promises(rows).items() if text.startswith("norm >= 1")]
     title = "Promised: " + (f"largest $\\geq 1$ for {', '.join(sure)}" if sure else "nothing")
     figure.suptitle(title + "; for the others nothing" * (0 < len(sure) < len(promises(rows))))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    runner.save_figure(figure, path)
 
 
 def _curve(ax: Any, row: dict[str, Any], key: str, floor: float) -> None:
     """The mean over the images, and between which values they are."""
-    from hdnn.plotting import STYLES
-
     style = STYLES[list(NETWORKS).index(row["network"])]
     some = [[max(value, floor) for value in each] for each in row[key]]
     mean = [math.exp(math.fsum(map(math.log, each)) / len(each)) for each in some]
@@ -97,46 +97,57 @@ def promises(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    remark = runner.about_images(result["remark"])
-    lines = ["# Singular values of dy_N/dy_j in trained networks (CIFAR-10)", ""]
-    lines += [f"`{result['command']}`: the weights of `hdnn reproduce table-cifar` after"]
-    lines += [f"{result['epochs']} epochs, the first {result['images']} test images of"]
-    lines += [f"{result['data']}; {result['device']}, {result['dtype']},"]
-    lines += [f"{result['seconds']:.0f} seconds in all.{remark}"]
-    lines += ["", f"![Largest and smallest singular values against j]({NAME}.png)", ""]
-    lines += ["y_0 .. y_N are the states of a Hamiltonian unit, or of the blocks of one ResNet"]
-    lines += ["stage that keep the shape of the image. All networks are in evaluation. What the"]
-    lines += ["theorem says of the largest value, norm(dy_N/dy_j):", ""]
-    lines += [f"- {name}: {text}." for name, text in promises(result["rows"]).items()]
-    lines += ["", "H2 is symplectic: its smallest value is one over its largest. Here they are"]
-    lines += ["found apart; `product` is the largest |smallest x largest - 1| over j.", ""]
-    lines += ["| network | stage | N | entries | norm >= 1 promised | norm, least over j | "]
-    lines[-1] += "largest, j = 0 | smallest, j = 0 | product | within |"
-    lines += ["| --- |" + " --- |" * 9]
-    for row in result["rows"]:
-        least = min(map(min, row["largest"]))
-        product = f"{row['product']:.1e}" if row["network"] == "h2" else ""
-        lines.append(
-            f"| {NETWORKS[row['network']]} | {row['stage']} | {row['layers']} | "
-            f"{row['entries']:,} | {'yes' if row['promised'] else 'no'} | {least:.4g} | "
-            f"{_span(row['largest'][0])} | {_span(row['smallest'][0])} | {product} | "
-            f"{_percent(row['missed'])} |"
-        )
-    lines += ["", "By Lanczos with products only. The largest is a lower bound, the smallest an"]
-    lines += ["upper bound; `within` is how far the true one can be beyond, with probability"]
-    lines += [f"0.999 for any matrix. Residuals are at most {result['error']:.1e} of the value."]
-    lines += ["The smallest value of H1 and H2 is one over the largest of the inverse."]
+    rows = [
+        f"{NETWORKS[row['network']]} | {row['stage']} | {row['layers']} | {row['entries']:,} | "
+        f"{'yes' if row['promised'] else 'no'} | {min(map(min, row['largest'])):.4g} | "
+        f"{_span(row['largest'][0])} | {_span(row['smallest'][0])} | "
+        f"{_product(row)} | {_percent(row['missed'])}"
+        for row in result["rows"]
+    ]
+    lines = [
+        "# Singular values of dy_N/dy_j in trained networks (CIFAR-10)",
+        "",
+        f"`{result['command']}`: the weights of `hdnn reproduce table-cifar` after",
+        f"{result['epochs']} epochs, the first {result['images']} test images of",
+        f"{result['data']}; {result['device']}, {result['dtype']},",
+        f"{result['seconds']:.0f} seconds in all.{runner.about_images(result['remark'])}",
+        "",
+        f"![Largest and smallest singular values against j]({NAME}.png)",
+        "",
+        "y_0 .. y_N are the states of a Hamiltonian unit, or of the blocks of one ResNet",
+        "stage that keep the shape of the image. All networks are in evaluation. What the",
+        "theorem says of the largest value, norm(dy_N/dy_j):",
+        "",
+        *(f"- {name}: {text}." for name, text in promises(result["rows"]).items()),
+        "",
+        "H2 is symplectic: its smallest value is one over its largest. Here they are",
+        "found apart; `product` is the largest |smallest x largest - 1| over j.",
+        "",
+        *runner.table(HEAD, rows),
+        "",
+        "By Lanczos with products only. The largest is a lower bound, the smallest an",
+        "upper bound; `within` is how far the true one can be beyond, with probability",
+        f"0.999 for any matrix. Residuals are at most {result['error']:.1e} of the value.",
+        "The smallest value of H1 and H2 is one over the largest of the inverse.",
+    ]
     for row in result["rows"]:
         if row["zeros"]:
-            lines += ["", f"{NETWORKS[row['network']]}, stage {row['stage']}: "]
-            lines[-1] += f"{100 * row['zeros']:.0f}% of the entries of y_N are cut off by ReLU. "
-            lines[-1] += "Their derivative is exactly 0, and the smallest value with it."
+            lines += [
+                "",
+                f"{NETWORKS[row['network']]}, stage {row['stage']}: "
+                f"{100 * row['zeros']:.0f}% of the entries of y_N are cut off by ReLU. "
+                "Their derivative is exactly 0, and the smallest value with it.",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _span(values: list[float]) -> str:
     low, high = f"{min(values):.4g}", f"{max(values):.4g}"
     return low if low == high else f"{low} to {high}"
+
+
+def _product(row: dict[str, Any]) -> str:
+    return f"{row['product']:.1e}" if row["network"] == "h2" else ""
 
 
 def _percent(missed: float | None) -> str:
@@ -161,10 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--images", type=runner.count, default=2, help="of the test set")
     parser.add_argument("--steps", type=runner.count, default=STEPS, help="of Lanczos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for the pictures")
-    parser.add_argument("--runs", type=Path, default=Path("runs") / NAME, help="for single results")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_output("the pictures", runs=NAME)
     options = parser.parse_args(argv)
     require("matplotlib.figure", extra="plot")
     files = {name: options.weights / f"{name}.safetensors" for name in NETWORKS}
@@ -186,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     kind = str(dtype).removeprefix("torch.")
     like = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
     jobs = chosen_jobs(work, files, like)
-    path = options.runs / "results.jsonl"
+    path = options.runs / runner.RESULTS
     found = runner.run_all(jobs, work, path, progress=not options.quiet, what="matrices")
     rows = [row for name in NETWORKS for row in work.rows(name)]
     for row in rows:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import hdnn
+from hdnn import plotting
 from hdnn.analysis import counterexample, norms
 from hdnn.analysis.counterexample import LayerGrowth
 from hdnn.errors import require
@@ -85,8 +86,6 @@ def draw(
     path: Path,
 ) -> None:
     """Orbits, linear growth, finite perturbations and exponential growth, in four panels."""
-    from hdnn import plotting
-
     Figure = require("matplotlib.figure", extra="plot").Figure
     figure = Figure(figsize=(10.0, 8.4), layout="constrained")
     orbits, line, perturbed, stacks = figure.subplots(2, 2).flat
@@ -130,6 +129,27 @@ def draw(
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    linear = []
+    for row in result["linear"]:
+        period, slope = row["period"], row["slope per eps t"]
+        linear.append(
+            f"{row['start']} | {row['eps']:g} | {row['energy']:.4f} | "
+            f"{period['measured']:.10f} | {period['relative difference']:.1e} | "
+            f"{slope['measured']:.4f} | {slope['closed form']:.4f} | "
+            f"{slope['relative difference']:.1e}"
+        )
+    finite = [
+        f"{row['gamma']:g} | {row['largest']:.2f} | {row['diameter over gamma']:.2f}"
+        for row in result["finite"]
+    ]
+    exponential = []
+    for row in result["exponential"]:
+        bound = "none" if row["bound"] is None else f"{row['bound']:.4g}"
+        exponential.append(
+            f"{row['h k^2']:g} | {row['rate']:.7f} | {row['closed form']:.7f} | "
+            f"{row['largest norm']:.4g} | {bound}"
+        )
+    head = "start | eps | H | period | off by | slope | closed form | off by"
     lines = [
         "# Exploding gradients: the two-dimensional example",
         "",
@@ -143,31 +163,14 @@ def markdown(result: dict[str, Any]) -> str:
         "off 4/eps K(m = 1 - exp(-2H)). The slope, for each unit of eps t, is that of the line",
         "through the local maxima of norm(dy(T)/dy(T - t)), and beside it the closed form.",
         "",
-        "| start | eps | H | period | off by | slope | closed form | off by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in result["linear"]:
-        period, slope = row["period"], row["slope per eps t"]
-        lines.append(
-            f"| {row['start']} | {row['eps']:g} | {row['energy']:.4f} "
-            f"| {period['measured']:.10f} | {period['relative difference']:.1e} "
-            f"| {slope['measured']:.4f} | {slope['closed form']:.4f} "
-            f"| {slope['relative difference']:.1e} |"
-        )
-    lines += [
+        *runner.table(head, linear),
         "",
         "## Finite perturbations",
         "",
         f"From {result['linear'][0]['start']}, moved by gamma along p: distance over gamma grows",
         f"to about D / gamma, D the diameter of the orbit (gamma t < {SPAN:g}).",
         "",
-        "| gamma | largest | D / gamma |",
-        "| --- | --- | --- |",
-    ]
-    for row in result["finite"]:
-        largest, end = row["largest"], row["diameter over gamma"]
-        lines.append(f"| {row['gamma']:g} | {largest:.2f} | {end:.2f} |")
-    lines += [
+        *runner.table("gamma | largest | D / gamma", finite),
         "",
         "## Exponential growth with depth",
         "",
@@ -175,15 +178,8 @@ def markdown(result: dict[str, Any]) -> str:
         "is above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) a layer. Below 2 the norms",
         "stay under sqrt((2 + h k^2) / (2 - h k^2)); at 2 they grow linearly.",
         "",
-        "| h k^2 | rate | closed form | largest norm | bound |",
-        "| --- | --- | --- | --- | --- |",
+        *runner.table("h k^2 | rate | closed form | largest norm | bound", exponential),
     ]
-    for row in result["exponential"]:
-        bound = "none" if row["bound"] is None else f"{row['bound']:.4g}"
-        lines.append(
-            f"| {row['h k^2']:g} | {row['rate']:.7f} | {row['closed form']:.7f} "
-            f"| {row['largest norm']:.4g} | {bound} |"
-        )
     return "\n".join([*lines, ""])
 
 

@@ -27,7 +27,7 @@ from hdnn.base.progress import Line
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached
+from hdnn.experiments.counted import reached, spread
 from hdnn.experiments.table_planar import RECIPES
 from hdnn.plotting import gradient_surface
 from hdnn.training import fit
@@ -91,7 +91,7 @@ def trained(
     recipe |= {name: value for name, value in options.items() if name not in own}
     model = network(kind, layers, seed, **own)
     fit(model, data.x_train, data.t_train, callbacks=callbacks, **recipe)
-    return 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
+    return runner.accuracy(model, data.x_test, data.t_test)
 
 
 def watched(
@@ -145,28 +145,36 @@ a row names what is different from the paper's recipe:"""
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Gradients through a training (fig:gradients)", "", f"`{result['command']}`, seed "]
-    lines[-1] += f"{result['seed']}: norm(dy_N/dy_j) over {SAMPLES} test points, all layers j < N"
-    lines[-1] += f" and every {result['every']}. of {EPOCHS * 32} iterations."
-    lines += ["", "| | test accuracy | smallest | largest | smallest of the batch mean |"]
-    lines += ["| --- |" + " --- |" * 4]
-    for name, found in result["networks"].items():
-        lines.append(
-            f"| {name} | {found['accuracy']:.2f}% | {_exactly(found['smallest'])} | "
-            f"{found['largest']:.4g} | {found['smallest_of_mean']:.4g} |"
-        )
-    lines += ["", f"![]({NAME}.png)"]
-    for name, found in result["networks"].items():
-        lines += [part for text in found["findings"] for part in ("", f"{name}: {text}")]
-    seeds = next(iter(result["ways"].values()))["seeds"]
-    lines += ["", f"## What keeps the {LAYERS}-layer MLP from the paper's {PAPER}%", ""]
-    lines += [WHY.format(seeds=seeds), ""]
-    lines += [f"| | mean | median | worst to best | seeds with {PAPER}% or more |"]
-    lines += ["| --- |" + " --- |" * 4]
-    lines += [
-        f"| {name} | {found['mean']:.2f} ± {found['std']:.2f} | {found['median']:.2f} | "
-        f"{found['worst']:.2f} to {found['best']:.2f} | {found['reached']} of {found['seeds']} |"
-        for name, found in result["ways"].items()
+    networks, tried = result["networks"], result["ways"]
+    norms = [
+        f"{name} | {found['accuracy']:.2f}% | {_exactly(found['smallest'])} | "
+        f"{found['largest']:.4g} | {found['smallest_of_mean']:.4g}"
+        for name, found in networks.items()
+    ]
+    accuracies = [
+        f"{name} | {spread(found)} | {found['median']:.2f} | "
+        f"{found['worst']:.2f} to {found['best']:.2f} | {found['reached']} of {found['seeds']}"
+        for name, found in tried.items()
+    ]
+    findings = [f"{name}: {text}" for name, found in networks.items() for text in found["findings"]]
+    head = "| test accuracy | smallest | largest | smallest of the batch mean"
+    head_mlp = f"| mean | median | worst to best | seeds with {PAPER}% or more"
+    lines = [
+        "# Gradients through a training (fig:gradients)",
+        "",
+        f"`{result['command']}`, seed {result['seed']}: norm(dy_N/dy_j) over {SAMPLES} test "
+        f"points, all layers j < N and every {result['every']}. of {EPOCHS * 32} iterations.",
+        "",
+        *runner.table(head, norms),
+        "",
+        f"![]({NAME}.png)",
+        *(line for finding in findings for line in ("", finding)),
+        "",
+        f"## What keeps the {LAYERS}-layer MLP from the paper's {PAPER}%",
+        "",
+        WHY.format(seeds=next(iter(tried.values()))["seeds"]),
+        "",
+        *runner.table(head_mlp, accuracies),
     ]
     return "\n".join(lines) + "\n"
 
@@ -196,8 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         for ax, (name, monitor) in zip(axes, monitors.items(), strict=True):
             gradient_surface(monitor, ax, name=shown)
             ax.set_title(f"{name}: {networks[name]['accuracy']:.1f}% right")
-        options.out.mkdir(parents=True, exist_ok=True)
-        figure.savefig(options.out / f"{NAME}{'-mean' * (shown == 'of_mean')}.png", dpi=110)
+        name = f"{NAME}-mean" if shown == "of_mean" else NAME
+        runner.save_figure(figure, options.out / f"{name}.png")
     for name, monitor in monitors.items():
         words = [word for word in name.lower().replace(",", "").split() if word != "layers"]
         file = f"{NAME}-{'-'.join(words)}.csv"

@@ -11,6 +11,7 @@ from pathlib import Path
 import hdnn
 from hdnn.data import planar
 from hdnn.experiments import runner, table_planar
+from hdnn.plotting import decision_regions
 
 NAME = "fig-planar"
 FIGURES = {  # data: layers of an H1
@@ -21,13 +22,10 @@ FIGURES = {  # data: layers of an H1
 
 def draw(model: hdnn.Model, data: planar.PlanarData, path: Path) -> float:
     """Draw what a trained network makes of the plane, and return its test accuracy in per cent."""
-    from hdnn.plotting import decision_regions
-
-    accuracy = 100 * float((model.predict(data.x_test) == data.t_test).double().mean())
+    accuracy = runner.accuracy(model, data.x_test, data.t_test)
     ax = decision_regions(model, data)
     ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ax.figure.savefig(path, dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
+    runner.save_figure(ax.figure, path, dpi=150)
     return accuracy
 
 

@@ -125,17 +125,19 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["accuracy in %, and on how many seeds it is 100%; bold where the mean is at or above"]
     lines += ["the paper's figure.", ""]
     for rows in result["tables"].values():
-        heads = [f"{row['network']}, {row['data'].replace('_', ' ')}" for row in rows[TAKEN]]
-        depths = [f", {row['layers']} [{row['paper']:g}]" for row in rows[TAKEN]]
-        lines += ["| | " + " | ".join(map("".join, zip(heads, depths, strict=True))) + " |"]
-        lines += ["| --- |" + " --- |" * len(heads)]
+        heads = [
+            f"{row['network']}, {row['data'].replace('_', ' ')}, {row['layers']} [{row['paper']:g}]"
+            for row in rows[TAKEN]
+        ]
+        body = []
         for name, found in rows.items():
-            parts = []
-            for row in found:
-                mark = "**" if reached(row["mean"], row["paper"]) else ""
-                parts.append(f"{mark}{row['mean']:.3f}{mark}, {row['right']} of {seeds}")
-            lines += [f"| {name} | " + " | ".join(parts) + " |"]
-        lines += [""]
+            marks = ["**" if reached(row["mean"], row["paper"]) else "" for row in found]
+            parts = [
+                f"{mark}{row['mean']:.3f}{mark}, {row['right']} of {seeds}"
+                for mark, row in zip(marks, found, strict=True)
+            ]
+            body.append(" | ".join([name, *parts]))
+        lines += [*runner.table("| " + " | ".join(heads), body), ""]
     return "\n".join([*lines, OTHERS]) + "\n"
 
 
@@ -154,8 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         for table, name, cell in keys
         for k in range(options.seeds)
     ]
-    path, quiet = options.runs / "results.jsonl", options.quiet
-    done = runner.run_all(jobs, train, path, processes=options.processes, progress=not quiet)
+    done = [result for _, result in runner.run_with(options, jobs, train)]
     tables: dict[str, dict[str, list[Options]]] = {table: {} for table in TRIED}
     for number, (table, name, cell) in enumerate(keys):
         found = done[number * options.seeds : (number + 1) * options.seeds]

@@ -18,10 +18,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from hdnn.base.files import write_atomically
 from hdnn.base.progress import Line
@@ -29,6 +31,7 @@ from hdnn.errors import DataError, HDNNError, OptionError
 from hdnn.training.images import ImageTraining, run_together
 
 Job = dict[str, Any]
+RESULTS = "results.jsonl"  # of single trainings, in the folder of an experiment
 
 
 def run_all(
@@ -75,23 +78,14 @@ def _each(
             yield job, work(job)
         return
     context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(jobs)), initializer=_alone) as pool:
-        yield from pool.imap_unordered(_Both(work), jobs)
+    # One thread each: the processes already fill the cores.
+    count = min(processes, len(jobs))
+    with context.Pool(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.imap_unordered(partial(_with_result, work), jobs)
 
 
-class _Both:
-    """A job with its result; a class, so that other processes can be given it."""
-
-    def __init__(self, work: Callable[[Job], Job]) -> None:
-        self.work = work
-
-    def __call__(self, job: Job) -> tuple[Job, Job]:
-        return job, self.work(job)
-
-
-def _alone() -> None:
-    """One thread each: the processes already fill the cores."""
-    torch.set_num_threads(1)
+def _with_result(work: Callable[[Job], Job], job: Job) -> tuple[Job, Job]:
+    return job, work(job)
 
 
 def _key(job: Job) -> str:
@@ -120,6 +114,28 @@ def _read(path: Path) -> dict[str, Job]:
     return known
 
 
+def run_with(
+    options: argparse.Namespace, jobs: list[Job], work: Callable[[Job], Job]
+) -> list[tuple[Job, Job]]:
+    """All jobs with their results, kept, spread and shown as the options of a table say."""
+    path, shown = options.runs / RESULTS, not options.quiet
+    found = run_all(jobs, work, path, processes=options.processes, progress=shown)
+    return list(zip(jobs, found, strict=True))
+
+
+def grouped(done: Iterable[tuple[Job, Job]], *keys: str) -> dict[tuple[Any, ...], list[Job]]:
+    """The results of jobs that agree in these keys, by their values."""
+    found: dict[tuple[Any, ...], list[Job]] = {}
+    for job, result in done:
+        found.setdefault(tuple(job[key] for key in keys), []).append(result)
+    return found
+
+
+def accuracy(model: Any, x: Tensor, t: Tensor) -> float:
+    """How many labels a model predicts, in per cent."""
+    return 100 * float((model.predict(x) == t).double().mean())
+
+
 def summary(values: list[float]) -> dict[str, float]:
     """Mean, standard deviation, best and worst of several seeds."""
     return {
@@ -144,16 +160,22 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see {self.prog} -- --help.")
 
+    def add_output(self, what: str, runs: str | None = None) -> None:
+        """The options that all experiments have: where to write, and what to print."""
+        self.add_argument("--out", type=Path, default=Path("docs/results"), help=f"for {what}")
+        if runs is not None:
+            folder = Path("runs") / runs
+            self.add_argument("--runs", type=Path, default=folder, help="for single results")
+        self.add_argument("--json", action="store_true", help="print the result as JSON")
+        self.add_argument("--quiet", action="store_true")
+
 
 def arguments(description: str | None, name: str) -> Arguments:
     """The options that all tables have."""
     parser = Arguments(description, name)
     parser.add_argument("--seeds", type=count, default=10, help="how many (default 10)")
     parser.add_argument("--processes", type=count, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for JSON, Markdown")
-    parser.add_argument("--runs", type=Path, default=Path("runs") / name, help="for single results")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_output("JSON, Markdown", runs=name)
     return parser
 
 
@@ -200,7 +222,7 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
 
 def finished(jobs: list[Job], runs: Path) -> list[Job]:
     """Those jobs whose results are there."""
-    path = runs / "results.jsonl"
+    path = runs / RESULTS
     known = _read(path)
     found = [job for job in jobs if _key(job) in known]
     if not found:
@@ -221,7 +243,7 @@ def run_images(
     many trainings are run together. Each has a checkpoint until it is done. Once the minutes are
     over it is as if Ctrl-C had come: the same command goes on another time.
     """
-    path, minutes = options.runs / "results.jsonl", options.minutes
+    path, minutes = options.runs / RESULTS, options.minutes
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     if options.share is not None:
         first, every = _share(options.share)
@@ -283,9 +305,7 @@ def figure_arguments(description: str | None, name: str) -> Arguments:
     """The options that all figures have."""
     parser = Arguments(description, name)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="for the pictures")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_output("the pictures")
     return parser
 
 
@@ -293,6 +313,18 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
     return int(text)
+
+
+def table(head: str, rows: Iterable[str]) -> list[str]:
+    """The lines of a table in Markdown, from columns that are parted by |."""
+    rule = " | ".join(["---"] * (head.count("|") + 1))
+    return [f"| {line} |" for line in (head, rule, *rows)]
+
+
+def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
+    """Write a picture, into a folder that is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
 
 
 def finish(result: dict[str, Any], page: str, name: str, options: argparse.Namespace) -> None:

@@ -34,8 +34,8 @@ from hdnn.data.images import ImageData
 from hdnn.errors import DataError, require
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
-from hdnn.experiments.weights import save_weights
-from hdnn.models import ImageModel
+from hdnn.experiments.weights import network, save_weights
+from hdnn.plotting import STYLES
 from hdnn.training.images import ImageRecipe, ImageTraining
 from hdnn.training.images import recipes as image_recipes
 from hdnn.training.images.recipes import CIFAR_NETWORKS
@@ -56,11 +56,6 @@ SHORT = {"alexnet": 10}  # epochs, of one seed
 KEPT = 5000  # training images for the choice of variants
 TOGETHER = 3
 WEIGHTS = 0  # the seed whose weights are kept, for fig-cifar
-
-
-def network(job: Job) -> ImageModel:
-    torch.manual_seed(job["seed"])
-    return image_recipes.cifar_network(job["network"], job.get("star"))
 
 
 def training(job: Job, data: ImageData, device: str) -> ImageTraining:
@@ -119,33 +114,38 @@ def better_resnet(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = [f"# Table IV: {result['data']}", ""]
-    lines += [f"`{result['command']}`,"]
-    lines += [f"{result['device']}.{runner.about_images(result['remark'])}"]
-    lines += [f"Accuracy in % on {result['on']} after the last epoch, mean ± standard deviation"]
-    lines += ["(worst to best); the paper's are for the original images and 160 epochs.", ""]
     both = len([row for row in result["rows"] if row["network"] in RESNETS]) > 1
     best, over = better_resnet(result["rows"]), "the better ResNet-56" if both else "ResNet-56"
-    lines += [f"| network | parameters | epochs | seeds | test | above {over} | the paper's |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    rows = []
     for row in result["rows"]:
-        paper = "" if row["paper"] is None else f"{row['paper']:g}"
         test, name = row["test"], row["network"]
         above = ""
         if best is not None and name in COMPARED and name not in RESNETS:
             above = f"{test['mean'] - best['test']['mean']:+.2f}"
         spread = f" ± {test['std']:.2f} ({test['worst']:.2f} to {test['best']:.2f})"
-        spread *= test["seeds"] > 1
-        lines.append(
-            f"| {TITLES[name]} | {row['parameters']:,} | {row['epochs']} | {test['seeds']} | "
-            f"{test['mean']:.2f}{spread} | {above} | {paper} |"
+        accuracy = f"{test['mean']:.2f}" + (spread if test["seeds"] > 1 else "")
+        paper = "" if row["paper"] is None else f"{row['paper']:g}"
+        rows.append(
+            f"{TITLES[name]} | {row['parameters']:,} | {row['epochs']} | {test['seeds']} | "
+            f"{accuracy} | {above} | {paper}"
         )
+    head = f"network | parameters | epochs | seeds | test | above {over} | the paper's"
+    lines = [
+        f"# Table IV: {result['data']}",
+        "",
+        f"`{result['command']}`,",
+        f"{result['device']}.{runner.about_images(result['remark'])}",
+        f"Accuracy in % on {result['on']} after the last epoch, mean ± standard deviation",
+        "(worst to best); the paper's are for the original images and 160 epochs.",
+        "",
+        *runner.table(head, rows),
+    ]
     drops = [f"{TITLES[row['network']]} {row['drop']:g}" for row in result["rows"] if row["drop"]]
     if drops:
         lines += ["", f"Trained with layers left out (`drop`): {', '.join(drops)}."]
     if both and best is not None:
-        lines += ["", f"The better of the two ResNet-56: {TITLES[best['network']]}, "]
-        lines[-1] += f"{best['test']['mean']:.2f}%."
+        name, mean = TITLES[best["network"]], best["test"]["mean"]
+        lines += ["", f"The better of the two ResNet-56: {name}, {mean:.2f}%."]
     if result["picture"]:
         lines += ["", f"![Accuracy against the epoch]({result['picture']})"]
     return "\n".join(lines) + "\n"
@@ -154,8 +154,6 @@ def markdown(result: dict[str, Any]) -> str:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy against the epoch: the mean of the seeds, and between which they are."""
     Figure = require("matplotlib.figure", extra="plot").Figure
-    from hdnn.plotting import STYLES
-
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     ax = figure.subplots()
     for row, style in zip(rows, STYLES, strict=False):
@@ -171,8 +169,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     ax.set(xlabel="epoch", ylabel="accuracy in %", ylim=(60, 100))
     ax.grid(alpha=0.3)
     ax.legend(loc="lower right", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    runner.save_figure(figure, path)
 
 
 def _chosen(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
@@ -257,10 +254,8 @@ def main(argv: list[str] | None = None) -> int:
     found = _trained(jobs, recorded, options)
     if found is None:
         return 0
-    by_network: dict[str, list[Job]] = {}
-    for job, one in found:
-        by_network.setdefault(job["network"], []).append(one)
-    made = known | {name: _row(name, some) for name, some in by_network.items()}
+    by_network = runner.grouped(found, "network")
+    made = known | {name: _row(name, some) for (name,), some in by_network.items()}
     rows = [made[name] for name in TITLES if name in made]
     before = [{"device": device} for device in filter(None, recorded["device"].split(", "))]
     name = f"{NAME}-{options.epochs}" + "-kept-aside" * options.validate

@@ -21,7 +21,6 @@ taken from a recorded table (`--recorded`).
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from pathlib import Path
@@ -33,7 +32,7 @@ import hdnn
 from hdnn.data import planar
 from hdnn.errors import ConvergenceError
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached, sentence
+from hdnn.experiments.counted import beside_paper, reached, sentence
 from hdnn.experiments.runner import Job
 from hdnn.experiments.starts import best_start, start_seed
 from hdnn.experiments.table_planar import CHOSEN
@@ -81,15 +80,9 @@ where the mean is at or above that figure without rounding."""
 GENERAL = "It is that of H2; the general layer sees the same moved points, and starts once."
 
 
-def ring() -> list[list[int]]:
-    """Each node with itself and its two neighbours."""
-    near = (0, 1, NODES - 1)
-    return [[int((i - j) % NODES in near) for j in range(NODES)] for i in range(NODES)]
-
-
-def two_steps() -> list[list[int]]:
-    """All nodes within two steps on the ring: the links that a masked layer uses in all."""
-    near = (0, 1, 2, NODES - 2, NODES - 1)
+def ring(steps: int = 1) -> list[list[int]]:
+    """Each node with itself and all that are within so many steps on the ring."""
+    near = {k % NODES for k in range(-steps, steps + 1)}
     return [[int((i - j) % NODES in near) for j in range(NODES)] for i in range(NODES)]
 
 
@@ -99,7 +92,8 @@ def network(variant: str, layers: int, seed: int) -> hdnn.Model:
     full = _full(variant)
     like: dict[str, Any] = {"step": STEP, "generator": generator}
     if variant.startswith("masked"):
-        like["sparsity"] = Sparsity(ring(), S=None if full else two_steps())
+        # A masked layer uses links within two steps in all.
+        like["sparsity"] = Sparsity(ring(), S=None if full else ring(steps=2))
     net = (hdnn.ImplicitH2 if full else hdnn.H2)(2 * NODES, layers, **like)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -133,9 +127,9 @@ def train(job: Job) -> Job:
         model, starts = trained(job, data)
     except ConvergenceError as error:
         return {"failed": str(error)}
-    accuracy = float((model.predict(data.x_test) == data.t_test).double().mean())
+    accuracy = runner.accuracy(model, data.x_test, data.t_test)
     seconds = round(time.perf_counter() - begin, 2)
-    return {"accuracy": 100 * accuracy, "seconds": seconds, "starts": starts}
+    return {"accuracy": accuracy, "seconds": seconds, "starts": starts}
 
 
 def job_of(variant: str, data: str, layers: int, seed: int) -> Job:
@@ -158,20 +152,13 @@ def markdown(result: dict[str, Any]) -> str:
     lines += [sentence(pairs, "mean"), ABOUT, CHOSEN, GENERAL, ""]
     names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
     lines += [f"- {name}: {VARIANTS[name]}" for name in names]
-    lines += ["", "| | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    body = []
     for data, layers in PAPER:
-        parts = []
-        for row in result["rows"]:
-            if (row["data"], row["layers"]) == (data, layers):
-                good = not row["failed"] and reached(row["mean"], row["paper"])
-                mark = "**" if good else ""
-                parts.append(
-                    f"{mark}{row['mean']:.2f} ± {row['std']:.2f}{mark} "
-                    f"({row['worst']:.2f} to {row['best']:.2f}) [{row['paper']:g}]"
-                    + (f", {row['failed']} did not end" if row["failed"] else "")
-                )
-        lines.append(f"| {data.replace('_', ' ')}, {layers} | " + " | ".join(parts) + " |")
-    return "\n".join(lines) + "\n"
+        some = [row for row in result["rows"] if (row["data"], row["layers"]) == (data, layers)]
+        failed = [f", {row['failed']} did not end" if row["failed"] else "" for row in some]
+        found = [beside_paper(row) + text for row, text in zip(some, failed, strict=True)]
+        body.append(" | ".join([f"{data.replace('_', ' ')}, {layers}", *found]))
+    return "\n".join([*lines, "", *runner.table("| " + " | ".join(names), body)]) + "\n"
 
 
 def table(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -182,22 +169,16 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
         for variant in options.variants
         for seed in range(options.seeds)
     ]
-    path = options.runs / "results.jsonl"
-    quiet = options.quiet
-    results = runner.run_all(jobs, train, path, processes=options.processes, progress=not quiet)
-    accuracies: dict[tuple[str, str, int], list[float]] = {}
-    for job, found in zip(jobs, results, strict=True):
-        cell = job["variant"], job["data"], job["layers"]
-        accuracies.setdefault(cell, []).append(found.get("accuracy", math.nan))
+    done = runner.grouped(runner.run_with(options, jobs, train), "variant", "data", "layers")
     rows = []
-    for (variant, data, layers), values in accuracies.items():
+    for (variant, data, layers), results in done.items():
         paper = PAPER[data, layers][variant.startswith("centralised")]
-        ended = [value for value in values if not math.isnan(value)]
+        ended = [result["accuracy"] for result in results if "accuracy" in result]
         found = runner.summary(ended or [0.0])
-        cell = {"variant": variant, "data": data, "layers": layers, "paper": paper}
-        cell["failed"] = len(values) - len(ended)  # a step of Newton's method found no solution
-        good = not cell["failed"] and reached(found["mean"], paper)
-        rows.append({**cell, **found, "reached": good})
+        row = {"variant": variant, "data": data, "layers": layers, "paper": paper}
+        row["failed"] = len(results) - len(ended)  # a step of Newton's method found no solution
+        good = not row["failed"] and reached(found["mean"], paper)
+        rows.append({**row, **found, "reached": good})
     return rows
 
 
@@ -211,13 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         before = runner.read_table(options.recorded, NAME, ("seeds", "rows"), options.seeds)
         rows += [row for row in before["rows"] if row["variant"] not in options.variants]
     options.variants = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    order = list(PAPER), options.variants
-    rows.sort(
-        key=lambda row: (
-            order[0].index((row["data"], row["layers"])),
-            order[1].index(row["variant"]),
-        )
-    )
+    order = [(*cell, variant) for cell in PAPER for variant in options.variants]
+    rows.sort(key=lambda row: order.index((row["data"], row["layers"], row["variant"])))
     result = {
         "command": runner.command(NAME, parser, options, "seeds", "variants"),
         "seeds": options.seeds,

@@ -24,7 +24,7 @@ from hdnn import engine, models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached
+from hdnn.experiments.counted import reached, spread
 from hdnn.experiments.runner import Job
 from hdnn.training.images import ImageRecipe, ImageTraining
 from hdnn.training.images import recipes as image_recipes
@@ -84,20 +84,23 @@ def jobs_for(seeds: int, epochs: int, by: list[str]) -> list[Job]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Table III: MNIST", "", f"`{result['command']}`, {result['seeds']} seeds, "]
-    lines[-1] += f"{result['epochs']} epochs, last epoch;"
-    lines += [f"{result['device']}. Mean ± standard deviation of the accuracy in %,"]
-    lines += ["the paper's in brackets; bold where the mean of the test accuracy reaches it.", ""]
-    lines += ["| recipe | network | layers | parameters | train | test |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    rows = []
     for row in result["rows"]:
         mark = "**" if row["reached"] else ""
         paper = ["", ""] if row["paper"] is None else [f" [{p:g}]" for p in row["paper"]]
-        lines.append(
-            f"| {row['by']} | {row['network']} | {row['layers']} | {row['parameters']} | "
-            f"{row['train']['mean']:.2f} ± {row['train']['std']:.2f}{paper[0]} | "
-            f"{mark}{row['test']['mean']:.2f} ± {row['test']['std']:.2f}{mark}{paper[1]} |"
+        rows.append(
+            f"{row['by']} | {row['network']} | {row['layers']} | {row['parameters']} | "
+            f"{spread(row['train'])}{paper[0]} | {mark}{spread(row['test'])}{mark}{paper[1]}"
         )
+    lines = [
+        "# Table III: MNIST",
+        "",
+        f"`{result['command']}`, {result['seeds']} seeds, {result['epochs']} epochs, last epoch;",
+        f"{result['device']}. Mean ± standard deviation of the accuracy in %,",
+        "the paper's in brackets; bold where the mean of the test accuracy reaches it.",
+        "",
+        *runner.table("recipe | network | layers | parameters | train | test", rows),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -112,11 +115,8 @@ def main(argv: list[str] | None = None) -> int:
         found = runner.run_images(jobs, make, result_of, options, together=options.seeds)
     if found is None:
         return 0
-    by_row: dict[tuple[str, str, int], list[Job]] = {}
-    for job, one in found:
-        by_row.setdefault((job["by"], job["network"], job["layers"]), []).append(one)
     rows = []
-    for (by, kind, layers), some in by_row.items():
+    for (by, kind, layers), some in runner.grouped(found, "by", "network", "layers").items():
         paper = PAPER.get((kind, layers)) or PAPER.get(("h1" if kind == "h2" else "", layers))
         test = runner.summary([one["test"] for one in some])
         least = LEAST if paper is None else paper[1]

@@ -32,13 +32,14 @@ from torch import Tensor
 import hdnn
 from hdnn.data import planar
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached, sentence
+from hdnn.experiments.counted import beside_paper, reached, sentence
 from hdnn.experiments.runner import Job
 from hdnn.experiments.starts import best_start, start_seed
 from hdnn.training import fit
 
 NAME = "table-planar"
 NETWORKS = ("MS1", "MS2", "MS3", "H1", "H2")
+CELL = ("network", "data", "layers")
 PAPER = {
     ("swiss_roll", 4): (77.1, 79.7, 90.1, 93.6, 84.3),
     ("swiss_roll", 8): (91.5, 90.7, 87.0, 99.0, 95.5),
@@ -96,9 +97,9 @@ def train(job: Job) -> Job:
         kept = len(x) // 5
         x, t, x_test, t_test = x[kept:], t[kept:], x[:kept], t[:kept]
     model, starts = trained(job, x, t)
-    accuracy = float((model.predict(x_test) == t_test).double().mean())
+    accuracy = runner.accuracy(model, x_test, t_test)
     seconds = round(time.perf_counter() - begin, 2)
-    return {"accuracy": 100 * accuracy, "seconds": seconds, "starts": starts}
+    return {"accuracy": accuracy, "seconds": seconds, "starts": starts}
 
 
 def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
@@ -149,7 +150,7 @@ def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, i
             for T in ranked(found[_cell(cell)])[:count]
             for seed in seeds
         ]
-        for job, result in zip(jobs, _run(jobs, options), strict=True):
+        for job, result in runner.run_with(options, jobs, train):
             found[_cell(job)][job["T"]].append(result["accuracy"])
     most = sum(len(seeds) for _, seeds in ROUNDS)
     finalists = {
@@ -157,13 +158,6 @@ def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, i
         for cell, tried in found.items()
     }
     return {cell: ranked(tried)[0] for cell, tried in finalists.items()}
-
-
-def _run(jobs: list[Job], options: argparse.Namespace) -> list[Job]:
-    path = options.runs / "results.jsonl"
-    return runner.run_all(
-        jobs, train, path, processes=options.processes, progress=not options.quiet
-    )
 
 
 def job_of(cell: Job, recipe: str, T: float, seed: int) -> Job:
@@ -179,7 +173,8 @@ def _T(cell: Job, chosen: dict[tuple[str, str, int], float]) -> float:
 
 
 def _cell(job: Job) -> tuple[str, str, int]:
-    return job["network"], job["data"], job["layers"]
+    network, data, layers = (job[key] for key in CELL)
+    return network, data, layers
 
 
 def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -190,14 +185,12 @@ def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for cell in cells()
         for seed in range(options.seeds)
     ]
-    accuracies: dict[tuple[str, str, int], list[float]] = {}
-    for job, result in zip(jobs, _run(jobs, options), strict=True):
-        accuracies.setdefault(_cell(job), []).append(result["accuracy"])
+    done = runner.grouped(runner.run_with(options, jobs, train), *CELL)
     rows = []
     for cell in cells():
         column = NETWORKS.index(cell["network"])
         paper = PAPER[cell["data"], cell["layers"]][column]
-        found = runner.summary(accuracies[_cell(cell)])
+        found = runner.summary([result["accuracy"] for result in done[_cell(cell)]])
         good = reached(found[counted(recipe)], paper)
         rows.append({**cell, "T": _T(cell, chosen), "paper": paper, **found, "reached": good})
     return rows
@@ -216,19 +209,12 @@ def markdown(result: dict[str, Any]) -> str:
         pairs = [(row[what], row["paper"]) for row in rows]
         lines += [f"## {TITLES[recipe]}", "", sentence(pairs, what), ABOUT]
         lines += [CHOSEN, ""] if recipe == "ours" else [""]
-        lines += ["| | " + " | ".join(NETWORKS) + " |", "| --- |" + " --- |" * len(NETWORKS)]
+        body = []
         for data, layers in PAPER:
-            parts = []
-            for row in rows:
-                if (row["data"], row["layers"]) == (data, layers):
-                    mark = "**" if reached(row[what], row["paper"]) else ""
-                    parts.append(
-                        f"{mark}{row['mean']:.2f} ± {row['std']:.2f}{mark} "
-                        f"({row['worst']:.2f} to {row['best']:.2f}) [{row['paper']:g}], "
-                        f"{row['T']:.2g}"
-                    )
-            lines.append(f"| {data.replace('_', ' ')}, {layers} | " + " | ".join(parts) + " |")
-        lines.append("")
+            some = [row for row in rows if (row["data"], row["layers"]) == (data, layers)]
+            found = [f"{beside_paper(row, what)}, {row['T']:.2g}" for row in some]
+            body.append(" | ".join([f"{data.replace('_', ' ')}, {layers}", *found]))
+        lines += [*runner.table("| " + " | ".join(NETWORKS), body), ""]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Trained weights of the image tables: one safetensors file a network, with the job that made it.
+"""Networks of the image tables and their trained weights: one safetensors file for each network.
 
-The file is the plain `state_dict`; its metadata has the job as JSON, so that the network can be
-built again.
+The file is the plain `state_dict`; its metadata has the job that made it as JSON, so that the
+network can be built again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ import torch
 from safetensors.torch import save as to_safetensors
 from torch import nn
 
+from hdnn.base import tensorfile
 from hdnn.base.files import as_path, write_atomically
 from hdnn.errors import CheckpointError
 from hdnn.experiments.runner import Job
-from hdnn.serialization import read
+from hdnn.models import ImageModel
+from hdnn.training.images import recipes as image_recipes
 
 KEY = "job"
+
+
+def network(job: Job) -> ImageModel:
+    """The network of a job, with the weights that its training begins with."""
+    torch.manual_seed(job["seed"])
+    return image_recipes.cifar_network(job["network"], job.get("star"))
 
 
 def save_weights(model: nn.Module, job: Job, path: str | os.PathLike[str]) -> None:
@@ -35,14 +43,13 @@ def save_weights(model: nn.Module, job: Job, path: str | os.PathLike[str]) -> No
 
 def load_weights(path: str | os.PathLike[str]) -> tuple[Any, Job]:
     """The network of `save_weights`, on the CPU and in evaluation, and its job."""
-    from hdnn.experiments.table_cifar import network
-
     path = as_path(path)
     if not path.is_file():
         raise CheckpointError(
             f"{path} is not there: trained weights are made by `hdnn reproduce table-cifar`."
         )
-    metadata, tensors = read(path)
+    with tensorfile.opened(path) as file:
+        metadata, tensors = file.metadata, file.load()
     try:
         job = json.loads(metadata[KEY])
         int(job["recipe"]["epochs"])
