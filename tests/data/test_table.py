@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hdnn.base import memory
-from hdnn.data import table
+from hdnn.data import table, table_files
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionError
 from hdnn.training import table_recipe
@@ -307,7 +307,7 @@ def test_a_table_has_only_so_many_values(csv, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "there", lambda: 2.0**60)
     with pytest.raises(DataError, match="has 200,000,000 values or more, and a table may have 100"):
         table.read(tmp_path / "bomb.parquet")
-    monkeypatch.setattr(table, "MOST_CELLS", 4096)
+    monkeypatch.setattr(table_files, "MOST_CELLS", 4096)
     with pytest.raises(DataError, match="has 4,096 values or more"):
         table.read(csv("a,b\n" + "1,2\n" * 5000))
 

@@ -1,6 +1,8 @@
 """`python -m hdnn.data.download mnist|cifar10`: from the public mirrors, resumed and verified.
 
 A file has its name only after its SHA-256 was checked; until then it ends in `.part`.
+`torch.hub.download_url_to_file` is not used: a connection that breaks off, at whatever byte, is a
+wrong checksum to it, after which it starts from nothing, and it waits for a dead server for ever.
 """
 
 from __future__ import annotations

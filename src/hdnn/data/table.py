@@ -1,36 +1,33 @@
-"""Tables: CSV and Parquet files as columns of numbers, and a target column to learn.
+"""Tables: columns of numbers, and a target column to learn.
 
-What is wrong with a file is said by line (of a CSV) or row (of a Parquet file) and column.
+What is wrong with a value is said by line (of a CSV) or row (of a Parquet file) and column.
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
-import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import numpy as np
 
-from hdnn.base.files import check_regular
-from hdnn.base.memory import check_memory
-from hdnn.errors import CheckpointError, DataError, HDNNError, choose, require
+from hdnn.data.table_files import CSV as CSV
+from hdnn.data.table_files import LONGEST as LONGEST
+from hdnn.data.table_files import MOST_CELLS as MOST_CELLS
+from hdnn.data.table_files import PARQUET as PARQUET
+from hdnn.data.table_files import PIECE as PIECE
+from hdnn.data.table_files import read_columns
+from hdnn.errors import CheckpointError, DataError, choose
 
-CSV, PARQUET = (".csv", ".tsv", ".txt"), (".parquet", ".pq")
 MISSING = ("", "na", "n/a", "nan", "null", "none")
 BOOLEANS = {"true": 1.0, "false": 0.0}
 TASKS = ("auto", "classification", "regression")
 WHOLE = r"[+-]?[0-9]{1,18}"
-LONGEST = 2**24  # letters of a line: a million columns
-MOST_CELLS = 10**8  # values of a table: hours of training
-PIECE = 1024  # rows that are read at once
 FEW = 20  # different whole numbers, up to which a target is taken for classes
 
 
@@ -120,144 +117,7 @@ def is_file_name(data: str) -> bool:
 def read(path: str | os.PathLike[str]) -> Table:
     """Read a CSV (comma, semicolon or tab; header in the first line) or a Parquet file."""
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in (*CSV, *PARQUET):
-        raise DataError(f"{path} ends in {suffix or 'nothing'!r}; give a .csv or a .parquet file.")
-    try:
-        check_regular(path)
-        if not path.stat().st_size:
-            raise _empty(path)
-        return _read_csv(path) if suffix in CSV else _read_parquet(path)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    except HDNNError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise DataError(f"cannot read {path}: {reason}; check its name and folder.") from error
-
-
-def _read_csv(path: Path) -> Table:
-    # A cell of a few letters is an object of Python, of some 60 bytes.
-    check_memory(16 * path.stat().st_size, f"the cells of {path}", "rows or columns")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            return _csv_table(path, _lines(path, file))
-        except UnicodeDecodeError as error:
-            line = _undecodable(path)
-            raise DataError(f"{path}, line {line}: the text is not UTF-8; convert it.") from error
-
-
-def _lines(path: Path, file: TextIO) -> Iterator[str]:
-    """The lines of a file, each of a length that a table of a million columns may have."""
-    while line := file.readline(LONGEST):
-        if len(line) == LONGEST:
-            raise DataError(f"{path} has a line of more than {LONGEST:,} letters: this is no CSV.")
-        yield line
-
-
-def _undecodable(path: Path) -> int:
-    """The number of the first line that is not UTF-8."""
-    with path.open("rb") as file:
-        number, line = 1, file.readline(LONGEST)
-        with suppress(UnicodeDecodeError):
-            while line.decode():
-                number, line = number + 1, file.readline(LONGEST)
-    return number
-
-
-def _csv_table(path: Path, lines: Iterator[str]) -> Table:
-    start: list[str] = []
-    for line in lines:
-        start.append(line)
-        if line.strip():
-            break
-    else:
-        raise _empty(path)
-    delimiter = next((d for d in (",", ";", "\t") if d in start[-1]), ",")
-    reader = csv.reader(itertools.chain(start, lines), delimiter=delimiter, strict=True)
-    rows, numbers, header = [], [], []
-    try:
-        for row in reader:
-            if not any(cell.strip() for cell in row) and len(row) <= 1:
-                continue  # a blank line
-            if not header:
-                header = [name.strip() for name in row]
-                _check_names(path, header)
-                continue
-            if len(row) != len(header):
-                raise DataError(
-                    f"{path}, line {reader.line_num}: there are {len(row)} values, but "
-                    f"{len(header)} columns; mend the line."
-                )
-            rows.append(row)
-            numbers.append(reader.line_num)
-            if len(rows) % PIECE == 0:
-                _check_cells(path, len(rows) * len(header))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: this is no CSV ({error}).") from error
-    if not rows:
-        raise DataError(f"{path} has a line of column names, but no rows below it.")
-    columns = {name: [row[i] for row in rows] for i, name in enumerate(header)}
-    return Table(path, columns, numbers)
-
-
-def _empty(path: Path) -> DataError:
-    return DataError(f"{path} is empty; its first line must name the columns.")
-
-
-def _read_parquet(path: Path) -> Table:
-    arrow = require("pyarrow", extra="cli")
-    parquet = require("pyarrow.parquet", extra="cli")
-    try:
-        with parquet.ParquetFile(path) as file:
-            about = file.metadata
-            _check_names(path, [str(name) for name in file.schema_arrow.names])
-            _check_cells(path, about.num_rows * max(about.num_columns, 1))
-            columns = _parquet_columns(path, file)
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, HDNNError):
-            raise
-        reason = " ".join(str(error).split())[:120].rstrip(".")
-        raise DataError(f"{path} cannot be read as a Parquet file ({reason}).") from error
-    if not columns or not next(iter(columns.values())):
-        raise DataError(f"{path} has no rows.")
-    return Table(path, columns, [])
-
-
-def _parquet_columns(path: Path, file: Any) -> dict[str, list[Any]]:
-    """Read piece by piece: what is packed in a few bytes may be a text of a million letters."""
-    columns: dict[str, list[Any]] = {str(name): [] for name in file.schema_arrow.names}
-    unpacked = 0
-    for piece in file.iter_batches(batch_size=PIECE, use_threads=False):
-        unpacked += piece.nbytes
-        check_memory(2 * unpacked, f"the values of {path}", "rows or columns")
-        for values, column in zip(columns.values(), piece.columns, strict=True):
-            values += column.to_pylist()
-    return columns
-
-
-def _check_cells(path: Path, cells: int) -> None:
-    if cells >= MOST_CELLS:
-        raise DataError(
-            f"{path} has {cells:,} values or more, and a table may have {MOST_CELLS:,}; "
-            "take fewer rows or columns."
-        )
-    # A value is an object of Python, of some 32 bytes, in a list, and again as a number.
-    check_memory(64 * cells, f"the {cells:,} values of {path}", "rows or columns")
-
-
-def _check_names(path: Path, names: Sequence[str]) -> None:
-    before: dict[str, int] = {}
-    for index, name in enumerate(names, 1):
-        if not name:
-            raise DataError(f"{path}: column {index} has no name in the first line.")
-        if name in before:
-            raise DataError(
-                f"{path}: columns {before[name]} and {index} have the same name, {name!r}; "
-                "rename one."
-            )
-        before[name] = index
+    return Table(path, *read_columns(path))
 
 
 @dataclass(frozen=True)
