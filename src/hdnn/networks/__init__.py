@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
-from hdnn.networks.base import Network, ODENetwork
+from hdnn.networks.base import Network
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
 from hdnn.networks.mlp import MLP
+from hdnn.networks.ode import ODENetwork
 from hdnn.networks.unit import HamiltonianUnit
 
 KINDS: dict[str, type[Network]] = {

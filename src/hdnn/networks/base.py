@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Self
 
@@ -22,11 +21,7 @@ from hdnn.errors import (
 )
 from hdnn.networks import jacobians
 from hdnn.networks.hooks import refresh
-from hdnn.networks.initial import Initial
-from hdnn.networks.jacobians import ShearLayers
-from hdnn.networks.options import step_size
 from hdnn.networks.promise import Guarantee, own_methods, unknown
-from hdnn.networks.smoothness import smoothness
 from hdnn.operators import dense
 
 
@@ -254,147 +249,3 @@ class Network(nn.Module):
     def _line(self, parts: str) -> str:
         count = sum(p.numel() for p in self.parameters())
         return f"{type(self).__name__}({parts}, {count} parameters)"
-
-
-class ODENetwork(Network):
-    """A network whose layers are time steps of an ODE: it has a step size h = T/N."""
-
-    bare_activation: bool = False  # whether the field is sigma(K y + b) itself, as J K^T = I
-
-    def __init__(
-        self,
-        features: int,
-        layers: int,
-        *,
-        step: float | Sequence[float] | Tensor | None = None,
-        T: float | None = None,
-        learn_step: bool = False,
-        activation: str = "tanh",
-        tied: bool = False,
-        initial: Initial,
-    ) -> None:
-        super().__init__(features, layers, activation=activation, tied=tied)
-        self.step = step_size(step, T, self.layers)
-        self.learn_step = flag("learn_step", learn_step)
-        if learn_step:
-            steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.stored
-            if self.tied:
-                if len(set(steps)) > 1:
-                    raise OptionError("tied layers learn one step; give a single step or T.")
-                steps = steps[:1]
-            # log h: a step stays positive whatever the optimiser does.
-            log_h = torch.tensor([math.log(h) for h in steps], dtype=torch.float64)
-            self.log_h = nn.Parameter(initial.like(log_h))
-
-    @property
-    def h(self) -> float | tuple[float, ...] | Tensor:
-        """The step: a float, one a layer, or the learned ones (N,)."""
-        refresh(self)
-        return self._all_layers(self.log_h.exp()) if self.learn_step else self.step
-
-    def steps(self) -> Tensor:
-        """The steps of all layers: (N,)."""
-        like = next(self.parameters())
-        return torch.as_tensor(self.h, dtype=like.dtype, device=like.device).expand(self.layers)
-
-    @property
-    def T(self) -> float:
-        """The time that the stack spans: the sum of all steps."""
-        h = self.h
-        if isinstance(h, Tensor):
-            return float(h.detach().sum())
-        return math.fsum(h) if isinstance(h, tuple) else h * self.layers
-
-    @property
-    def J(self) -> Tensor:
-        """The interconnection matrix (n, n), or (N, n, n) where it differs from layer to layer."""
-        return self.field()["J"]
-
-    def weights(self) -> dict[str, Any]:
-        return {**super().weights(), "h": self.h}
-
-    def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
-        """The layers as p- and q-updates, where they are such."""
-        return None
-
-    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
-        shears = self._shears(w)
-        assert shears is not None
-        return jacobians.of_shears(shears, states, jacobians.steps(w["h"], states), self._sigma)
-
-    def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
-        if own_methods(self):
-            return None
-        w = self._weights_of(layers)
-        shears = self._shears(w)
-        if shears is None:
-            return None
-        h = jacobians.steps(w["h"], states)
-        return jacobians.of_shears(shears, states, h, self._sigma, undone=True)
-
-    def smoothness(self) -> Tensor:
-        """R_K of this network's own K and b: see `hdnn.regularization.smoothness`."""
-        return smoothness(*self._smooth(), self.h)
-
-    def smooth_leaves(self) -> list[tuple[str, float]]:
-        """Names of weights whose jumps from layer to layer make up R_K, and how often each counts.
-
-        Empty where R_K is not such a sum: for learned steps or tied weights.
-        """
-        return [] if self.learn_step or self.tied else self._counted()
-
-    def _counted(self) -> list[tuple[str, float]]:
-        """The names of stacked parameters, and how often their entries are in K and b."""
-        return [(name, 1.0) for name in self.stacked]
-
-    def _smooth(self) -> tuple[Tensor, Tensor]:
-        """K and b in any form that has the Frobenius norms of the paper's."""
-        field = self.field()
-        return field["K"], field["b"]
-
-    def config(self) -> dict[str, Any]:
-        step = list(self.step) if isinstance(self.step, tuple) else self.step
-        return {**super().config(), "step": step, "learn_step": self.learn_step}
-
-    def refine(self, k: int) -> Self:
-        k = positive_int("k", k)
-        config = self.config()
-        step = self.step
-        config["step"] = (
-            [h / k for h in step for _ in range(k)] if isinstance(step, tuple) else step / k
-        )
-        config["layers"] = k * self.layers
-        fine = self._refined(config, k)
-        fine.engine, fine.backprop = self.engine, self.backprop
-        for name in self.stacked:
-            value = self.weight(name).detach()
-            fine.assign(name, value if self.tied else value.repeat_interleave(k, 0))
-        if self.learn_step:
-            log_h = self.log_h.detach() - math.log(k)
-            fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
-        for mine, its in zip(self.parameters(), fine.parameters(), strict=True):
-            its.requires_grad_(mine.requires_grad)
-        return fine
-
-    def _refined(self, config: dict[str, Any], k: int) -> Self:
-        like = next(self.parameters())
-        generator = torch.Generator()  # what it draws is overwritten: leave the global one alone
-        constants = {
-            name: value.repeat_interleave(k, 0) if value.ndim == 3 else value
-            for name, value in self.constants().items()
-        }
-        like_this: dict[str, Any] = {
-            "generator": generator,
-            "dtype": like.dtype,
-            "device": like.device,
-        }
-        return type(self)(**config, **constants, **like_this)
-
-    def extra_repr(self, *, learned: bool = True) -> str:
-        parts = super().extra_repr(learned=learned)
-        if self.learn_step and (not learned or self.log_h.is_meta):
-            return f"{parts}, h learned"
-        steps = self.steps().detach().tolist() if self.learn_step else self.step
-        steps = {*steps} if isinstance(steps, (list, tuple)) else {steps}
-        h = f"{steps.pop():.4g}" if len(steps) == 1 else "one a layer"
-        return f"{parts}, h = {h}{', learned' * self.learn_step}, T = {self.T:.4g}"

@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from hdnn import functional, interconnection
+from hdnn import interconnection
 from hdnn.base.shapes import check_tolerance
-from hdnn.errors import OptionError, ShapeError, SparsityError, choose, flag, positive_int
-from hdnn.integrators import implicit, splitting
+from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
+from hdnn.integrators import implicit
 from hdnn.networks import jacobians
-from hdnn.networks.base import ODENetwork
+from hdnn.networks.blocks import BlockSparseNetwork
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
+from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, takes
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
-from hdnn.operators import block_sparse, dense
+from hdnn.networks.schemes import SCHEMES, Scheme
+from hdnn.operators import dense
 from hdnn.sparsity import Sparsity
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How a layer steps, and what it needs of K and J."""
-
-    function: Callable[..., Tensor]
-    layout: Literal["split", "full"]  # K = diag(K_p, K_q), or any K
-    interconnection: Literal["X", "J"]  # J = [[0, -X^T], [X, 0]], or any skew J
-    order: int
-    symplectic: bool = True
-    invertible: bool = True
-    implicit: bool = False
-    shears: tuple[splitting.Shear, ...] = ()
-
-
-def _splitting(shears: tuple[splitting.Shear, ...], order: int) -> Scheme:
-    return Scheme(partial(functional.split, shears=shears), "split", "X", order, shears=shears)
-
-
-SCHEMES: dict[str, Scheme] = {
-    "forward_euler": Scheme(functional.h1, "full", "J", 1, symplectic=False, invertible=False),
-    "semi_implicit_euler": _splitting(splitting.SEMI_IMPLICIT_EULER, 1),
-    "semi_implicit_euler_full": Scheme(functional.implicit_h2, "full", "X", 1, implicit=True),
-    "verlet": _splitting(splitting.VERLET, 2),
-    "yoshida4": _splitting(splitting.YOSHIDA4, 4),
-    "midpoint": Scheme(functional.midpoint, "full", "J", 2, implicit=True),
-}
-
-
-class HamiltonianNet(ODENetwork):
+class HamiltonianNet(BlockSparseNetwork):
     """N steps of y' = J K^T sigma(K y + b) by any integrator.
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
@@ -128,8 +100,7 @@ class HamiltonianNet(ODENetwork):
                 f"even, but features = {features}; augment them by a zero (hdnn.heads.Augment)"
                 + (", or give a skew-symmetric J." if scheme.interconnection == "J" else ".")
             )
-        self.sparsity = None if sparsity is None else self._fitting(_as_sparsity(sparsity))
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the block-sparse weights
+        self._set_sparsity(sparsity)
         if scheme.interconnection == "X":
             self._add_X(X, learn_X, initial)
         else:
@@ -147,10 +118,6 @@ class HamiltonianNet(ODENetwork):
             self.b = nn.Parameter(initial.b(stored, self.features))
 
     # Parts
-
-    @property
-    def scheme(self) -> Scheme:
-        return SCHEMES[self.integrator]
 
     @property
     def invertible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -203,106 +170,6 @@ class HamiltonianNet(ODENetwork):
             )
         interconnection.check_finite(name, matrix.detach().to(initial.dtype))
         return matrix.detach() if matrix.is_floating_point() else matrix.double()
-
-    def _fitting(self, sparsity: Sparsity) -> Sparsity:
-        """The patterns, if this network can have them."""
-        R, stored = sparsity.R, self.stored
-        if R.ndim == 3 and R.shape[0] != stored:
-            raise SparsityError(
-                f"R has a pattern for each of {R.shape[0]} layers, but the network has "
-                f"{stored} layers with weights of their own."
-            )
-        if sparsity.S is not None and self.scheme.implicit:
-            raise SparsityError(
-                f"an implicit layer ({self.integrator}) couples all nodes that are linked at all, "
-                "so it is not local to any graph S; give no S (masked only), or use H1 or H2."
-            )
-        return sparsity
-
-    def node_sizes(self) -> tuple[tuple[int, ...], bool]:
-        """The sizes of all nodes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
-        assert self.sparsity is not None
-        n, scheme = self.features, self.scheme
-        paired = scheme.interconnection == "X"
-        sizes = self.sparsity.node_sizes(n // 2 if paired else n)
-        paired = paired or 2 * sum(sizes) == n
-        if sum(sizes) != (n // 2 if paired else n):
-            pieces = "" if scheme.interconnection == "X" else f" or n = {n} (pieces of y)"
-            raise SparsityError(
-                f"node sizes {sizes} add up to {sum(sizes)}, but must add up to "
-                f"m = n/2 = {n // 2} (pairs (p, q)){pieces}."
-            )
-        return sizes, paired
-
-    def _mask(self, pattern: Tensor, rows: int) -> Tensor:
-        """The entries that a block pattern frees in a square matrix of n or m = n/2 rows."""
-        sizes, paired = self.node_sizes()
-        if paired and rows == self.features:  # (p[i], q[i]) on both sides
-            return block_sparse.mask(pattern.tile(2, 2), 2 * sizes, 2 * sizes)
-        return block_sparse.mask(pattern, sizes, sizes)
-
-    def _restrict(self, name: str, matrix: Tensor) -> Tensor:
-        """Check X or J against the pattern T and return which of its entries are free."""
-        assert self.sparsity is not None
-        given, M = self.sparsity, self.sparsity.nodes
-        sizes, paired = self.node_sizes()
-        halves = 2 if paired and name == "J" else 1  # J has a block of T in each of its quarters
-        quarters = [
-            part for rows in matrix.cpu().chunk(halves, -2) for part in rows.chunk(halves, -1)
-        ]
-        patterns = [block_sparse.block_pattern(part, sizes, sizes) for part in quarters]
-        used = torch.cat([pattern.reshape(-1, M, M) for pattern in patterns]).any(0)
-        if given.T is None:  # it may use what it uses already
-            T = used | used.mT | torch.eye(M, dtype=torch.bool)
-            self.sparsity = given = Sparsity(given.R, T, given.S, given.sizes)
-        assert given.T is not None
-        if given.T.ndim == 3:
-            raise SparsityError("T must be (M, M): one pattern for all layers.")
-        if bool((used & ~given.T).any()):
-            i, k = (used & ~given.T).nonzero()[0].tolist()
-            raise SparsityError(
-                f"{name} links nodes {i} and {k}, but T does not; add that link to T, or give "
-                f"{'an X' if name == 'X' else 'a J (hdnn.interconnection.block_diagonal)'} "
-                "that is zero there."
-            )
-        return self._mask(given.T, matrix.shape[-1])
-
-    def _add_K(self, name: str, K: Tensor) -> None:
-        if self.sparsity is None:
-            self.register_parameter(name, nn.Parameter(K))
-            return
-        self._add_sparse(name, K, self._mask(self.sparsity.R, K.shape[-1]))
-
-    def _add_sparse(self, name: str, matrix: Tensor, free: Tensor) -> None:
-        """Store only the free entries: as `name_free`, with `name` the matrices that they fill."""
-        index = block_sparse.indices(free.expand(matrix.shape)).to(matrix.device)
-        self._shapes[name] = tuple(matrix.shape)
-        self.register_buffer(f"_{name}_index", index, persistent=False)
-        self.register_parameter(f"{name}_free", nn.Parameter(block_sparse.values(matrix, index)))
-
-    def weight(self, name: str) -> Tensor:
-        if name not in self._shapes:
-            return super().weight(name)
-        refresh(self)
-        values, index = getattr(self, f"{name}_free"), getattr(self, f"_{name}_index")
-        return block_sparse.dense(values, index, self._shapes[name])
-
-    def learns(self, name: str) -> bool:
-        """Whether a weight, K for instance, is to be learned."""
-        name = f"{name}_free" if name in self._shapes else name
-        return self.get_parameter(name).requires_grad
-
-    def __getattr__(self, name: str) -> Any:
-        # A block-sparse K, or X, reads like a stored one: the whole matrices, zeros included.
-        if name in self.__dict__.get("_shapes", {}):
-            return self.weight(name)
-        return super().__getattr__(name)
-
-    def assign(self, name: str, value: Tensor) -> None:
-        if name in self._shapes:
-            value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
-            name = f"{name}_free"
-        super().assign(name, value)
 
     def _promise(self) -> Guarantee:
         if self.scheme.symplectic:
@@ -460,45 +327,9 @@ class H1(HamiltonianNet):
     Parameters K (N, n, n) and b (N, n); options as in `HamiltonianNet`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        layers: int,
-        *,
-        step: float | Sequence[float] | Tensor | None = None,
-        T: float | None = None,
-        activation: str = "tanh",
-        J: Tensor | None = None,
-        learn_J: bool = False,
-        learn_step: bool = False,
-        tied: bool = False,
-        init: str = "scaled",
-        sparsity: Sparsity | Any | None = None,
-        engine: str = "auto",
-        backprop: str = "auto",
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            features,
-            layers,
-            "forward_euler",
-            step=step,
-            T=T,
-            activation=activation,
-            J=J,
-            learn_J=learn_J,
-            learn_step=learn_step,
-            tied=tied,
-            init=init,
-            sparsity=sparsity,
-            engine=engine,
-            backprop=backprop,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-        )
+    @takes(HamiltonianNet, without=("integrator", "X", "learn_X", "tol", "max_iter"))
+    def __init__(self, features: int, layers: int, **options: Unpack[H1Options]) -> None:
+        super().__init__(features, layers, "forward_euler", **options)
 
 
 class H2(HamiltonianNet):
@@ -508,45 +339,9 @@ class H2(HamiltonianNet):
     Parameters K_p, K_q (N, m, m) and b_p, b_q (N, m); options as in `HamiltonianNet`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        layers: int,
-        *,
-        step: float | Sequence[float] | Tensor | None = None,
-        T: float | None = None,
-        activation: str = "tanh",
-        X: Tensor | None = None,
-        learn_X: bool = False,
-        learn_step: bool = False,
-        tied: bool = False,
-        init: str = "scaled",
-        sparsity: Sparsity | Any | None = None,
-        engine: str = "auto",
-        backprop: str = "auto",
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            features,
-            layers,
-            "semi_implicit_euler",
-            step=step,
-            T=T,
-            activation=activation,
-            X=X,
-            learn_X=learn_X,
-            learn_step=learn_step,
-            tied=tied,
-            init=init,
-            sparsity=sparsity,
-            engine=engine,
-            backprop=backprop,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-        )
+    @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "tol", "max_iter"))
+    def __init__(self, features: int, layers: int, **options: Unpack[H2Options]) -> None:
+        super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
 class ImplicitH2(HamiltonianNet):
@@ -555,55 +350,9 @@ class ImplicitH2(HamiltonianNet):
     Symplectic as H2 is. Parameters K (N, n, n) and b (N, n); options as in `HamiltonianNet`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        layers: int,
-        *,
-        step: float | Sequence[float] | Tensor | None = None,
-        T: float | None = None,
-        activation: str = "tanh",
-        X: Tensor | None = None,
-        learn_X: bool = False,
-        learn_step: bool = False,
-        tied: bool = False,
-        init: str = "scaled",
-        sparsity: Sparsity | Any | None = None,
-        tol: float | None = None,
-        max_iter: int | None = None,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            features,
-            layers,
-            "semi_implicit_euler_full",
-            step=step,
-            T=T,
-            activation=activation,
-            X=X,
-            learn_X=learn_X,
-            learn_step=learn_step,
-            tied=tied,
-            init=init,
-            sparsity=sparsity,
-            tol=tol,
-            max_iter=max_iter,
-            generator=generator,
-            dtype=dtype,
-            device=device,
-        )
-
-
-def _as_sparsity(given: Any) -> Sparsity:
-    if isinstance(given, Sparsity):
-        return given
-    if isinstance(given, dict):
-        for name in given:
-            choose("part of a sparsity", name, ("R", "T", "S", "sizes"))
-        return Sparsity(**given)
-    return Sparsity(given)
+    @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "engine", "backprop"))
+    def __init__(self, features: int, layers: int, **options: Unpack[ImplicitH2Options]) -> None:
+        super().__init__(features, layers, "semi_implicit_euler_full", **options)
 
 
 def _newton_options(

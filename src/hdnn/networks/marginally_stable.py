@@ -12,10 +12,10 @@ from hdnn import functional, interconnection
 from hdnn.errors import NotInvertibleError, ShapeError, positive_int
 from hdnn.integrators import splitting
 from hdnn.networks import jacobians
-from hdnn.networks.base import ODENetwork
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
+from hdnn.networks.ode import ODENetwork
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.operators import dense
 

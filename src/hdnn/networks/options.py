@@ -1,15 +1,78 @@
-"""Options that networks and units share, checked."""
+"""Options that networks share: their types, and what is checked of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hdnn.errors import OptionError, StepError, positive_float
+from hdnn.sparsity import Sparsity
 
 DEFAULT_T = 2.4
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+class HamiltonianOptions(TypedDict, total=False):
+    """What H1, H2 and ImplicitH2 all take: see `HamiltonianNet`."""
+
+    step: float | Sequence[float] | Tensor | None
+    T: float | None
+    activation: str
+    learn_step: bool
+    tied: bool
+    init: str
+    sparsity: Sparsity | Any | None
+    generator: torch.Generator | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+class H1Options(HamiltonianOptions, total=False):
+    J: Tensor | None
+    learn_J: bool
+    engine: str
+    backprop: str
+
+
+class H2Options(HamiltonianOptions, total=False):
+    X: Tensor | None
+    learn_X: bool
+    engine: str
+    backprop: str
+
+
+class ImplicitH2Options(HamiltonianOptions, total=False):
+    X: Tensor | None
+    learn_X: bool
+    tol: float | None
+    max_iter: int | None
+
+
+def takes(parent: type, *, without: Sequence[str]) -> Callable[[Constructor], Constructor]:
+    """Give a constructor the parameters of its parent's, without some; others are a TypeError."""
+    whole = inspect.signature(parent.__init__)
+    kept = [p for name, p in whole.parameters.items() if name not in without]
+    signature = whole.replace(parameters=kept)
+
+    def decorate(constructor: Constructor) -> Constructor:
+        @wraps(constructor)
+        def checked(*given: Any, **options: Any) -> None:
+            try:
+                signature.bind(*given, **options)
+            except TypeError as error:  # as Python says it, with the name
+                raise TypeError(f"{constructor.__qualname__}() {error}") from None
+            constructor(*given, **options)
+
+        checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
+        return checked  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def step_size(
