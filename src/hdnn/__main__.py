@@ -17,15 +17,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hdnn.app import cli
         from hdnn.training.processes import launch
 
-        interrupted.over()
+        interrupted.imported()
         return launch.leave(cli.main(arguments))
     except MissingExtraError as error:
         interrupted.say(str(error))
         return 2
     except KeyboardInterrupt:
-        return interrupted.code()
+        return interrupted.exit_code()
     finally:
-        interrupted.done()
+        interrupted.ended()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from hdnn import models
 from hdnn._version import __version__
 from hdnn.base import tensorfile
-from hdnn.base.files import as_path, write_atomically
+from hdnn.base.files import as_path, reason_of, write_atomically
 from hdnn.base.tensorfile import read as read
 from hdnn.errors import CheckpointError, HDNNError
 from hdnn.heads import HEADS, Augment
@@ -59,7 +59,7 @@ def write(
     except (HDNNError, *WRONG) as error:
         raise CheckpointError(
             f"this {type(model).__name__} cannot be saved, because it could not be loaded again: "
-            f"{tensorfile.said(error).rstrip('.')}; save its state_dict()."
+            f"{reason_of(error).rstrip('.')}; save its state_dict()."
         ) from error
     write_atomically(path, content)
 
@@ -87,7 +87,7 @@ def load(
         except WRONG as error:
             raise CheckpointError(
                 f"{path} does not hold the weights that its config describes; it is damaged or was "
-                f"edited ({tensorfile.said(error)})."
+                f"edited ({reason_of(error)})."
             ) from error
     return model if device is None else model.to(device)
 

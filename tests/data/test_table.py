@@ -275,7 +275,7 @@ def test_a_line_without_end_is_refused_when_its_start_is_read(tmp_path):
 
 
 def test_a_table_that_does_not_fit_into_memory_is_refused_with_its_size(csv, monkeypatch):
-    monkeypatch.setattr(memory, "there", lambda: 2.0**20)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2.0**20)
     with pytest.raises(OptionError, match=r"the cells of .*need about .* has 0.000977"):
         table.read(csv("a,b\n" + "1,2\n" * 20_000))
     assert table.read(csv("a,b\n" + "1,2\n" * 1000)).rows == 1000
@@ -288,12 +288,12 @@ def test_a_parquet_file_says_how_much_it_unpacks_to(tmp_path, monkeypatch):
     texts = arrow.array(["x" * 10**4] * 5000)
     parquet.write_table(arrow.table({"a": texts}), tmp_path / "texts.parquet")
     assert max(path.stat().st_size for path in tmp_path.iterdir()) < 10**5
-    monkeypatch.setattr(memory, "there", lambda: 3e7)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 3e7)
     with pytest.raises(OptionError, match="the 1,000,000 values of"):
         table.read(tmp_path / "rows.parquet")
     with pytest.raises(OptionError, match=r"the values of .*texts.parquet need about"):
         table.read(tmp_path / "texts.parquet")
-    monkeypatch.setattr(memory, "there", lambda: 1e9)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 1e9)
     assert table.read(tmp_path / "rows.parquet").rows == 10**6
 
 
@@ -304,7 +304,7 @@ def test_a_table_has_only_so_many_values(csv, tmp_path, monkeypatch):
     with parquet.ParquetWriter(tmp_path / "bomb.parquet", rows.schema) as writer:
         for _ in range(100):
             writer.write_table(rows)
-    monkeypatch.setattr(memory, "there", lambda: 2.0**60)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2.0**60)
     with pytest.raises(DataError, match="has 200,000,000 values or more, and a table may have 100"):
         table.read(tmp_path / "bomb.parquet")
     monkeypatch.setattr(table_files, "MOST_CELLS", 4096)
@@ -327,13 +327,13 @@ def test_lines_are_counted_whatever_ends_them(csv):
 
 
 def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
-    whole = memory.there()
+    whole = memory.total_bytes()
     (tmp_path / "max").write_text("max\n")
     (tmp_path / "limit").write_text("4096\n")
     monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "max"), str(tmp_path / "none")))
-    assert memory.there() >= whole
+    assert memory.total_bytes() >= whole
     monkeypatch.setattr(memory, "LIMITS", (str(tmp_path / "limit"),))
-    assert memory.there() == 4096
+    assert memory.total_bytes() == 4096
 
 
 def test_a_table_of_very_many_columns_asks_for_a_word():

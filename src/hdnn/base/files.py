@@ -59,9 +59,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     except CheckpointError:  # which says all that there is to say
         raise
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckpointError(
-            f"cannot write {path}: {reason}; "
+            f"cannot write {path}: {reason_of(error)}; "
             "what was there before is unchanged. Choose a folder that exists and has room."
         ) from error
     finally:
@@ -69,8 +68,14 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def reason_of(error: object, longest: int = 200) -> str:
+    """What an error says, in a few words on one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:longest] or type(error).__name__
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill in the middle of a write has left; for who knows that nobody writes."""
+    """Remove what a kill in the middle of a write has left, while nobody else writes there."""
     for file in folder.iterdir():
         if re.fullmatch(r"\..+\.[0-9a-f]{32}\.tmp", file.name):
             file.unlink(missing_ok=True)
@@ -104,7 +109,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error
+        raise CheckpointError(f"cannot read {path}: {reason_of(error)}.") from error
     if len(content) > most:
         raise CheckpointError(
             f"cannot read {path}: it is larger than {most // 2**20} MiB, and not what hdnn wrote."

@@ -21,13 +21,13 @@ def _expect() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def over() -> None:
-    """From here on an interruption is a KeyboardInterrupt again."""
+def imported() -> None:
+    """All is imported: from here on an interruption is a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def done() -> None:
+def ended() -> None:
     """All is written: until Python has put itself away, an interruption changes nothing."""
     if threading.current_thread() is threading.main_thread() and _is_command():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,14 +40,14 @@ def say(message: str) -> None:
         sys.stderr.flush()
 
 
-def code() -> int:
+def exit_code() -> int:
     """The exit code of a command that was interrupted, after a word about it."""
     say("interrupted")
     return 130
 
 
 def _end(*_: Any) -> None:
-    os._exit(code())  # nothing is open yet, and half an import cannot be left in order
+    os._exit(exit_code())  # nothing is open yet, and half an import cannot be left in order
 
 
 def _is_command() -> bool:

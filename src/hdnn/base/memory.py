@@ -10,7 +10,7 @@ from hdnn.errors import OptionError
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def there() -> float:
+def total_bytes() -> float:
     """The bytes that this machine, or the container it runs in, can have; infinite if unknown."""
     try:
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -26,7 +26,7 @@ def there() -> float:
 
 def check_memory(needed: float, what: str, less: str) -> None:
     """Refuse what this machine cannot hold: it would be killed, not stopped by an error."""
-    most = there()
+    most = total_bytes()
     if needed > most:
         raise OptionError(
             f"{what} need about {_gib(needed)}, but this machine has {_gib(most)}; "

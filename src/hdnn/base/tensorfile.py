@@ -19,7 +19,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from hdnn.base import memory
-from hdnn.base.files import check_regular, parse_json
+from hdnn.base.files import check_regular, parse_json, reason_of
 from hdnn.errors import CheckpointError
 
 SUM = "sha256"
@@ -57,7 +57,7 @@ class Mapped(NamedTuple):
         Files from before there were checksums have none, and are taken as they are.
         """
         size = sum(t.nbytes for t in self.tensors.values())
-        if size > memory.there():  # a file with holes can say so, and be small
+        if size > memory.total_bytes():  # a file with holes can say so, and be small
             raise CheckpointError(f"{self.path} holds {size} bytes, more than there is memory.")
         # Copies: what is mapped would change with the file.
         tensors = {name: t.clone() for name, t in self.tensors.items()}
@@ -84,12 +84,14 @@ def opened(path: Path, what: str = "a safetensors file") -> Iterator[Mapped]:
     except (SafetensorError, OSError, MemoryError) as error:
         raise CheckpointError(
             f"{path} cannot be read as {what}; it is truncated, damaged or of another kind "
-            f"({said(error)})."
+            f"({reason_of(error)})."
         ) from error
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise CheckpointError(f"{path} needs more memory than there is ({said(error)}).") from error
+        raise CheckpointError(
+            f"{path} needs more memory than there is ({reason_of(error)})."
+        ) from error
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -111,9 +113,3 @@ def digest(about: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
 def bits(tensor: Tensor) -> memoryview:
     """All bytes of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def said(error: BaseException) -> str:
-    """What an error says, in a few words."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return " ".join(str(reason).split())[:200]

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from hdnn.base.files import reason_of
 from hdnn.base.progress import Line
 from hdnn.data import mnist
 from hdnn.data.cifar10 import ARCHIVE
@@ -159,7 +160,7 @@ def _transfer(url: str, part: Path, limit: int, progress: bool) -> None:
             return
         raise _FailedError(f"the server says {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise _FailedError(_reason(error)) from error
+        raise _FailedError(reason_of(getattr(error, "reason", error), 120)) from error
     with response:
         if response.status == 206:
             came = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
@@ -182,7 +183,7 @@ def _copy(
             try:
                 chunk = response.read(CHUNK)
             except (OSError, http.client.HTTPException) as error:
-                raise _FailedError(_reason(error)) from error
+                raise _FailedError(reason_of(getattr(error, "reason", error), 120)) from error
             if not chunk:
                 break
             done += len(chunk)
@@ -229,11 +230,6 @@ def _check_scheme(url: str) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _reason(error: Exception) -> str:
-    reason = getattr(error, "reason", None) or error
-    return " ".join(str(reason).split())[:120] or type(error).__name__
 
 
 def _no_room(path: Path, error: OSError) -> DataError:

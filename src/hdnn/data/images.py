@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdnn.base.files import as_path
+from hdnn.base.files import as_path, reason_of
 from hdnn.errors import DataError, choose, flag
 
 PADDING = ("zeros", "reflect")
@@ -260,10 +260,9 @@ def missing(name: str, file: str, folder: Path, command: str) -> DataError:
 
 def unreadable(path: Path, error: Exception) -> DataError:
     """A file that the system or a decoder gives up on, in one sentence."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    short = " ".join(str(reason).split())[:120].rstrip(".") or type(error).__name__
+    reason = reason_of(error, 120).rstrip(".")
     return DataError(
-        f"{path} cannot be read ({short}); it is truncated, damaged or of another kind: "
+        f"{path} cannot be read ({reason}); it is truncated, damaged or of another kind: "
         "download it again."
     )
 

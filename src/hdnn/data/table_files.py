@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from hdnn.base.files import check_regular
+from hdnn.base.files import check_regular, reason_of
 from hdnn.base.memory import check_memory
 from hdnn.errors import CheckpointError, DataError, HDNNError, require
 
@@ -39,7 +39,7 @@ def read_columns(path: Path) -> ColumnsAndLines:
     except HDNNError:
         raise
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        reason = reason_of(error)
         raise DataError(f"cannot read {path}: {reason}; check its name and folder.") from error
 
 
@@ -116,7 +116,7 @@ def _read_parquet(path: Path) -> ColumnsAndLines:
     except (arrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, HDNNError):
             raise
-        reason = " ".join(str(error).split())[:120].rstrip(".")
+        reason = reason_of(error, 120).rstrip(".")
         raise DataError(f"{path} cannot be read as a Parquet file ({reason}).") from error
     if not columns or not next(iter(columns.values())):
         raise DataError(f"{path} has no rows.")

@@ -30,7 +30,7 @@ Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them
 """
 TOO_LARGE = f"; all states would take more than 1/{1 / SHARE:.0f} of the memory"
 
-_MACHINE = memory.there()
+_MACHINE = memory.total_bytes()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.base import tensorfile
-from hdnn.base.files import read_bytes, remove_leftovers, write_atomically
+from hdnn.base.files import read_bytes, reason_of, remove_leftovers, write_atomically
 from hdnn.errors import CheckpointError
 from hdnn.networks import Network
 from hdnn.training.identity import difference
@@ -97,7 +97,7 @@ def read(folder: Path, options: dict[str, Any]) -> Saved | None:
                 raise
             raise CheckpointError(
                 f"{path} cannot be read as a training of hdnn; it is damaged or of another kind "
-                f"({tensorfile.said(error)})."
+                f"({reason_of(error)})."
             ) from error
     over = state.get("stopped") is True or state.get("epoch") == options.get("epochs")
     if over:  # callbacks have nothing more to say
@@ -125,9 +125,7 @@ def understood(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} does not fit this model ({tensorfile.said(error)})."
-        ) from error
+        raise CheckpointError(f"{path} does not fit this model ({reason_of(error)}).") from error
 
 
 def restore(
