@@ -7,7 +7,7 @@ import sys
 import time
 
 
-class Line:
+class ProgressLine:
     """One line on stderr for a person who has waited two seconds; nothing when piped."""
 
     def __init__(self, wanted: bool) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hdnn.base import tensorfile
 from hdnn.base.files import write_atomically
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.data.images import ImageData, unreadable
 from hdnn.errors import CheckpointError, DataError, HDNNError, require
 
@@ -173,7 +173,7 @@ def _decode(
     sizes = {part: sum(key[0] == part for key in files) for part in COUNTS}
     images = {part: np.empty((size, *SHAPE), np.uint8) for part, size in sizes.items()}
     labels = {part: np.empty(size, np.int64) for part, size in sizes.items()}
-    done, qualities, line = dict.fromkeys(COUNTS, 0), set(), Line(progress)
+    done, qualities, line = dict.fromkeys(COUNTS, 0), set(), ProgressLine(progress)
     try:
         for number, (key, content) in enumerate(files.items()):
             part, label, _ = key

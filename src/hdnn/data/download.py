@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hdnn.base.files import reason_of
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.data import mnist
 from hdnn.data.cifar10 import ARCHIVE
 from hdnn.data.images import data_folder
@@ -177,7 +177,7 @@ def _copy(
 ) -> None:
     length = response.headers.get("Content-Length", "")
     total = start + int(length) if length.isdecimal() else None
-    done, line, since = start, Line(progress), time.monotonic()
+    done, line, since = start, ProgressLine(progress), time.monotonic()
     try:
         while True:
             try:

@@ -23,7 +23,7 @@ import torch
 import hdnn
 from hdnn.analysis import GradientMonitor, GradientWarning
 from hdnn.base.files import finite, write_atomically
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
@@ -115,7 +115,7 @@ def watched(
     return monitor, found
 
 
-def ways(seeds: int, line: Line) -> dict[str, dict[str, float]]:
+def ways(seeds: int, line: ProgressLine) -> dict[str, dict[str, float]]:
     """What the MLP reaches in each of the ways, over seeds."""
     found = {}
     for name, options in WAYS.items():
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=runner.count, default=10, help="for the 8-layer MLP")
     options = parser.parse_args(argv)
     figures = require("matplotlib.figure", extra="plot")
-    start, line = time.perf_counter(), Line(not options.quiet)
+    start, line = time.perf_counter(), ProgressLine(not options.quiet)
     monitors, networks = {}, {}
     for name, like in NETWORKS.items():
         line.show(f"training {name}")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hdnn.base.files import write_atomically
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.errors import DataError, HDNNError, OptionError
 from hdnn.training.images import ImageTraining, run_together
 
@@ -50,7 +50,7 @@ def run_all(
     """
     known = _read(path)
     missing = [job for job in jobs if _key(job) not in known]
-    line, start = Line(progress), time.monotonic()
+    line, start = ProgressLine(progress), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("a", encoding="utf-8") as file:

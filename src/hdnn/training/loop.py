@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
@@ -144,7 +144,7 @@ class _Training:
         self.x, self.y_0, self.weight = x, model.embed(x), weight
         self.t = t if self.regression else t.long()
         self.options, self.callbacks = options, callbacks
-        self.line = Line(progress and members.first)
+        self.line = ProgressLine(progress and members.first)
         self.epochs, self.batch = options["epochs"], options["batch"]
         self.solver, self.rate = options["solver"], options["learning_rate"]
         self.batches = math.ceil(len(x) / self.batch)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.data.images import ImageData, augment, blank, draw
 from hdnn.errors import TrainingError
 from hdnn.training import checkpoint, identity
@@ -266,7 +266,7 @@ class ImageTraining:
     ) -> ImageHistory:
         """All epochs that are left, or as many as fit into `until` seconds."""
         place = checkpoint.open_folder(folder, resume)
-        begun, line = time.perf_counter(), Line(progress)
+        begun, line = time.perf_counter(), ProgressLine(progress)
         with checkpoint.locked(place):
             if place is not None:
                 self.open(place)
@@ -350,7 +350,7 @@ def run_together(
     all came to their ends: `until`, by `time.monotonic`, no further epoch is begun.
     """
     places = [None] * len(trainings) if folders is None else folders
-    pairs, line = list(zip(trainings, places, strict=True)), Line(progress)
+    pairs, line = list(zip(trainings, places, strict=True)), ProgressLine(progress)
     with ExitStack() as stack:
         stack.callback(line.close)
         for one, folder in pairs:
