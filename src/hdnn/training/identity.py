@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hdnn import engine
 from hdnn.base.tensorfile import bits
+from hdnn.models import ImageModel
 from hdnn.networks import Network
 
 # Fields that checkpoints of earlier versions do not have; there they are not compared.
@@ -69,13 +70,16 @@ def of_callbacks(callbacks: Iterable[object]) -> list[Any]:
 
 
 def _part(part: nn.Module) -> dict[str, Any]:
-    """The options of one module, as exactly as it knows them."""
+    """The options of one module, as exactly as it knows them.
+
+    Not the config of an image model: its parts say the same, and earlier checkpoints have no more.
+    """
     kind = type(part)
     if isinstance(part, Network):
         options = {**part.config(), "engine": part.engine, "backprop": part.backprop}
         if options.get("learn_step"):
             del options["step"]  # where it began
-    elif callable(getattr(part, "config", None)):
+    elif callable(getattr(part, "config", None)) and not isinstance(part, ImageModel):
         options = part.config()  # pyright: ignore
     elif kind.__module__.partition(".")[0] == "torch":
         # Not its words: those change with the version of PyTorch.
