@@ -20,7 +20,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import hdnn
-from hdnn.app.runs import TrainConfig
+from hdnn.app.configs.table import TableConfig
 from hdnn.data.table import Columns
 from hdnn.errors import HDNNError, OptionError
 from hdnn.estimators import NETWORKS, HDNNClassifier, HDNNRegressor
@@ -370,7 +370,7 @@ def test_very_many_columns_ask_for_a_word_before_the_network_is_made():
 
 
 def test_the_defaults_are_those_of_the_command_line():
-    run = TrainConfig.of({"data": "t.csv"})
+    run = TableConfig.of({"data": "t.csv"})
     for estimator, recipe in (
         (HDNNClassifier(), table_recipe.CLASSES),
         (HDNNRegressor(), table_recipe.VALUES),

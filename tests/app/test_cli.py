@@ -24,10 +24,13 @@ import torch
 
 import hdnn
 from hdnn.__main__ import main
-from hdnn.app import cli, tasks
+from hdnn.app import progress, terminal
+from hdnn.app.commands import info, reproduce
 from hdnn.app.runs import Run
+from hdnn.app.tasks import kinds
+from hdnn.app.tasks import table as table_task
 from hdnn.base import memory
-from hdnn.base.progress import Line
+from hdnn.base.progress import ProgressLine
 from hdnn.data.table import split
 from hdnn.training import Moment, fit, fit_multilevel, schedule
 from said import files, told, trained_elsewhere
@@ -255,7 +258,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(monkeypatch, capsy
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "fit", interrupted)
+        patch.setattr(table_task, "fit", interrupted)
         assert main(["train", *flags, "--out", "part"]) == 130
     assert told(capsys) == "hdnn: interrupted; go on with: hdnn train --resume --out part\n"
     assert not Path("part/metrics.json").exists()
@@ -300,7 +303,7 @@ def test_a_run_in_levels_ends_with_all_its_layers_and_can_be_interrupted(monkeyp
         return fit_multilevel(*args, **{**options, "callbacks": [stop]})
 
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "fit_multilevel", interrupted)
+        patch.setattr(table_task, "fit_multilevel", interrupted)
         assert main(["train", *flags, "--out", "part"]) == 130
     assert main(["train", "--resume", "--out", "part", "--multilevel", "2,2", "--step", "1"]) == 2
     assert main(["train", "--resume", "--out", "part", "--multilevel", "2, 2"]) == 0
@@ -345,7 +348,7 @@ def test_an_interruption_before_the_start_says_so(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tasks, "prepare", interrupted)
+    monkeypatch.setattr(table_task, "prepare", interrupted)
     assert main(["train", "--data", "swiss_roll"]) == 130
     assert "before anything was written" in told(capsys)
     assert files() == {}
@@ -378,7 +381,7 @@ def test_several_runs_that_are_interrupted_say_how_to_go_on(monkeypatch, capsys)
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tasks, "fit", interrupted)
+    monkeypatch.setattr(table_task, "fit", interrupted)
     assert main(["train", "--data", "swiss_roll", "--seeds", "2", "--out", "all"]) == 130
     assert "give the same command with --resume" in told(capsys)
 
@@ -430,12 +433,12 @@ def test_a_certificate_is_printed_and_is_json(trained, capsys):
 
 
 def test_a_broken_guarantee_is_exit_code_1(trained, monkeypatch, capsys):
-    certify = tasks.certify
+    certify = kinds.certify
 
     def broken(*args, **options):
         return replace(certify(*args, **options), holds=False, smallest_norm=0.5)
 
-    monkeypatch.setattr(tasks, "certify", broken)
+    monkeypatch.setattr(kinds, "certify", broken)
     assert main(["certify", "--run", str(trained / "classes")]) == 1
     assert "BROKEN: norm(dy_N/dy_j) >= 1, but it is 0.5" in capsys.readouterr().out
 
@@ -517,8 +520,8 @@ def test_experiments_get_what_follows(monkeypatch, capsys):
             return 3 if "--fail" in argv else None
 
     there = {"table-planar": "there", "fig-planar": "there"}
-    monkeypatch.setattr(cli, "_experiment", lambda name: there.get(name, ""))
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Experiment)
+    monkeypatch.setattr(reproduce, "_experiment", lambda name: there.get(name, ""))
+    monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: Experiment)
     assert main(["reproduce", "table-planar", "--", "--seeds", "3"]) == 0
     assert capsys.readouterr().out == "ran ['--seeds', '3']\n"
     assert main(["reproduce", "table-planar", "--", "--help"]) == 0
@@ -532,14 +535,14 @@ def test_experiments_get_what_follows(monkeypatch, capsys):
 
 
 def test_experiments_are_looked_for_in_the_package():
-    assert cli._experiment("no-such-thing") == ""
-    assert cli._experiment("fig-exploding") == "hdnn.experiments.fig_exploding"
+    assert reproduce._experiment("no-such-thing") == ""
+    assert reproduce._experiment("fig-exploding") == "hdnn.experiments.fig_exploding"
 
 
 def test_benchmarks_are_listed_run_or_pointed_to(monkeypatch, tmp_path, capfd):
     folder = tmp_path / "clone" / "benchmarks"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "clone" / "src" / "hdnn" / "cli.py"))
+    monkeypatch.setattr(hdnn, "__file__", str(tmp_path / "clone" / "src" / "hdnn" / "__init__.py"))
     assert main(["bench"]) == 2
     assert "python benchmarks/engine.py" in told(capfd)
     code = "import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(4)\n"
@@ -561,8 +564,8 @@ def moment(step, accuracy=0.5):
 
 
 def test_the_bar_shows_loss_accuracy_and_gradient(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_at_terminal", lambda: True)
-    with cli._TrainingBar("name", True) as bar:
+    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
+    with progress.TrainingBar("name", True) as bar:
         bar(moment(1))
         assert bar.progress is None  # not before two seconds
         bar.due = 0.0
@@ -577,16 +580,16 @@ def test_the_bar_shows_loss_accuracy_and_gradient(monkeypatch, capsys):
         bar(moment(10, accuracy=None))
         assert task.completed == 10
         assert "accuracy" not in task.fields["values"]
-    assert not cli._TrainingBar("name", False).on
+    assert not progress.TrainingBar("name", False).on
 
 
 def test_a_sign_of_life_appears_for_who_waits(monkeypatch):
-    monkeypatch.setattr(cli, "_at_terminal", lambda: True)
+    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
     for wait in (0.0, 1000.0):
-        monkeypatch.setattr(cli, "WAIT", wait)
-        with cli._waiting("working"):
+        monkeypatch.setattr(progress, "WAIT", wait)
+        with progress.waiting("working"):
             pass
-    with cli._waiting("working", False):
+    with progress.waiting("working", False):
         pass
 
 
@@ -662,8 +665,8 @@ def test_other_failures_are_one_sentence_too(error, code, words, monkeypatch, ca
     def fail():
         raise error
 
-    monkeypatch.setattr(cli, "_about", fail)
-    monkeypatch.setattr(cli, "_forget_output", lambda: None)
+    monkeypatch.setattr(info, "_about", fail)
+    monkeypatch.setattr(terminal, "forget_output", lambda: None)
     monkeypatch.delenv("HDNN_TRACEBACK", raising=False)
     assert main(["info"]) == code
     assert words in capfd.readouterr().err
@@ -828,7 +831,7 @@ def test_the_demo_refuses_huge_numbers_before_anything_is_written(option, capsys
 
 
 def test_a_network_that_cannot_fit_is_refused_with_its_size(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "there", lambda: 2.0**20)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2.0**20)
     for flags in (["demo"], ["train", "--data", "swiss_roll"]):
         assert main([*flags, "--layers", "100000"]) == 2
         said = told(capsys)
@@ -915,8 +918,8 @@ def test_no_line_is_wider_than_the_terminal(trained, monkeypatch, capsys):
 def test_further_lines_stand_under_the_value_of_the_first():
     indent = " " * 12
     lines = ["name of it  one two", f"{indent}three four", f"{indent}five six"]
-    assert cli._fitted("name of it  one two three four five six", 24).splitlines() == lines
-    assert cli._fitted("short", 24) == "short"
+    assert terminal.fitted("name of it  one two three four five six", 24).splitlines() == lines
+    assert terminal.fitted("short", 24) == "short"
 
 
 def test_the_line_of_progress_is_never_wider_than_the_terminal(monkeypatch):
@@ -927,7 +930,7 @@ def test_the_line_of_progress_is_never_wider_than_the_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "40")
-    line = Line(True)
+    line = ProgressLine(True)
     line.due = 0.0
     line.show("x" * 100)
     assert terminal.getvalue().count("x") == 39
@@ -1025,7 +1028,7 @@ def test_spoiled_tables_are_one_sentence_and_exit_code_2(
     with pytest.MonkeyPatch.context() as patch:
         Path("bad.csv").write_bytes(end.join(delimiter.join(r) for r in cells).encode())
         said = []
-        patch.setattr(cli, "_say", lambda message: said.append(" ".join(str(message).split())))
+        patch.setattr(terminal, "say", lambda message: said.append(" ".join(str(message).split())))
         before = files()
         assert main([command, *flags]) == 2, (spoil, cells)
         assert len(said) == 1
@@ -1039,7 +1042,7 @@ def test_any_bytes_at_all_are_one_sentence_and_exit_code_2(content, suffix):
     with pytest.MonkeyPatch.context() as patch:
         Path(f"any.{suffix}").write_bytes(content)
         said = []
-        patch.setattr(cli, "_say", lambda message: said.append(message))
+        patch.setattr(terminal, "say", lambda message: said.append(message))
         before = files()
         data = ["--config", "any.toml"] if suffix == "toml" else ["--data", f"any.{suffix}"]
         assert main(["train", *data, "--target", "no such column"]) == 2

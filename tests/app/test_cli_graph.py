@@ -26,7 +26,10 @@ import hdnn
 from graphs import RING, TWO_STEPS, patterns
 from hdnn import sparsity
 from hdnn.__main__ import main
-from hdnn.app import cli, cli_graph, graph_tasks
+from hdnn.app import graphs, progress, terminal
+from hdnn.app.commands import launch as launch_command
+from hdnn.app.commands import train as train_command
+from hdnn.app.tasks import graph as graph_task
 from hdnn.data import planar
 from hdnn.distributed import Config, GraphNetwork, Plan, read_graph, train, worker
 from hdnn.distributed.graph import file as gf
@@ -136,12 +139,11 @@ def test_a_designed_R_and_missing_edges_are_told_of(capsys):
 @given(patterns())
 def test_breaches_are_those_that_explain_finds(found):
     if found.S is None:
-        assert list(graph_tasks.breaches(found)) == []
+        assert graphs.check(found)["explanation"] == []
         return
     T, R, S = (gf.matrix_of(links) for links in (found.T, found.R, found.S))
-    mine, theirs = list(graph_tasks.breaches(found)), list(sparsity.explain(T, R, S))
-    assert mine == theirs
-    result = graph_tasks.check(found)
+    result, theirs = graphs.check(found), list(sparsity.explain(T, R, S))
+    assert [breach["text"] for breach in result["explanation"]] == [*map(str, theirs)]
     assert (result["local"], result["breaches"]) == (not theirs, len(theirs))
     assert (result["fault"] is None) == (result["connected"] and not theirs)
     free = sparsity.free_weights(hdnn.Sparsity(R, T, sizes=found.sizes))
@@ -149,7 +151,7 @@ def test_breaches_are_those_that_explain_finds(found):
     assert result["groups"] == len(sparsity.components(T, R))
 
 
-@pytest.mark.parametrize("network", graph_tasks.NETWORKS)
+@pytest.mark.parametrize("network", graph_task.NETWORKS)
 def test_messages_are_those_that_a_layer_sends(network):
     found = gf.patterns_of({"nodes": 6, "R": [[0, 1], [1, 2], [1, 5], [3, 4]], "T": ring(6)})
     plan = Plan.each(found.graph())
@@ -163,7 +165,7 @@ def test_messages_are_those_that_a_layer_sends(network):
         return forward, sum(transport.traffic.messages.values()) - forward
 
     forward, backward = (sum(counts) for counts in zip(*run_parts(plan, work), strict=True))
-    assert forward == backward == 2 * graph_tasks.messages(found)[network]
+    assert forward == backward == 2 * graphs.messages(found)[network]
 
 
 def test_a_large_graph_is_looked_at_without_matrices(capsys):
@@ -381,7 +383,7 @@ def test_a_training_that_is_interrupted_goes_on_to_the_same_bytes(monkeypatch, c
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(cli_graph._EpochBar, "tell", stop)
+        patch.setattr(progress.EpochBar, "tell", stop)
         assert main(["train", *flags, "--out", "part", "--save-every", "1"]) == 130
     assert told(capsys) == "hdnn: interrupted; go on with: hdnn train --resume --out part\n"
     assert main(["train", "--resume", "--out", "part"]) == 0
@@ -462,7 +464,7 @@ def test_a_ring_is_started_and_its_traffic_summed_up(monkeypatch, capsys):
     folder = os.path.abspath("runs/ring8-swiss_roll-h2-4-0")
     assert command[1:3] == ["-m", "hdnn.distributed.worker"]
     assert command[4:] == ["--resume", "--out", folder, "--timeout", "9.0", "--save-every", "7"]
-    assert config == json.loads(Config(graph=graph_tasks.ring_table(8), layers=4).text())
+    assert config == json.loads(Config(graph=graph_task.ring_table(8), layers=4).text())
     assert capsys.readouterr().out.splitlines() == [
         "network         h2 of 4 layers on swiss_roll",
         "graph           8 nodes in 8 processes",
@@ -536,13 +538,13 @@ def test_a_folder_in_which_another_process_trains_is_left_to_it(monkeypatch, cap
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
 def test_signals_to_end_are_heard(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    with cli_graph._stopped_by_signals(), pytest.raises(KeyboardInterrupt):
+    with launch_command._stopped_by_signals(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-    monkeypatch.setattr(cli_graph, "PATIENCE", 0.05)
+    monkeypatch.setattr(train_command, "PATIENCE", 0.05)
     alarm = signal.getsignal(signal.SIGALRM)
     try:
-        cli_graph._hear_before_the_end()
+        train_command._hear_before_the_end()
         signal.raise_signal(signal.SIGTERM)  # is not heard at once
         with pytest.raises(KeyboardInterrupt):
             time.sleep(10)
@@ -552,13 +554,13 @@ def test_signals_to_end_are_heard(monkeypatch):
 
 
 def test_the_bar_shows_epochs_and_restarts(monkeypatch, capsys):
-    with cli_graph._EpochBar("name", 4, True) as bar:  # no terminal: only a restart is told
+    with progress.EpochBar("name", 4, True) as bar:  # no terminal: only a restart is told
         bar.open("starting")
         bar.tell({"epoch": 1, "loss": 0.5})
         bar.tell({"restart": 1, "fault": "node 3 is gone"})
     assert capsys.readouterr().err == "hdnn: restart 1, because node 3 is gone\n"
-    monkeypatch.setattr(cli, "_at_terminal", lambda: True)
-    with cli_graph._EpochBar("name", 4, True) as bar:
+    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
+    with progress.EpochBar("name", 4, True) as bar:
         bar.tell({"epoch": 1, "loss": 0.5})
         assert bar.progress is None  # not before two seconds
         bar.due = 0.0
@@ -568,10 +570,10 @@ def test_the_bar_shows_epochs_and_restarts(monkeypatch, capsys):
         assert task.fields["values"] == "loss 0.5000, accuracy 75.0%, epoch 2/4"
         bar.tell({"restart": 1, "fault": "node 3 is gone"})
         assert task.fields["values"] == "restart 1, because node 3 is gone"
-    with cli_graph._EpochBar("name", 4, True) as bar:
+    with progress.EpochBar("name", 4, True) as bar:
         bar.open("starting 8 processes")
         assert bar.progress is not None
-    assert not cli_graph._EpochBar("name", 4, False).on
+    assert not progress.EpochBar("name", 4, False).on
 
 
 # Data of nodes
@@ -795,7 +797,7 @@ def test_any_bytes_at_all_are_one_sentence_or_a_graph(content):
     with pytest.MonkeyPatch.context() as patch:
         Path("any.toml").write_bytes(content)
         said = []
-        patch.setattr(cli, "_say", lambda message: said.append(str(message)))
+        patch.setattr(terminal, "say", lambda message: said.append(str(message)))
         code = main(["graph", "check", "any.toml", "--json"])
         assert (code, len(said)) in ((0, 0), (2, 1))
         assert not any("mistake" in message for message in said)
@@ -810,17 +812,18 @@ def test_every_command_explains_itself_with_examples(command, capsys):
 
 def test_help_names_the_defaults_of_the_library():
     """The numbers in the help of `launch` are those that are used."""
-    import inspect
     import re
+    from dataclasses import fields
 
+    from hdnn.app.configs.flags import GraphOptions
     from hdnn.distributed.training import run
     from hdnn.distributed.training.training import DEFAULTS
 
     known = {**DEFAULTS, **run.OPTIONS, **Config(graph={}).__dict__}
-    for name, parameter in inspect.signature(cli_graph.launch).parameters.items():
-        found = re.search(r"default: ([\d.e-]+)", str(parameter.annotation))
-        if found and name in known:
-            assert math.isclose(float(found[1]), known[name]), name
+    for option in fields(GraphOptions):
+        found = re.search(r"default: ([\d.e-]+)", option.metadata["help"])
+        if found:
+            assert math.isclose(float(found[1]), known[option.name]), option.name
 
 
 # Real processes

@@ -20,9 +20,13 @@ from hdnn import models, serialization
 from hdnn.__main__ import main
 from hdnn.analysis import image_certificate
 from hdnn.analysis.image_certificate import certify_images
-from hdnn.app import cli, cli_images, image_tasks
-from hdnn.app.image_runs import ImageConfig
-from hdnn.app.runs import Run, config_of, read_config
+from hdnn.app import progress, terminal
+from hdnn.app.commands import train
+from hdnn.app.configs.images import ImageConfig
+from hdnn.app.configs.kinds import config_of, read_config
+from hdnn.app.runs import Run
+from hdnn.app.tasks import images as image_task
+from hdnn.app.tasks import task
 from hdnn.base import tensorfile
 from hdnn.data import cifar10, mnist
 from hdnn.data.images import ImageData
@@ -355,14 +359,16 @@ def test_progress_is_told_step_by_step(trained, tmp_path, monkeypatch):
     config = Run(trained / "mnist").config()
     assert isinstance(config, ImageConfig)
     seen = []
-    image_tasks.train(config, Run(tmp_path / "r"), tell=lambda *told: seen.append(told))
+    bar = progress.TrainingBar("r", False)
+    bar.on, bar.show = True, lambda *told: seen.append(told)
+    task.train(image_task.ImageTask(config), Run(tmp_path / "r"), bar=bar)
     assert [step for step, *_ in seen] == [1, 2, 2, 3, 4, 4, 1]
     assert all(steps == 4 for _, steps, _ in seen[:-1])
     assert seen[0][2].startswith("loss ")
     assert seen[0][2].endswith("%, epoch 1/2")
     assert ", test " in seen[2][2]
-    monkeypatch.setattr(cli, "_at_terminal", lambda: True)
-    with cli._TrainingBar("name", True) as bar:
+    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
+    with progress.TrainingBar("name", True) as bar:
         bar.due = 0.0
         bar.show(1, 4, "epoch 1/2")
         bar.show(1, 1, "measuring")
@@ -372,12 +378,12 @@ def test_progress_is_told_step_by_step(trained, tmp_path, monkeypatch):
 
 def test_fewer_images_keep_the_share_of_each_class():
     data = halves("MNIST", 1, 28)
-    few = image_tasks.fewer(data, 10, seed=1)
+    few = image_task.fewer(data, 10, seed=1)
     assert few.t_train.bincount().tolist() == [5, 5]
     assert few.t_test.bincount().tolist() == [5, 5]
-    some = image_tasks.fewer(data, 30, seed=1)
+    some = image_task.fewer(data, 30, seed=1)
     assert (len(some.t_train), len(some.t_test)) == (30, 20)
-    assert image_tasks.fewer(data, None, seed=1) is data
+    assert image_task.fewer(data, None, seed=1) is data
 
 
 # Predicting, certifying, reporting
@@ -459,7 +465,7 @@ def test_info_says_where_the_sets_are(tmp_path, monkeypatch, capsys):
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / cifar10.ARCHIVE).touch()
     monkeypatch.setenv("HDNN_DATA", str(tmp_path))
-    assert image_tasks.where("cifar10") == f"ready ({tmp_path / 'cifar10' / cifar10.ARCHIVE})"
+    assert image_task.where("cifar10") == f"ready ({tmp_path / 'cifar10' / cifar10.ARCHIVE})"
 
 
 # What goes wrong
@@ -558,12 +564,11 @@ def test_a_set_that_is_missing_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 
 def test_one_process_trains_on_images(monkeypatch):
-    config = config_of({"data": "mnist"})
-    cli_images.check([(config, Run("r"))])
-    monkeypatch.setattr(cli_images.launch, "several", lambda: True)
+    train._asked({"data": "mnist"})
+    monkeypatch.setattr(train.launch, "several", lambda: True)
     with pytest.raises(OptionError, match="without torchrun"):
-        cli_images.check([(config, Run("r"))])
-    cli_images.check([(config_of({"data": "swiss_roll"}), Run("r"))])
+        train._asked({"data": "mnist"})
+    train._asked({"data": "swiss_roll"})
 
 
 def test_a_run_and_a_config_that_do_not_fit_are_refused(trained, capsys):

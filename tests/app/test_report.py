@@ -11,7 +11,8 @@ import pytest
 
 from hdnn.__main__ import main
 from hdnn.app import report, reproduced, svg_curves
-from hdnn.app.runs import Run, TrainConfig, write_json
+from hdnn.app.configs.table import TableConfig
+from hdnn.app.runs import Run, write_json
 from hdnn.app.svg_curves import Line, curve
 from hdnn.errors import CheckpointError
 
@@ -63,7 +64,7 @@ def make(tmp_path):
     def make(name, *, accuracy=0.9, log=True, metrics=None, **options):
         run = Run(tmp_path / "runs" / name)
         run.folder.mkdir(parents=True)
-        config = TrainConfig.of({"data": "swiss_roll", "layers": 4, **options})
+        config = TableConfig.of({"data": "swiss_roll", "layers": 4, **options})
         run.config_file.write_text(config.to_toml())
         if log:
             entries = [

@@ -16,27 +16,34 @@ from hypothesis import strategies as st
 
 from hdnn import serialization
 from hdnn.__main__ import main
-from hdnn.app import graph_tasks, runfiles, runs, tasks
-from hdnn.app.runs import Run, TrainConfig, read_config
+from hdnn.app import runfiles, runs
+from hdnn.app.configs.common import find_device
+from hdnn.app.configs.kinds import read_config
+from hdnn.app.configs.table import TableConfig
+from hdnn.app.runs import Run
+from hdnn.app.tasks import graph as graph_task
+from hdnn.app.tasks.task import known_metrics
+from hdnn.base.config import toml_value
+from hdnn.base.files import read_json
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
 
 
 def config(**options):
-    return TrainConfig.of({"data": "swiss_roll", **options})
+    return TableConfig.of({"data": "swiss_roll", **options})
 
 
 def test_a_config_is_read_back_from_its_own_file(tmp_path):
     for made in (
         config(seed=3, T=1.5, clip=2.0),
-        TrainConfig.of({"data": 'a "b"\\.csv', "target": "t\n\t\x7fü", "drop": ["x", "y,z"]}),
+        TableConfig.of({"data": 'a "b"\\.csv', "target": "t\n\t\x7fü", "drop": ["x", "y,z"]}),
     ):
         (tmp_path / "config.toml").write_text(made.to_toml())
-        assert TrainConfig.of(read_config(tmp_path / "config.toml")) == made
+        assert TableConfig.of(read_config(tmp_path / "config.toml")) == made
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"])))
 def test_any_text_survives_toml(text):
-    assert tomllib.loads(f"x = {runs._toml(text)}")["x"] == text
+    assert tomllib.loads(f"x = {toml_value(text)}")["x"] == text
 
 
 def test_hyphens_and_underscores_are_the_same(tmp_path):
@@ -119,17 +126,17 @@ def test_impossible_options_are_refused(options, words):
 
 def test_names_of_runs_are_plain():
     assert config().run_name() == "swiss_roll-h2-64-0"
-    name = TrainConfig.of({"data": "../mü lk/../a b?.csv", "seed": 2}).run_name()
+    name = TableConfig.of({"data": "../mü lk/../a b?.csv", "seed": 2}).run_name()
     assert name == "a_b-h2-8-2"
-    assert set(TrainConfig.of({"data": "..csv"}).run_name()) <= {*string.ascii_letters, *"-2480"}
+    assert set(TableConfig.of({"data": "..csv"}).run_name()) <= {*string.ascii_letters, *"-2480"}
 
 
 def test_devices_that_are_not_here_are_refused():
-    assert runs.find_device("cpu") == "cpu"
-    assert runs.find_device("auto") in ("cpu", "cuda")
+    assert find_device("cpu") == "cpu"
+    assert find_device("auto") in ("cpu", "cuda")
     for name in ("cuda:99", "tpu", "meta", "cpu:3", ""):
         with pytest.raises(OptionError, match="device"):
-            runs.find_device(name)
+            find_device(name)
 
 
 def test_a_folder_with_anything_in_it_is_not_free(tmp_path):
@@ -191,10 +198,10 @@ def test_the_log_of_a_run_in_levels_counts_its_epochs_on(tmp_path):
 
 def test_json_holds_no_infinite_numbers(tmp_path):
     runs.write_json(tmp_path / "x.json", {"a": [1.0, float("inf"), float("nan")]})
-    assert runs.read_json(tmp_path / "x.json") == {"a": [1.0, None, None]}
+    assert read_json(tmp_path / "x.json") == {"a": [1.0, None, None]}
     (tmp_path / "x.json").write_text("[" * 10**5)
     with pytest.raises(CheckpointError, match="cannot read"):
-        runs.read_json(tmp_path / "x.json")
+        read_json(tmp_path / "x.json")
 
 
 # What the files of a run hold is checked when they are read
@@ -385,7 +392,7 @@ def test_a_training_goes_on_though_its_log_was_edited(trained, tmp_path, capsys)
     run.log_file.write_bytes(b"\xff\xfe\n{}\n[")
     assert main(["train", "--resume", "--out", str(run.folder), "--quiet"]) == 0
     assert run.model_file.read_bytes() == (trained / "classes" / "model.safetensors").read_bytes()
-    assert tasks.known_metrics(run) is not None
+    assert known_metrics(run) is not None
 
 
 # The same of trainings on a graph
@@ -398,23 +405,23 @@ OF_GRAPH |= {"data": "swiss_roll", "network": "h2", "traffic": [[0, 1, 2, 3]]}
 def test_metrics_of_a_graph_of_any_other_kind_are_one_sentence(tmp_path, entry):
     file = tmp_path / "metrics.json"
     file.write_text(json.dumps(OF_GRAPH))
-    assert graph_tasks.metrics(tmp_path) == OF_GRAPH
+    assert graph_task.read_metrics(tmp_path) == OF_GRAPH
     like = str if isinstance(OF_GRAPH[entry], str) else (int, float)
     for odd in [odd for odd in ODD if odd is True or not isinstance(odd, like)]:
         if entry == "traffic" and odd == []:
             continue  # none at all
         file.write_text(json.dumps(OF_GRAPH | {entry: odd}))
         with pytest.raises(CheckpointError, match=f"metrics.json is damaged or was .* {entry}"):
-            graph_tasks.metrics(tmp_path)
+            graph_task.read_metrics(tmp_path)
 
 
 def test_a_config_of_a_graph_of_any_other_kind_is_one_sentence(tmp_path):
-    file, asked = tmp_path / "config.json", graph_tasks.ask({"layers": 2}, nodes=4)
+    file, asked = tmp_path / "config.json", graph_task.ask({"layers": 2}, nodes=4)
     for name in ("graph", "layers", "step", "gain", "seed", "options", "network", "nonsense"):
         for odd in (None, "x", [], [1], "nonsense"):
             file.write_text(json.dumps({**asdict(asked.config), name: odd}))
             with pytest.raises(HDNNError):
-                graph_tasks.ask({}, out=str(tmp_path), resume=True)
+                graph_task.ask({}, out=str(tmp_path), resume=True)
     file.write_text("[" * 10**5)
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        graph_tasks.ask({}, out=str(tmp_path), resume=True)
+        graph_task.ask({}, out=str(tmp_path), resume=True)

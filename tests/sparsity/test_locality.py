@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hdnn import sparsity
-from hdnn.app import graph_tasks
+from hdnn.app import graphs
+from hdnn.app.tasks import graph as graph_task
+from hdnn.base.search import components
 from hdnn.distributed.graph.file import GraphPatterns
 from hdnn.distributed.graph.graph import Graph, alone, from_edges, transposed, union
 from hdnn.errors import OptionError, SparsityError
@@ -77,12 +79,12 @@ def test_lists_can_be_turned_joined_and_written_back():
 
 def test_a_star_is_told_by_counting_not_by_building():
     nodes, begin = 30_000, time.monotonic()
-    result = graph_tasks.check(patterns_of_star(nodes))
+    result = graphs.check(patterns_of_star(nodes))
     assert time.monotonic() - begin < LONG
     assert result["local"] is False
     assert result["all_breaches"] is False
     assert result["breaches"] >= nodes
-    assert len(result["explanation"]) == graph_tasks.LISTED
+    assert len(result["explanation"]) == graphs.LISTED
     assert result["explanation"][0]["text"] == (
         "node 1 needs node 2 forward and backward: row 0 of R has 1 and 2"
     )
@@ -111,7 +113,7 @@ def test_rows_that_are_all_linked_but_too_long_to_check_are_refused(monkeypatch)
 
 def test_many_nodes_without_links_are_grouped_at_once():
     begin = time.monotonic()
-    assert len(graph_tasks.groups(alone(200_000))) == 200_000
+    assert len(components(alone(200_000))) == 200_000
     assert time.monotonic() - begin < LONG
 
 
@@ -119,15 +121,15 @@ def test_a_large_graph_is_checked_in_seconds():
     nodes, begin = 200_000, time.monotonic()
     ring = from_edges(nodes, [(i, (i + 1) % nodes) for i in range(nodes)])
     near = from_edges(nodes, [(i, (i + k) % nodes) for i in range(nodes) for k in (1, 2)])
-    result = graph_tasks.check(GraphPatterns(ring, alone(nodes), near, (1,) * nodes))
+    result = graphs.check(GraphPatterns(ring, alone(nodes), near, (1,) * nodes))
     assert time.monotonic() - begin < LONG
     assert (result["local"], result["depth"], result["fault"]) == (True, nodes // 2, None)
 
 
 def test_the_diameter_of_a_dense_graph_takes_no_time():
     begin = time.monotonic()
-    assert graph_tasks.diameter(((*range(1500),),) * 1500) == 1
-    assert graph_tasks.diameter(star(1000)) == 2
+    assert graphs.diameter(((*range(1500),),) * 1500) == 1
+    assert graphs.diameter(star(1000)) == 2
     assert time.monotonic() - begin < LONG
 
 
@@ -135,13 +137,13 @@ def test_a_star_with_too_many_leaves_is_not_trained_on(tmp_path):
     file = tmp_path / "star.toml"
     file.write_text(f"nodes = 9000\nR = {[[0, i] for i in range(1, 9000)]}\n")
     with pytest.raises(SparsityError, match="node 0 has 8999 links in R"):
-        graph_tasks.ask({}, graph=str(file), out=str(tmp_path / "run"))
+        graph_task.ask({}, graph=str(file), out=str(tmp_path / "run"))
 
 
 def test_more_nodes_than_can_be_trained_on_are_refused_at_once(tmp_path):
     with pytest.raises(OptionError, match="up to 200000 nodes, but there are 1000000"):
-        graph_tasks.ask({}, nodes=10**6)
+        graph_task.ask({}, nodes=10**6)
     file = tmp_path / "many.toml"
     file.write_text("nodes = 300000\nR = []\n")
     with pytest.raises(OptionError, match="up to 200000 nodes, but there are 300000"):
-        graph_tasks.ask({}, graph=str(file))
+        graph_task.ask({}, graph=str(file))

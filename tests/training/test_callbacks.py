@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hdnn
-from hdnn.app import tasks
-from hdnn.app.runs import Run, TrainConfig
+from hdnn.app.configs.table import TableConfig
+from hdnn.app.runs import Run
+from hdnn.app.tasks import kinds, task
 from hdnn.data import planar
 from hdnn.errors import CheckpointError, DataError, HDNNError, MissingExtraError, TrainingError
 from hdnn.training import EarlyStopping, Moment, TensorBoard, WellPosed, checkpoint, fit, loop
@@ -474,10 +475,10 @@ def test_an_implicit_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 def test_the_program_trains_saves_and_certifies_implicit_networks_by_default(
     network, layers, tmp_path
 ):
-    config = TrainConfig.of(
+    config = TableConfig.of(
         {"data": "swiss_roll", "network": network, "layers": layers, "epochs": 1}
     )
-    metrics = tasks.train(config, Run(tmp_path / "run"))
+    metrics = task.train(kinds.task_of(config), Run(tmp_path / "run")).metrics
     assert metrics["certificate"]["holds"] is True
-    net = tasks.load_model(Run(tmp_path / "run")).net
+    net = kinds.load_model(Run(tmp_path / "run")).net
     assert net.always_solvable or float(net.coupling().max()) < 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -12,11 +11,14 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
+from hdnn.app.pictures import drawn
+from hdnn.app.results import picture_rows, rounded_down
 from hdnn.app.runs import usable_folder
-from hdnn.app.tasks import one_thread, save_picture
+from hdnn.app.tasks.task import one_thread
+from hdnn.app.terminal import rows_text
 from hdnn.base.memory import check_memory
 from hdnn.data import planar
-from hdnn.errors import MissingExtraError, positive_int, require
+from hdnn.errors import positive_int
 from hdnn.heads import Augment, SigmoidHead
 from hdnn.model import Model
 from hdnn.networks import H2
@@ -30,8 +32,6 @@ EPOCHS = 50
 LEARNING_RATE = 5e-2
 
 ROOM = 4 * 2**20  # bytes that the demo may write, with a margin
-
-ROUNDING = 1e-12  # of a norm in float64
 
 
 def run(
@@ -88,17 +88,14 @@ def run(
         "training_seconds": round(history.seconds, 2),
         "model": str(file),
     }
-    try:
-        require("matplotlib", extra="plot")
-        result["pictures"] = {
-            "decision_regions": save_picture(
-                plotting.decision_regions(model, data), folder / "decision_regions.png"
-            ),
-            "bsm_norms": save_picture(certificate.plot(), folder / "bsm_norms.png"),
-            "training": save_picture(plotting.training_history(history), folder / "training.png"),
-        }
-    except MissingExtraError as error:
-        result["pictures"], result["no_pictures_because"] = {}, str(error)
+    result |= drawn(
+        lambda: {
+            "decision_regions": plotting.decision_regions(model, data),
+            "bsm_norms": certificate.plot(),
+            "training": plotting.training_history(history),
+        },
+        folder,
+    )
     result["seconds"] = round(time.perf_counter() - start, 2)
     return result
 
@@ -121,16 +118,7 @@ def summary(result: dict[str, Any]) -> str:
         ("symplectic", f"norm(Phi^T J Phi - J) <= {result['symplectic_defect']:.1e}, relative"),
         ("model", result["model"]),
     ]
-    rows += [("picture", path) for path in result["pictures"].values()]
-    if "no_pictures_because" in result:
-        rows.append(("pictures", f"none: {result['no_pictures_because']}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def rounded_down(norm: float) -> str:
-    """Six digits, rounded down: what is printed as 1 is at least 1."""
-    return f"{math.floor((norm + ROUNDING) * 1e6) / 1e6:.6f}"
+    return rows_text(rows + picture_rows(result))
 
 
 def _accuracy(model: Model, x: Tensor, t: Tensor) -> float:

@@ -17,8 +17,9 @@ from typing import Any
 import hdnn
 from hdnn.app import reproduced
 from hdnn.app.reproduced import Picture
-from hdnn.app.runs import CONFIG, Run
+from hdnn.app.runs import Run
 from hdnn.app.svg_curves import Curve, Line, curve
+from hdnn.base.config import LARGEST as CONFIG
 from hdnn.base.files import read_bytes
 from hdnn.errors import CheckpointError, HDNNError, require
 

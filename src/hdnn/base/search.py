@@ -28,11 +28,16 @@ def breadth_first(links: Neighbours, root: int) -> tuple[list[int], list[int]]:
 
 def components(links: Neighbours) -> list[list[int]]:
     """The nodes that are joined by links, which must go both ways; ordered by their first node."""
-    found: list[list[int]] = []
-    seen: set[int] = set()
+    found, seen = [], [False] * len(links)
     for root in range(len(links)):
-        if root not in seen:
-            depth = breadth_first(links, root)[1]
-            found.append([node for node, steps in enumerate(depth) if steps >= 0])
-            seen.update(found[-1])
+        if not seen[root]:
+            seen[root] = True
+            group, done = [root], 0
+            while done < len(group):
+                for k in links[group[done]]:
+                    if not seen[k]:
+                        seen[k] = True
+                        group.append(k)
+                done += 1
+            found.append(sorted(group))
     return found

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdnn import errors
+from hdnn.base import portable
 from hdnn.errors import HDNNError, TrainingError, flag
-from hdnn.training.processes import letters
 
 if dist.is_available():
     # PyTorch binds the group of the moment to defaults of this module for ever, and imports it as
@@ -50,11 +50,11 @@ class Made(Generic[T]):
 
     @classmethod
     def read(cls, letter: bytes) -> Made[T]:
-        value, error = letters.unpack(letter)
+        value, error = portable.unpack(letter)
         return cls(value, _raisable(error))
 
     def letter(self) -> bytes:
-        return letters.pack((self.value, _portable(self.error)))
+        return portable.pack((self.value, _portable(self.error)))
 
     def open(self) -> T:
         if self.error is not None:
@@ -254,14 +254,14 @@ class Ranks:
 
     def _all(self, value: T) -> list[T]:
         """What every process has."""
-        letter = letters.pack(value)
+        letter = portable.pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._call(dist.all_gather, sizes, torch.tensor([len(letter)]))
         room = max(int(size) for size in sizes)
         told = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
         self._call(dist.all_gather, told, _as_tensor(letter, room))
         read = zip(told, sizes, strict=True)
-        return [letters.unpack(one[: int(size)].numpy().tobytes()) for one, size in read]
+        return [portable.unpack(one[: int(size)].numpy().tobytes()) for one, size in read]
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> None:
         try:

@@ -1,15 +1,12 @@
-"""What the commands do with images: train a run, predict with it, certify its gradients.
+"""Trainings on images: train a run, predict with it, certify its gradients.
 
-A run is as those of `hdnn.app.tasks`, with a checkpoint after each epoch. Nothing here needs the
-command-line extra.
+A checkpoint is written after each epoch.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,31 +16,27 @@ import torch
 
 from hdnn import plotting, serialization
 from hdnn.analysis.image_certificate import Certificates, certify_images
-from hdnn.app.image_runs import ImageConfig
-from hdnn.app.runs import IMAGE_SETS, Run, find_device, usable_folder
-from hdnn.app.tasks import PICTURES, complete, known_metrics, save_picture
+from hdnn.app import pictures, progress, results, terminal
+from hdnn.app.configs.common import IMAGE_SETS
+from hdnn.app.configs.images import ImageConfig
+from hdnn.app.progress import TrainingBar
+from hdnn.app.runs import Run
+from hdnn.app.tasks.task import Task
 from hdnn.data import cifar10, mnist
 from hdnn.data.images import ImageData
-from hdnn.errors import DataError, MissingExtraError, OptionError, require
+from hdnn.errors import DataError, OptionError
 from hdnn.models import HDNNStar, ImageModel, MNISTNet
 from hdnn.training import History, TensorBoard
-from hdnn.training.checkpoint import Log, locked
+from hdnn.training.checkpoint import Log
 from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining, next_epoch
 from hdnn.training.images import recipes as image_recipes
+from hdnn.training.processes.launch import Launch, Single
 
 MODULES = {"mnist": mnist, "cifar10": cifar10}
 LOOKED_AT = 100  # test images whose pixels a certificate may take
 
 Tell = Callable[[int, int, str], None]  # steps done, of how many, and how it goes
-Waiting = Callable[[str], AbstractContextManager[None]]
 Note = Callable[[dict[str, Any]], None]  # what is kept of an epoch
-
-
-def nothing_said(_: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-# Data
 
 
 def load(name: str) -> ImageData:
@@ -73,54 +66,79 @@ def fewer(data: ImageData, count: int | None, seed: int) -> ImageData:
     return replace(data, **dict(zip(names, parts, strict=True)))
 
 
-# Training
+class ImageTask(Task):
+    """A training on images."""
 
+    def __init__(self, config: ImageConfig) -> None:
+        self.config: ImageConfig = config
 
-def train(
-    config: ImageConfig,
-    run: Run,
-    *,
-    tell: Tell | None = None,
-    waiting: Waiting = nothing_said,
-    tensorboard: bool = False,
-) -> dict[str, Any]:
-    """Train, measure, draw and save in the folder of `run`; return its metrics.
+    def load(self, processes: Single | Launch, bar: TrainingBar) -> None:
+        self.config.check_memory()
+        with progress.waiting(f"reading {self.config.data}", bar.on):
+            data = load(self.config.data)
+            self.data = fewer(data, self.config.images, self.config.seed)
 
-    A run that was started there with the same config goes on after its last epoch; a complete one
-    stays as it is. `tell` is called in the course of the training, and `waiting` makes a sign of
-    life beside what has no steps.
-    """
-    start = time.perf_counter()
-    known = known_metrics(run)
-    if known is not None:
-        return known
-    board = TensorBoard(run.folder / "tensorboard") if tensorboard else None
-    config = replace(config, device=find_device(config.device))
-    config.check_memory()
-    with waiting(f"reading {config.data}"):
-        data = fewer(load(config.data), config.images, config.seed)
-    model = image_recipes.build(
-        config.data, config.network, config.hidden(), config.seed, config.epochs
-    )
-    model.to(config.device)
-    if config.device.startswith("cuda") and config.data == "cifar10":
-        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    units = tuple(model.units)
-    training = ImageTraining(model, data, config.recipe(), smooth=units)
-    size = sum(t.nbytes for t in model.state_dict().values())
-    with ExitStack() as stack:
+    def build(self) -> None:
+        config = self.config
+        self.model: ImageModel = image_recipes.build(
+            config.data, config.network, config.hidden(), config.seed, config.epochs
+        )
+        self.model.to(config.device)
+        if config.device.startswith("cuda") and config.data == "cifar10":
+            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        units = tuple(self.model.units)
+        self.training = ImageTraining(self.model, self.data, config.recipe(), smooth=units)
+
+    def room(self) -> int:
         # The model, and a checkpoint of it with two moments, twice while it is written anew.
-        usable_folder(run.folder, PICTURES + 7 * size)
-        stack.enter_context(locked(run.folder))
-        run.start(config)
+        return 7 * sum(t.nbytes for t in self.model.state_dict().values())
+
+    def fit(
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Single | Launch
+    ) -> None:
         notes: list[Note] = [Log(run.folder, 0).write]
         if board is not None:
-            notes.append(partial(_show, stack.enter_context(board)))
-        _fit(training, config, run.folder, tell, notes)
-        if tell is not None:
-            tell(1, 1, "measuring and drawing")
-        serialization.save(model, run.model_file)
-        return complete(run, _measure(run, config, training), start, config.device)
+            notes.append(partial(_show, board))
+        _fit(self.training, self.config, run.folder, bar.show if bar.on else None, notes)
+        if bar.on:
+            bar.show(1, 1, "measuring and drawing")
+
+    def write(self, run: Run) -> dict[str, Any]:
+        serialization.save(self.model, run.model_file)
+        return _measure(run, self.config, self.training)
+
+    @staticmethod
+    def text(metrics: dict[str, Any]) -> str:
+        trained = f"{metrics['epochs']} epochs in {metrics['training_seconds']:.1f} s, "
+        trained += f"{metrics['epoch_seconds']:.3g} s an epoch"
+        counts = f"{metrics['train_images']} images, tested on {metrics['test_images']}"
+        return terminal.rows_text(
+            [
+                ("network", f"{metrics['network']}"),
+                ("parameters", f"{metrics['parameters']:,}"),
+                ("data", f"{metrics['set']}: {counts}"),
+                *([("", metrics["remark"])] if metrics["remark"] else []),
+                ("trained", trained),
+                *results.measure_rows(metrics),
+                *_gradient_rows(metrics),
+                ("run", metrics["run"]),
+                *results.picture_rows(metrics),
+            ]
+        )
+
+
+def _gradient_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is promised of each Hamiltonian part, and what was measured."""
+    found = metrics["certificates"]
+    if not found:
+        return [("gradients", metrics["no_certificate_because"])]
+    if len(found) == 1:
+        return results.gradient_rows(found[0])
+    rows = [(f"unit {k}", results.smallest_text(one)) for k, one in enumerate(found, 1)]
+    if any(one["guaranteed"] for one in found):
+        why = next(one["guarantee"] for one in found if one["guaranteed"])
+        rows.append(("", f"guaranteed {why}; for each unit, not for what lies between them"))
+    return rows
 
 
 def _fit(
@@ -213,7 +231,7 @@ def _measure(run: Run, config: ImageConfig, training: ImageTraining) -> dict[str
         "epoch_seconds": round(history.seconds / len(history.loss), 3),
         "no_certificate_because": certified.nothing,
         "certificates": certified.to_dict()["certificates"],
-        **_pictures(run.folder, history, certified),
+        **pictures.drawn(lambda: _pictures(history, certified), run.folder),
     }
 
 
@@ -228,23 +246,14 @@ def title(model: ImageModel) -> str:
     return type(model).__name__
 
 
-def _pictures(folder: Path, history: ImageHistory, certified: Certificates) -> dict[str, Any]:
-    """PNG files, or the reason why there are none."""
-    try:
-        require("matplotlib", extra="plot")
-    except MissingExtraError as error:
-        return {"pictures": {}, "no_pictures_because": str(error)}
+def _pictures(history: ImageHistory, certified: Certificates) -> dict[str, Any]:
     curves = History(loss=history.loss, accuracy=history.accuracy)
-    ax = plotting.training_history(curves, test=history.test)
-    pictures = {"training": save_picture(ax, folder / "training.png")}
+    found = {"training": plotting.training_history(curves, test=history.test)}
     parts = certified.parts
     if parts and all(math.isfinite(part.largest_norm) for part in parts):
-        ax = parts[0].plot() if len(parts) == 1 else plotting.certificates_norms(parts)
-        pictures["bsm_norms"] = save_picture(ax, folder / "bsm_norms.png")
-    return {"pictures": pictures}
-
-
-# Predicting and certifying
+        one = len(parts) == 1
+        found["bsm_norms"] = parts[0].plot() if one else plotting.certificates_norms(parts)
+    return found
 
 
 def test_part(model: ImageModel, name: str) -> ImageData:

@@ -1,46 +1,30 @@
-"""What the graph commands do: look at a graph, design its patterns, make a training on it ready.
-
-Nothing here needs the command-line extra; `hdnn.app.cli_graph` turns flags into calls.
-"""
+"""Trainings on a graph: what is asked for, whether it can be done, and what it came to."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import reduce
-from operator import or_
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hdnn import activations, sparsity
-from hdnn.app import runfiles
-from hdnn.app.runs import Run, read_json
+from hdnn import activations
+from hdnn.app import results, runfiles, terminal
+from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
+from hdnn.app.graphs import block_entries
+from hdnn.app.runs import Run
+from hdnn.base.config import types_of
+from hdnn.base.files import read_json
 from hdnn.base.memory import check_memory
+from hdnn.base.search import components
 from hdnn.data import planar
-from hdnn.distributed.graph.file import (
-    MOST_NODES,
-    GraphPatterns,
-    edges_of,
-    matrix_of,
-    patterns_of,
-    read_table,
-    table_of,
-)
-from hdnn.distributed.graph.graph import (
-    Graph,
-    alone,
-    from_edges,
-    links_of,
-    transposed,
-    tree_of,
-    union,
-)
+from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_table, table_of
+from hdnn.distributed.graph.graph import Graph, from_edges, transposed, union
 from hdnn.distributed.graph.partition import partition
 from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.network.network import SHEARS
@@ -57,170 +41,20 @@ from hdnn.errors import (
     positive_int,
 )
 from hdnn.serialization import read
-from hdnn.sparsity.locality import Breach, Links, Needs, broken, rows_of
 from hdnn.training.checks import check_options
 
 MOST_CONFIG = 2**32  # bytes of a config, which has all links of its graph
-FAR = 2000  # nodes, up to which all distances are measured
-LISTED = 1000  # breaches of the locality condition, at the most
 MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it begins
 PADDED = 2 * 10**7  # entries that a product with K has, where every node counts as the busiest
-CLIMBED = 150  # nodes, for which R and T together are found in seconds
-KEEP = ("R", "T", "both")
+PAIRS = 24  # of parts in the table of traffic
 NETWORKS = ("h1", *SHEARS)
 FIELDS = tuple(f.name for f in fields(run.Config) if f.name not in ("graph", "gain", "options"))
 OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 
 
-# Looking at a graph
-
-
-def check(patterns: GraphPatterns) -> dict[str, Any]:
-    """All that can be said of a graph before a training; `fault` is what keeps it from one."""
-    R, T, S, sizes = patterns.R, patterns.T, patterns.S, patterns.sizes
-    used = Graph(R, T, None, sizes).used
-    local: dict[str, Any] = {"local": None, "breaches": 0, "all_breaches": True, "explanation": []}
-    fault = None
-    if S is not None:
-        found = _needs(patterns, S).breaches(LISTED)
-        text = [{**asdict(breach), "text": str(breach)} for breach in found.explained()]
-        local = {"local": not found.count, "breaches": found.count}
-        local |= {"all_breaches": found.complete, "explanation": text}
-        if found.count:
-            fault = str(broken([pair[:2] for pair in found.pairs], found.why))
-    free, m = _weight(R, sizes), sum(sizes)
-    result: dict[str, Any] = {
-        "nodes": patterns.nodes,
-        "sizes": sizes[0] if len(set(sizes)) == 1 else list(sizes),
-        "features": 2 * m,
-        "links": {
-            "S": None if S is None else _links(S),
-            "R": _links(union(R, transposed(R))),
-            "T": _links(T),
-        },
-        "connected": False,
-        "groups": len(groups(used)),
-        **local,
-        "free_weights": {"K": 2 * free, "of": 2 * m * m, "X": _weight(T, sizes)},
-        "diameter": None,
-        "depth": None,
-        "messages": messages(patterns),
-        "fault": fault,
-    }
-    try:
-        tree = tree_of(used, S)
-    except SparsityError as error:
-        return {**result, "fault": fault or str(error)}
-    result |= {"connected": True, "depth": max(tree.depth)}
-    if patterns.nodes <= FAR:
-        result["diameter"] = diameter(used if result["groups"] == 1 else S or used)
-    return result
-
-
-def messages(patterns: GraphPatterns) -> dict[str, int]:
-    """Of one layer, forward and as many backward, where each node is a process of its own.
-
-    Each evaluation of the field gathers states along R and reduces contributions back along it.
-    H1 has a J, which takes a round along T.
-    """
-    along_R, along_T = (sum(map(len, A)) - len(A) for A in (patterns.R, patterns.T))
-    found = {network: 2 * along_R * len(shears) for network, shears in SHEARS.items()}
-    return {"h1": 2 * along_R + along_T, **found}
-
-
-def breaches(patterns: GraphPatterns) -> Iterator[Breach]:
-    """Where and why the locality condition fails, as `hdnn.sparsity.explain`, from lists."""
-    if patterns.S is not None:
-        yield from _needs(patterns, patterns.S).breaches(work=math.inf).explained()
-
-
-def _needs(patterns: GraphPatterns, S: Links) -> Needs:
-    return Needs(*map(rows_of, (patterns.T, patterns.R, S)))
-
-
-def distances(links: Links, start: int) -> list[int]:
-    """Steps from one node to each, -1 where there is no way."""
-    found, front = [-1] * len(links), [start]
-    found[start] = 0
-    while front:
-        after = []
-        for i in front:
-            for k in links[i]:
-                if found[k] < 0:
-                    found[k] = found[i] + 1
-                    after.append(k)
-        front = after
-    return found
-
-
-def diameter(links: Links) -> int:
-    """Steps between the two nodes that are farthest apart, of nodes that are all joined."""
-    everyone, steps = (1 << len(links)) - 1, 0
-    reached = [1 << i for i in range(len(links))]  # sets of nodes, as whole numbers
-    while any(nodes != everyone for nodes in reached):
-        reached = [reduce(or_, [reached[k] for k in row]) for row in links]
-        steps += 1
-    return steps
-
-
-def groups(links: Links) -> list[list[int]]:
-    """The nodes that are joined by a symmetric pattern, group by group."""
-    found, seen = [], [False] * len(links)
-    for start in range(len(links)):
-        if not seen[start]:
-            seen[start] = True
-            group, done = [start], 0
-            while done < len(group):
-                for k in links[group[done]]:
-                    if not seen[k]:
-                        seen[k] = True
-                        group.append(k)
-                done += 1
-            found.append(sorted(group))
-    return found
-
-
-def _links(links: Links) -> int:
-    """How many join two nodes, of a symmetric pattern."""
-    return (sum(map(len, links)) - len(links)) // 2
-
-
-def _weight(links: Links, sizes: Sequence[int]) -> int:
-    """Entries of a matrix in BlkSprs of the pattern."""
-    if len({*sizes}) == 1:
-        return sizes[0] ** 2 * sum(map(len, links))
-    return sum(sizes[i] * sum(sizes[k] for k in row) for i, row in enumerate(links))
-
-
-# Designing one
-
-
-def design(patterns: GraphPatterns, keep: str = "R") -> GraphPatterns:
-    """The same graph with the R (T = I), the T (R = I), or the pair that frees most weights."""
-    choose("keep", keep, KEEP)
-    S, sizes, nodes = patterns.S, patterns.sizes, patterns.nodes
-    if S is None:
-        raise SparsityError("the graph has no edges to design patterns for; add edges.")
-    if keep == "T":
-        return replace(patterns, R=alone(nodes), T=S)
-    if keep == "R":
-        table = {"nodes": nodes, "edges": edges_of(S), "sizes": list(sizes)}
-        return patterns_of(table)
-    if nodes > CLIMBED:
-        raise SparsityError(
-            f"R and T together are found for up to {CLIMBED} nodes, but there are {nodes}; design "
-            "R or T alone."
-        )
-    found = sparsity.design(matrix_of(S), sizes, connected=True)
-    return replace(patterns, R=links_of("R", found.R), T=links_of("T", found.T))
-
-
-# Making a training ready
-
-
 @dataclass(frozen=True)
-class Asked:
-    """A training on a graph that was asked for, all of it checked that can be without its data."""
+class GraphTask:
+    """A training on a graph, all of it checked that can be without its data."""
 
     config: run.Config
     graph: Graph
@@ -231,6 +65,80 @@ class Asked:
     def options(self) -> dict[str, Any]:
         """Of the training, with all defaults."""
         return _options(self.config)
+
+    def plan(self, parts: int) -> Plan:
+        """The nodes of each of so many processes."""
+        return Plan(self.graph, partition(self.graph, positive_int("parts", parts)))
+
+    def is_complete(self) -> bool:
+        """Whether the training in the folder is complete; an error if none can be there."""
+        if self.resume:
+            return (self.folder / "metrics.json").is_file()
+        if (self.folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{self.folder} holds a training already; go on with it by --resume, or name "
+                "another folder with --out."
+            )
+        Run(self.folder).check_free()
+        return False
+
+    def check_data(self) -> None:
+        """Look at the data without reading them: there for each node, and of its shape."""
+        if self.config.data not in planar.SETS:
+            _check_folder(Path(self.config.data), self.graph.sizes)
+
+    def warn(self) -> None:
+        """Say what may be a mistake, though it can be trained."""
+        graph = self.graph
+        if any(len(row) > 1 for T in graph.T for row in T):
+            terminal.say("warning: X and J are block-diagonal in a training, so T is not used.")
+        if graph.nodes > 1 and all(len(row) == 1 for R in graph.R for row in R):
+            terminal.say(
+                "warning: R links no nodes, so each learns on its own up to the output layer."
+            )
+        elif (apart := len(components(graph.used))) > 1:
+            terminal.say(
+                f"warning: {apart} groups of nodes never hear of each other; see graph check."
+            )
+
+    def go_on(self, command: str) -> str:
+        """How to resume it."""
+        return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
+
+    def stopped(self, how: str) -> terminal.StoppedError:
+        """What to say after an interruption, with how to go on."""
+        if not (self.folder / "config.json").is_file():
+            return terminal.StoppedError("interrupted before anything was written.")
+        return terminal.StoppedError(f"interrupted; {how}")
+
+    def result(self, metrics: dict[str, Any] | None = None) -> results.Result:
+        """What the training came to, by default as its folder has it."""
+        found = read_metrics(self.folder) if metrics is None else metrics
+        return results.Result({**found, "run": str(self.folder)}, text)
+
+
+def task_of(given: dict[str, Any]) -> tuple[GraphTask, float, int | None]:
+    """The training that flags ask for, the patience with others, and the steps between shards."""
+    known = (*FIELDS, *OPTIONS)
+    for name in given:
+        if name not in known and name not in types_of(LaunchFlags):
+            flag = name.replace("_", "-") if len(name) > 1 else name
+            flags = ", ".join(f"--{option.replace('_', '-')}" for option in known)
+            raise OptionError(f"--{flag} is not for a training on a graph; that has {flags}.")
+    timeout = given.get("timeout", TIMEOUT)
+    if not (math.isfinite(timeout) and 0 < timeout <= 10**7):
+        raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout}.")
+    save_every = given.get("save_every")
+    if save_every is not None and save_every < 1:
+        raise OptionError(f"save-every must be a whole number >= 1, but got {save_every}.")
+    task = ask(
+        {name: value for name, value in given.items() if name in known},
+        graph=given.get("graph"),
+        nodes=given.get("nodes"),
+        out=given.get("out"),
+        resume="resume" in given,
+    )
+    return task, timeout, save_every
 
 
 def ring_table(nodes: int) -> dict[str, Any]:
@@ -248,7 +156,7 @@ def ask(
     nodes: int | None = None,
     out: str | None = None,
     resume: bool = False,
-) -> Asked:
+) -> GraphTask:
     """What these options ask for: those of `run.Config` and of its training, by their names."""
     begun = resume and out is not None and (Path(out) / "config.json").is_file()
     if begun:
@@ -266,7 +174,7 @@ def ask(
     folder = Path("runs") / _name(stem, config) if out is None else Path(out)
     if resume and (folder / "config.json").is_file():
         return _resumed(folder, given, graph, nodes)
-    return Asked(config, found, folder, resume)
+    return GraphTask(config, found, folder, resume)
 
 
 def _table(graph: str | None, nodes: int | None) -> dict[str, Any]:
@@ -307,7 +215,9 @@ def _options(config: run.Config) -> dict[str, Any]:
     return check_options(**known)
 
 
-def _resumed(folder: Path, given: dict[str, Any], graph: str | None, nodes: int | None) -> Asked:
+def _resumed(
+    folder: Path, given: dict[str, Any], graph: str | None, nodes: int | None
+) -> GraphTask:
     """The training of a folder, unless something else is asked for."""
     file = folder / "config.json"
     try:
@@ -330,7 +240,7 @@ def _resumed(folder: Path, given: dict[str, Any], graph: str | None, nodes: int 
                 "resume it with the options that it was started with, or name another folder with "
                 "--out."
             )
-    return Asked(config, found, folder, True)
+    return GraphTask(config, found, folder, True)
 
 
 def _name(stem: str, config: run.Config) -> str:
@@ -357,7 +267,7 @@ def _check(config: run.Config, graph: Graph) -> None:
         raise OptionError(f"a masked network of {n} features is too large; take init scaled.")
     _check_busiest(graph)
     # Weights, gradients and two moments of Adam; then what each layer keeps of a minibatch.
-    weights = 2 * _weight(union(*graph.R), graph.sizes) * (2 if config.network == "h1" else 1)
+    weights = 2 * block_entries(union(*graph.R), graph.sizes) * (2 if config.network == "h1" else 1)
     states = 6 * n * min(options["batch"], 10**6)
     samples = 2 * n * 8000 if config.data in planar.SETS else 0
     needed = config.layers * (4 * weights + states) + samples
@@ -376,42 +286,10 @@ def _check_busiest(graph: Graph) -> None:
         )
 
 
-def check_folder(asked: Asked) -> bool:
-    """Raise unless the folder can be trained in; whether the training there is complete."""
-    home = asked.folder
-    if not asked.resume:
-        if (home / "config.json").is_file():
-            raise CheckpointError(
-                f"{home} holds a training already; go on with it by --resume, or name another "
-                "folder with --out."
-            )
-        Run(home).check_free()
-        return False
-    return (home / "metrics.json").is_file()
-
-
-def metrics(folder: Path) -> dict[str, Any]:
-    """What a complete training came to."""
-    file = folder / "metrics.json"
-    found = read_json(file)
-    runfiles.check(file, found, runfiles.OF_GRAPHS, runfiles.OF_SOME_GRAPHS)
-    return found
-
-
-def plan_of(graph: Graph, parts: int) -> Plan:
-    """The nodes of each of so many processes."""
-    return Plan(graph, partition(graph, positive_int("parts", parts)))
-
-
-def check_data(asked: Asked) -> None:
-    """Look at the data without reading them: there for each node, and of its shape."""
-    config, sizes = asked.config, asked.graph.sizes
-    if config.data in planar.SETS:
-        return
-    home = Path(config.data)
+def _check_folder(home: Path, sizes: Sequence[int]) -> None:
     if not home.is_dir():
         known = ", ".join(planar.SETS)
-        raise DataError(f"{config.data} is neither one of {known} nor a folder of node files.")
+        raise DataError(f"{home} is neither one of {known} nor a folder of node files.")
     classes = read_json(home / "classes.json")
     if not isinstance(classes, int) or isinstance(classes, bool) or not 2 <= classes <= 10**6:
         raise DataError(f"{home / 'classes.json'} must hold the number of classes, such as 2.")
@@ -446,13 +324,59 @@ def _shape(file: Path) -> list[int]:
         raise DataError(f"cannot read {file}: {reason}.") from error
 
 
-def write_config(asked: Asked, path: Path) -> None:
-    """For the processes to read."""
-    path.write_text(json.dumps(asdict(asked.config)), encoding="utf-8")
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """What a complete training came to."""
+    file = folder / "metrics.json"
+    found = read_json(file)
+    runfiles.check(file, found, runfiles.OF_GRAPHS, runfiles.OF_SOME_GRAPHS)
+    return found
 
 
-def check_time(name: str, value: float) -> float:
-    """A number of seconds that can be waited for."""
-    if not (math.isfinite(value) and 0 < value <= 10**7):
-        raise OptionError(f"{name} must be a number of seconds > 0, but got {value}.")
-    return value
+def text(result: dict[str, Any]) -> str:
+    """The metrics and the traffic, as small tables for people."""
+    parts, nodes = result["parts"], result["nodes"]
+    by, epochs = f"{parts} process{'es' * (parts != 1)}", result.get("epochs", 0)
+    rows = [
+        ("network", f"{result['network']} of {result['layers']} layers on {result['data']}"),
+        ("graph", f"{nodes} node{'s' * (nodes != 1)} in {by}"),
+        ("trained", f"{epochs} epoch{'s' * (epochs != 1)} in {result['seconds']:.1f} s"),
+    ]
+    if result.get("restarts"):
+        rows[-1] = ("trained", f"{rows[-1][1]}, restarts: {result['restarts']}")
+    rows += results.measure_rows(result)
+    rows.append(("messages", f"{result['messages']:,}, {_bytes(result['bytes'])} in all"))
+    rows.append(("run", result["run"]))
+    between = _pairs(result["traffic"])
+    told = terminal.rows_text(rows)
+    if not between:
+        return told
+    shown = between
+    if len(between) > PAIRS:
+        shown = sorted(between, key=lambda pair: -pair[3])[:5]
+    what = "node" if parts == nodes else "part"
+    lines = [(f"between {what}s", "messages", "bytes")]
+    lines += [(f"{a} - {b}", f"{count:,}", _bytes(size)) for a, b, count, size in shown]
+    if len(shown) < len(between):
+        lines.append((f".. {len(between) - len(shown)} more", "", ""))
+    width, wide, broad = (max(map(len, column)) for column in zip(*lines, strict=True))
+    table = (f"{a:<{width}}  {b:>{wide}}  {c:>{broad}}".rstrip() for a, b, c in lines)
+    more = f"\nall of them: {Path(result['run']) / 'metrics.json'}" * (len(shown) < len(between))
+    return f"{told}\n\n" + "\n".join(table) + more
+
+
+def _pairs(traffic: list[list[int]]) -> list[tuple[int, int, int, int]]:
+    """Messages and bytes between two parts, both ways together."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for sender, receiver, count, size in traffic:
+        pair = found.setdefault((min(sender, receiver), max(sender, receiver)), [0, 0])
+        pair[0] += count
+        pair[1] += size
+    return [(a, b, count, size) for (a, b), (count, size) in sorted(found.items())]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.{0 if unit == 'B' else 1}f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

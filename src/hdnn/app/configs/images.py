@@ -1,4 +1,4 @@
-"""What a training on images is asked to do: as `hdnn.app.runs.TrainConfig`, for mnist and cifar10.
+"""What a training on the images of mnist and cifar10 is asked to do.
 
 All blanks are filled in at once, from the recipe of the paper's table, so that the config.toml of a
 run says everything that a flag could have said.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hdnn import activations
-from hdnn.app.runs import check_time, check_training, to_toml
+from hdnn.app.configs.common import check_time, check_training
+from hdnn.base.config import BaseConfig, option
 from hdnn.base.memory import check_memory
 from hdnn.errors import OptionError, choose
 from hdnn.networks.initial import INITS
@@ -29,11 +30,13 @@ SEEDS = 2**32  # the seed of an epoch is a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageConfig:
+class ImageConfig(BaseConfig):
     """Everything that decides what a training on images comes to.
 
     None is what does not apply: no Hamiltonian layers, a rate without warm-up, no clipping.
     """
+
+    kind: ClassVar[str] = "images"
 
     data: str
     network: str = "h2"
@@ -42,7 +45,11 @@ class ImageConfig:
     T: float | None = None
     activation: str | None = None
     init: str | None = None
-    images: int | None = None  # to train on and to test with, at the most
+    images: int | None = option(
+        None,
+        "of mnist and cifar10, train and test on so many each, for a quick look",
+        panel="Data",
+    )
     epochs: int = 40
     patience: int | None = None
     batch: int | None = None
@@ -58,11 +65,12 @@ class ImageConfig:
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:
         """From options by their names, checked, with all blanks filled in."""
-        cls.check_names(options["data"], options)
+        options = {name: value for name, value in options.items() if name != "kind"}
+        cls._check_names(options["data"], options)
         return cls(**options)._checked()._filled()
 
     @classmethod
-    def check_names(cls, data: str, names: Iterable[str]) -> None:
+    def _check_names(cls, data: str, names: Iterable[str]) -> None:
         """Refuse options that mean nothing for images."""
         known = [option.name for option in fields(cls)]
         wrong = [name for name in names if name not in known]
@@ -175,7 +183,3 @@ class ImageConfig:
         """The name of the run's folder, such as mnist-h2-8-0."""
         parts = (self.data, self.network, self.layers, self.seed)
         return "-".join(str(part) for part in parts if part is not None)
-
-    def to_toml(self) -> str:
-        """The text of a file that `--config` reads back to the same config."""
-        return to_toml(self)

@@ -1,57 +1,47 @@
-"""What the commands do: train a run, predict with it, certify its gradients.
-
-Nothing here needs the command-line extra; `hdnn.app.cli` turns flags into calls, and results into
-text.
-"""
+"""Trainings on a table or on points of the plane: train a run, predict with it, certify it."""
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import hdnn
 from hdnn import analysis, plotting, serialization
 from hdnn.analysis import Certificate
-from hdnn.analysis.image_certificate import Certificates
-from hdnn.app import runfiles
-from hdnn.app.runs import DTYPES, Run, TrainConfig, find_device, usable_folder, write_json
-from hdnn.base.files import write_atomically
+from hdnn.app import pictures, results, runfiles, terminal
+from hdnn.app.configs.common import DTYPES
+from hdnn.app.configs.table import TableConfig
+from hdnn.app.progress import TrainingBar
+from hdnn.app.runs import Run
+from hdnn.app.tasks.task import Task, one_thread
 from hdnn.base.memory import check_memory
+from hdnn.base.portable import portable
 from hdnn.data import planar, table
-from hdnn.errors import CheckpointError, DataError, MissingExtraError, OptionError
-from hdnn.errors import require as require_extra
+from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.models import ImageModel
-from hdnn.networks import BY_NAME, Network
-from hdnn.training import Callback, EarlyStopping, History, TensorBoard, fit, fit_multilevel
-from hdnn.training.checkpoint import locked
+from hdnn.networks import BY_NAME
+from hdnn.training import EarlyStopping, History, TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
 from hdnn.training.processes.launch import Launch, Single
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SAMPLES = 1000  # for a certificate, at the most
-PICTURES = 4 * 2**20  # bytes that the pictures of a run may take, with a margin
+
+portable(table.Columns)
+portable(planar.PlanarData)
 
 
+@portable
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Data to train on and to test with, and the config with all its blanks filled in."""
 
-    config: TrainConfig
+    config: TableConfig
     columns: table.Columns
     x_train: Tensor
     t_train: Tensor
@@ -60,7 +50,7 @@ class Problem:
     planar: planar.PlanarData | None
 
 
-def prepare(config: TrainConfig) -> Problem:
+def prepare(config: TableConfig) -> Problem:
     """Read or make the data of a config, on the CPU."""
     dtype = DTYPES[config.dtype]
     if not config.is_table:
@@ -90,28 +80,28 @@ def prepare(config: TrainConfig) -> Problem:
     return Problem(config, columns, x[train], t[train], x[test], t[test], None)
 
 
-def build(config: TrainConfig, columns: table.Columns) -> Model:
+def build(config: TableConfig, columns: table.Columns) -> Model:
     """The model that a training starts with: its shallowest, with the weights of its seed."""
     features, inputs = config.features, len(columns.names)
     assert features is not None
     _check_memory(config, features)
     generator = torch.Generator().manual_seed(config.seed)
-    like: dict[str, Any] = {"generator": generator, "dtype": DTYPES[config.dtype]}
-    options: dict[str, Any] = {"activation": config.activation, "init": config.init, **like}
+    common: dict[str, Any] = {"generator": generator, "dtype": DTYPES[config.dtype]}
+    options: dict[str, Any] = {"activation": config.activation, "init": config.init, **common}
     times = math.prod(config.refinements)
     if config.network != "mlp":
         options |= {"T": config.T, "step": None if config.step is None else times * config.step}
     net = BY_NAME[config.network](features, config.layers // times, **options)
     if not columns.classes:
-        head = RegressionHead(features, 1, **like)
+        head = RegressionHead(features, 1, **common)
     elif len(columns.classes) == 2:
-        head = SigmoidHead(features, **like)
+        head = SigmoidHead(features, **common)
     else:
-        head = SoftmaxHead(features, len(columns.classes), **like)
+        head = SoftmaxHead(features, len(columns.classes), **common)
     return Model(Augment(inputs, features), net, head)
 
 
-def _check_memory(config: TrainConfig, n: int) -> None:
+def _check_memory(config: TableConfig, n: int) -> None:
     # Weights, gradients and two moments of Adam; then the states of a minibatch.
     weights = config.layers * n * (n / 2 if config.network in ("h2", "verlet") else n) * 4
     states = config.layers * n * min(config.batch, 10**6)
@@ -119,77 +109,75 @@ def _check_memory(config: TrainConfig, n: int) -> None:
     check_memory(needed, f"{config.layers} layers of {n} features", "layers or features")
 
 
-# Training
+class TableTask(Task):
+    """A training on a table or on points of the plane."""
 
+    def __init__(self, config: TableConfig) -> None:
+        self.config: TableConfig = config
 
-def train(
-    config: TrainConfig,
-    run: Run,
-    callbacks: Iterable[Callback] = (),
-    *,
-    tensorboard: bool = False,
-    processes: Single | Launch | None = None,
-) -> dict[str, Any]:
-    """Train, measure, draw and save in the folder of `run`; return its metrics.
+    def load(self, processes: Single | Launch, bar: TrainingBar) -> None:
+        self.problem: Problem = processes.first(lambda: prepare(self.config))
+        self.config, self.columns = self.problem.config, self.problem.columns
+        self.device = processes.device(self.config.device)
 
-    A run that was started there with the same config goes on; a complete one stays as it is. Of
-    several processes the first reads and writes, and all of them train.
-    """
-    processes, start = processes or Single(), time.perf_counter()
-    known = processes.first(lambda: known_metrics(run))
-    if known is not None:
-        return known
-    callbacks = [*callbacks, *([EarlyStopping(config.patience)] if config.patience else [])]
-    board = TensorBoard(run.folder / "tensorboard") if tensorboard else nullcontext()
-    config = replace(config, device=processes.first(lambda: find_device(config.device)))
-    device = processes.device(config.device)
-    problem = processes.first(lambda: prepare(config))
-    config = problem.config
-    model = build(config, problem.columns)
-    with ExitStack() as lock, threads_for(config), board:
-        processes.first(lambda: _claim(run, problem, model, lock))
-        callbacks += [board] if isinstance(board, TensorBoard) else []
-        options = {"callbacks": callbacks, "parallel": processes.several}
-        model, history = _fit(model.to(device), problem, run, device, options)
-        trained = model.to("cpu")
+    def build(self) -> None:
+        self.model: Model = build(self.config, self.problem.columns)
 
-        def finish() -> dict[str, Any]:
-            known = {"columns": runfiles.fingerprint(problem.columns)}
-            serialization.write(trained, run.model_file, known)
-            metrics = _measure(run, problem, trained, history)
-            if processes.several:
-                metrics["processes"] = processes.size
-            return complete(run, metrics, start, config.device)
+    def room(self) -> int:
+        # The model, and at each level a checkpoint, which is there twice while it is written anew.
+        size = sum(p.numel() for p in self.model.parameters()) * DTYPES[self.config.dtype].itemsize
+        return 12 * size * math.prod(self.config.refinements)
 
-        return processes.first(finish)
+    def threads(self) -> AbstractContextManager[None]:
+        """Small tensors gain nothing from more threads, and wait for ages on a busy machine."""
+        small = self.config.batch * (self.config.features or 0) < 100_000
+        return one_thread() if small else nullcontext()
 
+    def fit(
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Single | Launch
+    ) -> None:
+        """Train as the config says, in levels or not."""
+        config, problem, device = self.config, self.problem, self.device
+        stopping = EarlyStopping(config.patience) if config.patience else None
+        callbacks = [bar if bar.on else None, stopping, board]
+        options = {
+            **config.fit_options(len(problem.x_train)),
+            "folder": run.folder,
+            "resume": True,
+            "callbacks": [one for one in callbacks if one is not None],
+            "parallel": processes.several,
+            "progress": False,
+        }
+        model, data = (
+            self.model.to(device),
+            (problem.x_train.to(device), problem.t_train.to(device)),
+        )
+        if config.refinements:
+            refinements = config.refinements
+            model, histories = fit_multilevel(model, *data, refinements=refinements, **options)
+            self.history = joined(histories)
+        else:
+            self.history = fit(model, *data, **options)
+        self.model = model.to("cpu")
 
-def complete(run: Run, metrics: dict[str, Any], start: float, device: str) -> dict[str, Any]:
-    """Write what a run came to, which completes it, and return it."""
-    metrics |= {
-        "seconds": round(time.perf_counter() - start, 2),
-        "device": device,
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-    }
-    write_json(run.metrics_file, metrics)
-    return metrics
+    def write(self, run: Run) -> dict[str, Any]:
+        known = {"columns": runfiles.fingerprint(self.problem.columns)}
+        serialization.write(self.model, run.model_file, known)
+        return _measure(run, self.problem, self.model, self.history)
 
-
-def known_metrics(run: Run) -> dict[str, Any] | None:
-    """What a complete run came to; None for one to start or to go on with."""
-    if not run.exists:
-        run.check_free()
-    return run.result() if run.exists and run.complete else None
-
-
-def _claim(run: Run, problem: Problem, model: Model, lock: ExitStack) -> None:
-    """Make the folder of a run, keep others out of it, and write down what is to be done."""
-    config = problem.config
-    size = sum(p.numel() for p in model.parameters()) * DTYPES[config.dtype].itemsize
-    # The model, and at each level a checkpoint, which is there twice while it is written anew.
-    usable_folder(run.folder, PICTURES + 12 * size * math.prod(config.refinements))
-    lock.enter_context(locked(run.folder))
-    run.start(config, problem.columns)
+    @staticmethod
+    def text(metrics: dict[str, Any]) -> str:
+        seconds = metrics["training_seconds"]
+        return terminal.rows_text(
+            [
+                ("network", f"{metrics['network']} on {metrics['data']}"),
+                ("trained", f"{metrics['epochs']} epochs in {seconds:.1f} s"),
+                *results.measure_rows(metrics),
+                *results.gradient_rows(metrics["certificate"]),
+                ("run", metrics["run"]),
+                *results.picture_rows(metrics),
+            ]
+        )
 
 
 def _measure(run: Run, problem: Problem, model: Model, history: History) -> dict[str, Any]:
@@ -214,38 +202,10 @@ def _measure(run: Run, problem: Problem, model: Model, history: History) -> dict
     }
     x = problem.x_test if len(problem.x_test) else problem.x_train
     metrics["certificate"] = analysis.certify(model, x, samples=SAMPLES).to_dict()
-    return metrics | _pictures(run.folder, model, problem, history, metrics["certificate"])
-
-
-def _fit(
-    model: Model, problem: Problem, run: Run, device: str, options: dict[str, Any]
-) -> tuple[Model, History]:
-    """Train as the config says, in levels or not; the last model, and one history of all."""
-    config = problem.config
-    data = problem.x_train.to(device), problem.t_train.to(device)
-    options = {**config.fit_options(len(data[0])), "folder": run.folder, "resume": True, **options}
-    options["progress"] = False
-    if not config.refinements:
-        return model, fit(model, *data, **options)
-    model, histories = fit_multilevel(model, *data, refinements=config.refinements, **options)
-    return model, joined(histories)
-
-
-def threads_for(config: TrainConfig) -> AbstractContextManager[None]:
-    """Small tensors gain nothing from more threads, and on a busy machine these wait for ages."""
-    small = config.batch * (config.features or 0) < 100_000
-    return one_thread() if small else nullcontext()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run PyTorch on one thread inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    certified = metrics["certificate"]
+    return metrics | pictures.drawn(
+        lambda: _pictures(model, problem, history, certified), run.folder
+    )
 
 
 def _scores(
@@ -266,49 +226,20 @@ def _scores(
 
 
 def _pictures(
-    folder: Path, model: Model, problem: Problem, history: Any, certified: dict[str, Any]
+    model: Model, problem: Problem, history: History, certified: dict[str, Any]
 ) -> dict[str, Any]:
-    """PNG files, or the reason why there are none."""
-    try:
-        require_extra("matplotlib", extra="plot")
-    except MissingExtraError as error:
-        return {"pictures": {}, "no_pictures_because": str(error)}
-    pictures = {}
+    found = {}
     if problem.planar is not None:
-        ax = plotting.decision_regions(model, problem.planar)
-        pictures["decision_regions"] = save_picture(ax, folder / "decision_regions.png")
-    pictures["training"] = save_picture(plotting.training_history(history), folder / "training.png")
+        found["decision_regions"] = plotting.decision_regions(model, problem.planar)
+    found["training"] = plotting.training_history(history)
     curve = certified["by_layer"]
     if all(math.isfinite(norm) for norm in curve["largest"]):
         norms = torch.tensor([curve["smallest"], curve["median"], curve["largest"]]).T
         if curve["layers"] == list(range(len(norms))):
-            ax = plotting.sensitivity_norms(norms)
-            ax.set_title(f"Sensitivity of the output, {certified['samples']} samples")
-            pictures["bsm_norms"] = save_picture(ax, folder / "bsm_norms.png")
-    return {"pictures": pictures}
-
-
-def save_picture(ax: Axes, path: Path) -> str:
-    """Write the figure of `ax` as a PNG, all of it or nothing."""
-    picture = io.BytesIO()
-    ax.figure.canvas.print_figure(picture, format="png")
-    write_atomically(path, picture.getvalue())
-    return str(path)
-
-
-# Predicting
-
-
-def load_model(run: Run) -> Model | Network | ImageModel:
-    """The trained model of a run, on the CPU."""
-    if not run.exists:
-        run.config()  # which says so
-    if not run.model_file.is_file():
-        raise CheckpointError(
-            f"the run in {run.folder} has no model yet; finish it by "
-            f"hdnn train --resume --out {run.folder}."
-        )
-    return serialization.load(run.model_file)
+            found["bsm_norms"] = plotting.sensitivity_norms(norms)
+            title = f"Sensitivity of the output, {certified['samples']} samples"
+            found["bsm_norms"].set_title(title)
+    return found
 
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
@@ -322,14 +253,8 @@ def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
     return model, columns
 
 
-def predict(run: Run, data: str, *, proba: bool = False) -> dict[str, Any]:
-    """Predictions for all rows of a file; with its score, if the file has the target too.
-
-    Of a run on images, `data` is the name of a set, and the rows are its test images.
-    """
-    model = load_model(run)
-    if isinstance(model, ImageModel):
-        return image_tasks().predict(model, data, proba=proba)
+def predict(run: Run, model: object, data: str, *, proba: bool = False) -> dict[str, Any]:
+    """Predictions for all rows of a file; with its score, if the file has the target too."""
     model, columns = load_columns(run, model)
     if proba and not columns.classes:
         raise OptionError("the run is a regression: it has values, but no probabilities.")
@@ -365,31 +290,14 @@ def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> di
         return {}
 
 
-def image_tasks() -> Any:
-    """`hdnn.app.image_tasks`, which is made of what is here."""
-    from hdnn.app import image_tasks
-
-    return image_tasks
-
-
-# Certifying
-
-
 def certify(
-    checkpoint: str | os.PathLike[str], data: str | None = None, *, samples: int = SAMPLES
-) -> Certificate | Certificates:
-    """The certificate of a run, or of a saved model, at its own points or at those of a file."""
-    if samples < 1:
-        raise OptionError(f"samples must be a whole number >= 1, but got {samples}.")
-    file = Path(checkpoint).is_file()
-    model = serialization.load(checkpoint) if file else load_model(Run(checkpoint))
-    if isinstance(model, ImageModel):
-        name = data if file or data is not None else Run(checkpoint).config().data
-        return image_tasks().certify(model, name, samples=samples)
-    if file:
+    model: Any, run: Run | None, data: str | None, *, samples: int = SAMPLES
+) -> Certificate:
+    """The certificate of a model at the points of a run, of a file, or of its own choice."""
+    if run is None:
         x, where = _points(data)
     else:
-        model, x, where = _run_points(Run(checkpoint), model, data)
+        model, x, where = _run_points(run, model, data)
     with one_thread():
         return analysis.certify(model, x, samples=samples, points=where)
 
@@ -410,7 +318,7 @@ def _run_points(run: Run, model: object, data: str | None) -> tuple[Model, Tenso
     model, columns = load_columns(run, model)
     if data is None:
         config = run.config()
-        if not isinstance(config, TrainConfig):
+        if not isinstance(config, TableConfig):
             raise CheckpointError(f"{run.config_file} and {run.model_file} do not fit together.")
         problem = prepare(config)
         if problem.columns != columns:

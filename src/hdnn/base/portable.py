@@ -1,16 +1,15 @@
 """Values as bytes for another process: JSON and safetensors, never pickle.
 
-Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and the few classes that are
-named here: whoever can send a letter can make nothing else with it.
+Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and the dataclasses that were
+registered by `portable`: whoever can send bytes can make nothing else with them.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load as from_safetensors
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from hdnn.errors import CheckpointError
 
-# Dataclasses by where they are defined.
-KNOWN = {
-    "TrainConfig": "hdnn.app.runs",
-    "Run": "hdnn.app.runs",
-    "Columns": "hdnn.data.table",
-    "PlanarData": "hdnn.data.planar",
-    "Problem": "hdnn.app.tasks",
-}
+C = TypeVar("C", bound=type)
+
+_classes: dict[str, type] = {}
+
+
+def portable(kind: C) -> C:
+    """Let instances of a dataclass be sent; all processes must have registered it."""
+    _classes[kind.__name__] = kind
+    return kind
 
 
 def pack(value: Any) -> bytes:
@@ -43,7 +43,7 @@ def unpack(content: bytes) -> Any:
         plain, tensors = json.loads(content[8:end]), from_safetensors(content[end:])
         return _value(plain, tensors)
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"a letter from another process is damaged ({error}).") from error
+        raise CheckpointError(f"a message from another process is damaged ({error}).") from error
 
 
 def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -63,7 +63,7 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": [[key, _plain(one, tensors)] for key, one in value.items()]}
     kind = type(value).__name__
-    if is_dataclass(value) and KNOWN.get(kind) == type(value).__module__:
+    if is_dataclass(value) and _classes.get(kind) is type(value):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return {kind: _plain(parts, tensors)}
     raise TypeError(f"a {kind} cannot be sent to another process")
@@ -83,4 +83,4 @@ def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
         return Path(content)
     if kind == "dict":
         return {key: _value(one, tensors) for key, one in content}
-    return getattr(importlib.import_module(KNOWN[kind]), kind)(**_value(content, tensors))
+    return _classes[kind](**_value(content, tensors))

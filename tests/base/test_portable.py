@@ -1,4 +1,4 @@
-"""Letters between processes: what was packed is unpacked, and nothing else can be made by one."""
+"""Values for another process: what was packed is unpacked, and nothing else can be made of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdnn.app.runs import Run, TrainConfig
+import hdnn.app.tasks.table  # noqa: F401, which registers classes of data
+from hdnn.app.configs.table import TableConfig
+from hdnn.app.runs import Run
+from hdnn.base import portable
 from hdnn.data import planar
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError
-from hdnn.training.processes import letters
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -23,7 +25,7 @@ plain = st.recursive(
         st.lists(inner)
         | st.lists(inner).map(tuple)
         | st.dictionaries(st.text(), inner)
-        | inner.map(lambda one: {"tensor": one})  # words that letters use themselves
+        | inner.map(lambda one: {"tensor": one})  # words that the packing uses itself
     ),
     max_leaves=20,
 )
@@ -31,25 +33,25 @@ plain = st.recursive(
 
 @given(plain)
 def test_plain_values_come_back(value):
-    assert letters.unpack(letters.pack(value)) == value
+    assert portable.unpack(portable.pack(value)) == value
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_tensors_come_back_bit_by_bit(dtype):
     whole = torch.arange(12).reshape(3, 4).to(dtype)
     views = [whole, whole.T, whole[:, 1], whole[:0]]
-    for tensor, found in zip(views, letters.unpack(letters.pack(views)), strict=True):
+    for tensor, found in zip(views, portable.unpack(portable.pack(views)), strict=True):
         assert found.dtype == dtype
         assert torch.equal(found, tensor)
-    assert math.isnan(letters.unpack(letters.pack({"a": (math.nan,)}))["a"][0])
+    assert math.isnan(portable.unpack(portable.pack({"a": (math.nan,)}))["a"][0])
 
 
 def test_the_known_classes_come_back():
     columns = Columns("classification", "class", ["x"], [0.0], [1.0], ["a", "b"])
-    config = TrainConfig(data="swiss_roll", layers=3)
+    config = TableConfig(data="swiss_roll", layers=3)
     data = planar.double_moons(40, seed=1)
     value = (config, columns, Run("runs/a"), Path("b"), data)
-    found = letters.unpack(letters.pack(value))
+    found = portable.unpack(portable.pack(value))
     assert found[:4] == value[:4]
     assert torch.equal(found[4].x_train, data.x_train)
     assert found[4].domain == data.domain
@@ -58,16 +60,16 @@ def test_the_known_classes_come_back():
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {3}}, print, torch.nn.Linear(1, 1)])
 def test_other_things_cannot_be_sent(value):
     with pytest.raises(TypeError, match="cannot be sent"):
-        letters.pack(value)
+        portable.pack(value)
 
 
 def forged(content) -> bytes:
     text = json.dumps(content).encode()
-    return len(text).to_bytes(8, "big") + text + letters.pack(None)[12:]
+    return len(text).to_bytes(8, "big") + text + portable.pack(None)[12:]
 
 
 @pytest.mark.parametrize(
-    "letter",
+    "content",
     [
         b"",
         b"nonsense",
@@ -75,9 +77,9 @@ def forged(content) -> bytes:
         forged({"Run": {"dict": [["nothing", 1]]}}),
         forged({"tensor": "7"}),
         forged({"a": 1, "b": 2}),
-        letters.pack([torch.ones(3)])[:-4],
+        portable.pack([torch.ones(3)])[:-4],
     ],
 )
-def test_forged_and_damaged_letters_are_refused(letter):
+def test_forged_and_damaged_bytes_are_refused(content):
     with pytest.raises(CheckpointError, match="damaged"):
-        letters.unpack(letter)
+        portable.unpack(content)

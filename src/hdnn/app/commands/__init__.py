@@ -1,0 +1,1 @@
+"""The commands of `hdnn`, a file each; `hdnn.app.cli` puts them together."""

@@ -1,0 +1,71 @@
+"""`hdnn predict`: what a trained network says of the rows of a table, or of images."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from typing import Annotated, Any
+
+from hdnn.app import progress, terminal
+from hdnn.app.options import option
+from hdnn.app.results import measure_text
+
+EXAMPLES = (
+    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --out answers.csv",
+    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --proba",
+    "hdnn predict --run runs/mnist-h1-8-0 --data mnist --out answers.csv",
+)
+ANSWERS = ("predictions", "probabilities")
+
+
+def predict(
+    run: Annotated[str, option("folder of a complete run")],
+    data: Annotated[
+        str,
+        option(
+            "FILE.csv or FILE.parquet with the same columns; for a run on images, mnist or "
+            "cifar10: the test images"
+        ),
+    ],
+    out: Annotated[str | None, option("CSV to write; default: print it")] = None,
+    proba: Annotated[bool, option("probability of each class", "--proba")] = False,
+    overwrite: Annotated[bool, option("replace that file", "--overwrite")] = False,
+    as_json: Annotated[bool, option("print one JSON object", "--json")] = False,
+) -> None:
+    """Predict the target for each row of a table, or test image, as CSV in their order."""
+    from hdnn.app.runs import Run
+    from hdnn.app.tasks import kinds
+    from hdnn.base.files import write_atomically
+
+    path = None if out is None else terminal.new_file(out, overwrite)
+    with progress.waiting("predicting", not as_json):
+        result = kinds.predict(Run(run), data, proba=proba)
+    if path is not None:
+        write_atomically(path, _prediction_csv(result).encode())
+        result = {name: value for name, value in result.items() if name not in ANSWERS}
+        result["out"] = str(path)
+    if as_json:
+        print(terminal.json_text(result))
+    elif path is None:
+        sys.stdout.write(_prediction_csv(result))
+    else:
+        terminal.print_text(
+            f"{result['rows']} predictions of {result['target']} in {path}{_score(result)}"
+        )
+
+
+def _prediction_csv(result: dict[str, Any]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    chances = result.get("probabilities", {})
+    writer.writerow([result["target"], *(f"p({name})" for name in chances)])
+    writer.writerows(zip(result["predictions"], *chances.values(), strict=True))
+    return text.getvalue()
+
+
+def _score(result: dict[str, Any]) -> str:
+    for name in ("accuracy", "rmse"):
+        if name in result:
+            return f" ({name} {measure_text(name, result[name])})"
+    return ""

@@ -1,0 +1,224 @@
+"""`hdnn train`: on tables, images and points of the plane, or as one process of a graph."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdnn.app import progress, terminal
+from hdnn.app.configs.common import is_table
+from hdnn.app.configs.flags import RunOptions, TrainFlags
+from hdnn.app.configs.images import ImageConfig
+from hdnn.app.configs.kinds import config_of, read_config
+from hdnn.app.configs.table import TableConfig, before_penalties
+from hdnn.app.options import given, with_options
+from hdnn.app.runs import Run, is_graph_run
+from hdnn.base.config import types_of
+from hdnn.errors import CheckpointError, OptionError
+from hdnn.training.processes import launch
+
+if TYPE_CHECKING:
+    from hdnn.app.tasks.graph import GraphTask
+
+EXAMPLES = (
+    "hdnn train --data swiss_roll --network h2 --layers 64",
+    "hdnn train --data iris.csv --target species --layers 16 --seeds 5",
+    "hdnn train --data swiss_roll --layers 256 --multilevel 4,4 --epochs 20",
+    "hdnn train --data mnist --network h1 --layers 8",
+    "hdnn train --data cifar10 --network h2 --device cuda",
+    "hdnn train --resume --out runs/swiss_roll-h2-64-0",
+    "torchrun --nproc-per-node 2 -m hdnn train --data swiss_roll --layers 64",
+    "torchrun --nproc-per-node 8 -m hdnn train --graph ring8.toml --data swiss_roll",
+)
+PATIENCE = 5.0  # seconds to find out which process is gone
+
+Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
+
+
+@with_options(TableConfig, ImageConfig, TrainFlags, RunOptions)
+def train(**options: Any) -> int:
+    """Train a network on a data set or a table; keep everything in a folder of its own."""
+    options = given(options)
+    if _is_for_graph(options):
+        return _train_graph(options)
+    from hdnn.app import results
+    from hdnn.app.tasks import task
+    from hdnn.app.tasks.kinds import task_of
+
+    found = []
+    with launch.joined() as processes:
+        asked, chosen = processes.first(lambda: _asked(options))
+        show = not (asked["quiet"] or asked["json"]) and processes.is_first
+        board = bool(asked["tensorboard"])
+        for number, (config, run) in enumerate(chosen, 1):
+            title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
+            with progress.TrainingBar(title, show) as bar:
+                try:
+                    one = task_of(config)
+                    result = task.train(one, run, bar=bar, tensorboard=board, processes=processes)
+                except KeyboardInterrupt as error:
+                    raise _how_to_go_on(run, len(chosen)) from error
+            found.append(result)
+    if processes.is_first:
+        results.finish(found, as_json=bool(asked["json"]))
+    return 0
+
+
+def _asked(options: dict[str, Any]) -> Asked:
+    """What the flags and the config file ask for: options of all runs, and the runs."""
+    flags = dict(options)
+    file = flags.pop("config", None)
+    options = {} if file is None else read_config(file)
+    before = before_penalties(options) and "penalties" not in flags
+    options |= flags
+    options |= {name: terminal.at_home(options[name]) for name in options.keys() & {"data", "out"}}
+    asked = {name: options.pop(name, None) for name in types_of(RunOptions)}
+    told = is_table(options.get("data")) and before_penalties(options)
+    if told and before:
+        options["penalties"] = "mean"
+    chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
+    if launch.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
+        raise OptionError("one process trains on images: start hdnn train without torchrun.")
+    if told and not asked["resume"]:
+        terminal.say(_told_penalties(file if before else None))
+    return asked, chosen
+
+
+def _told_penalties(file: str | None) -> str:
+    """What weight decay and ridge are taken for, where it was another thing once."""
+    if file is None:
+        return (
+            "note: weight-decay and ridge of a file are divided by its rows, as the estimators "
+            "do; --penalties mean takes them undivided, as before, and with --penalties sum there "
+            "is no such note."
+        )
+    return (
+        f"note: {file} has weight-decay or ridge without penalties, so they are not divided by "
+        'the rows, as before; write penalties = "sum" for what the estimators do, or "mean".'
+    )
+
+
+def _chosen_runs(
+    options: dict[str, Any], out: str | None, seeds: int | None, resume: bool
+) -> list[tuple[TableConfig | ImageConfig, Run]]:
+    """The config and the folder of each run, all of them checked before the first one starts."""
+    count = 1 if seeds is None else seeds
+    if not 1 <= count <= 10_000:
+        raise OptionError(f"seeds must be a whole number from 1 to 10000, but got {count}.")
+    first = options.get("seed", 0)
+    chosen = []
+    for seed in range(first, first + count):
+        each = {**options, "seed": seed} if count > 1 else options
+        if out is None:
+            config = config_of(each)
+            run = Run(Path("runs") / config.run_name())
+        else:
+            run = Run(Path(out) / f"seed-{seed}" if count > 1 else out)
+            if resume and not run.exists and "data" not in options:
+                raise CheckpointError(f"{run.folder} holds no run to resume: no config.toml.")
+            config = None if resume and run.exists else config_of(each)
+        if not resume:
+            run.check_free()
+        elif run.exists:
+            config = run.resumed(each)
+        assert config is not None
+        chosen.append((config, run))
+    return chosen
+
+
+def _how_to_go_on(run: Run, count: int) -> terminal.StoppedError:
+    if not run.exists:
+        return terminal.StoppedError("interrupted before anything was written.")
+    if count > 1:
+        return terminal.StoppedError(
+            f"interrupted in {run.folder}; give the same command with --resume."
+        )
+    folder = shlex.quote(str(run.folder))
+    return terminal.StoppedError(f"interrupted; go on with: hdnn train --resume --out {folder}")
+
+
+# As one process of a graph
+
+
+def _is_for_graph(options: dict[str, Any]) -> bool:
+    """Whether the options mean a training on a graph, new or to be resumed."""
+    if "graph" in options:
+        return True
+    if "resume" in options and "out" in options and is_graph_run(Path(options["out"])):
+        return True
+    for name in ("timeout", "save_every"):
+        if name in options:
+            raise OptionError(f"--{name.replace('_', '-')} is for a training on a graph: --graph.")
+    return False
+
+
+def _train_graph(options: dict[str, Any]) -> int:
+    """Train as the part of the graph that the environment says this process is."""
+    from hdnn.app import results
+    from hdnn.app.tasks import graph
+    from hdnn.app.tasks.task import one_thread
+    from hdnn.distributed import worker
+    from hdnn.distributed.messages.connect import parts_here
+    from hdnn.distributed.messages.gloo import LostError
+
+    launch.speak_as_one()
+    parts, as_json = parts_here(), "json" in options
+    loud = not ("quiet" in options or as_json)
+    with progress.waiting("looking at the graph", loud):
+        task, timeout, save_every = graph.task_of(options)
+        plan = task.plan(parts)
+    if parts == 1:  # else only the root, which is one of many, can know
+        done = task.is_complete()
+        task.check_data()
+        if done:
+            results.finish([task.result()], as_json=as_json)
+            return 0
+    if launch.is_first():
+        task.warn()
+    show = os.environ.get("RANK", "0") == str(plan.owner[0]) and loud
+    with one_thread(), progress.EpochBar(task.folder.name, task.options["epochs"], show) as bar:
+        if launch.several():
+            _hear_before_the_end()
+        try:
+            metrics = worker.work(
+                task.config,
+                out=task.folder,
+                resume=task.resume,
+                timeout=timeout,
+                save_every=save_every,
+                tell=bar.tell,
+            )
+        except LostError as error:
+            said = str(error).removesuffix(".")
+            return terminal.fail(f"{said}; {_go_on(task)}", 1)
+        except KeyboardInterrupt as error:
+            raise task.stopped(_go_on(task)) from error
+    if "traffic" in metrics:  # the root's
+        results.finish([task.result(metrics)], as_json=as_json)
+    return 0
+
+
+def _go_on(task: GraphTask) -> str:
+    return "give the same command with --resume" if launch.several() else task.go_on("train")
+
+
+def _hear_before_the_end() -> None:
+    """Take a SIGTERM as a Ctrl-C, but late: torchrun sends it to all when one of them is gone.
+
+    Until then the others have found out who that is, and say so.
+    """
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def wait(*_: object) -> None:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+
+    if hasattr(signal, "setitimer"):
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, wait)

@@ -1,0 +1,57 @@
+"""What configs have in common: names of data, and checks of numbers."""
+
+from __future__ import annotations
+
+import inspect
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hdnn.data import planar
+from hdnn.errors import SENSIBLE, OptionError
+from hdnn.training import fit
+from hdnn.training.checks import check_options
+
+DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
+IMAGE_SETS = ("mnist", "cifar10")
+
+
+def is_table(data: str | None) -> bool:
+    """Whether data of that name are a file."""
+    return data is not None and data not in (*planar.SETS, *IMAGE_SETS)
+
+
+def check_training(options: dict[str, Any]) -> None:
+    """Check those of the options of `hdnn.training.fit` that are given."""
+    check_options(**{**_fit_defaults(), **options})
+
+
+def check_time(name: str, number: float | None) -> None:
+    """Refuse a step or a time span that no layers can have."""
+    if number is not None and not 0 < number <= SENSIBLE:
+        raise OptionError(
+            f"{name} must be finite and > 0, and at most {SENSIBLE:g}, but got {number}."
+        )
+
+
+def _fit_defaults() -> dict[str, Any]:
+    """The options of `hdnn.training.fit` that it has a default for, also those without a flag."""
+    given = inspect.signature(fit).parameters.values()
+    return {option.name: option.default for option in given if option.default is not option.empty}
+
+
+def find_device(name: str) -> str:
+    """The device, if this machine has it; "auto" is a GPU where there is one."""
+    gpus = torch.cuda.device_count()
+    if name == "auto":
+        return "cuda" if gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"device {name!r} is not known; try cpu, cuda or auto.") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        raise OptionError(f"device {name!r} is not for training; try cpu, cuda or auto.")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise OptionError(f"there is no device {name!r} here: PyTorch finds {gpus} GPUs.")
+    return name

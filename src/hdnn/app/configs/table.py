@@ -1,0 +1,263 @@
+"""What a training on a table or on points of the plane is asked to do."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import MISSING, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from hdnn import activations
+from hdnn.app.configs.common import DTYPES, IMAGE_SETS, check_time, check_training, is_table
+from hdnn.base.config import BaseConfig, option
+from hdnn.base.portable import portable
+from hdnn.data import planar, table
+from hdnn.errors import DataError, OptionError, choose, positive_int, quoted
+from hdnn.networks import BY_NAME
+from hdnn.networks.initial import INITS
+from hdnn.training import table_recipe
+from hdnn.training.checks import whole_number
+
+# For a file: what serves most tables. What depends on the task is filled in by `resolved`.
+_PENALTIES = ("weight_decay", "ridge")
+TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
+    {
+        **{k: v for k, v in table_recipe.CLASSES.items() if k not in ("T", *_PENALTIES)},
+        **dict.fromkeys(_PENALTIES),
+        "layers": table_recipe.RUN_LAYERS,
+        "penalties": "sum",
+        "init": "scaled",
+        "test_fraction": 0.2,
+    }
+)
+PLANAR_T = 2.4
+PENALTIES = ("mean", "sum")  # of the losses, beside which weight decay and ridge stand
+
+
+_data, _network, _training, _run = (
+    partial(option, panel=panel) for panel in ("Data", "Network", "Training", "Run")
+)
+
+
+@portable
+@dataclass(frozen=True, kw_only=True)
+class TableConfig(BaseConfig):
+    """Everything that decides what a training comes to; the defaults are for the planar sets.
+
+    What is None or "auto" depends on the data, and is filled in by `resolved`.
+    """
+
+    kind: ClassVar[str] = "table"
+
+    data: str = _data(
+        MISSING,
+        "swiss_roll, double_moons, double_circles, mnist, cifar10, or FILE.csv or FILE.parquet",
+    )
+    target: str | None = _data(None, "column of the file to predict")
+    drop: list[str] = field(
+        default_factory=list,
+        metadata={"help": "column to leave out (may be repeated)", "panel": "Data"},
+    )
+    task: str = _data("auto", "auto (default), classification or regression", choices=table.TASKS)
+    test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
+    network: str = _network(
+        "h2",
+        "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint; for "
+        "mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, h1_paper, resnet56, alexnet",
+        choices=BY_NAME,
+    )
+    layers: int = _network(
+        64, "their number N (default: 64; for a file or mnist 8; a unit for cifar10: 6)"
+    )
+    features: int | None = _network(
+        None, "of a state, n (default: 4; for a file twice its columns or so)"
+    )
+    T: float | None = _network(None, "time span, h = T/N (default: 2.4; for a file 1)")
+    step: float | None = _network(None, "h itself, instead of T")
+    activation: str = _network(
+        "tanh", "tanh (default), relu (default for a file), sigmoid ..; cifar10: its recipe's"
+    )
+    init: str = _network(
+        "paper",
+        "weights: paper (default) or scaled (default for a file); images: as their recipe",
+        choices=INITS,
+    )
+    multilevel: str | None = _training(
+        None, "2,2: train a quarter of the layers, then half, then all; that many epochs each"
+    )
+    epochs: int = _training(50, "default: 50; for images 40, with the recipe of the paper's tables")
+    patience: int | None = _training(
+        None, "end after so many epochs in which the training loss did not fall"
+    )
+    batch: int = _training(125, "minibatch size (default: 125; for a file 64)")
+    optimizer: str = _training("adam", "adam (default) or sgd")
+    learning_rate: float = _training(5e-2, "default: 0.05; for a file 0.02")
+    schedule: str = _training("cosine", "cosine (default) or constant")
+    warmup: float = _training(0.0, "fraction of steps with a rising rate")
+    weight_decay: float | None = _training(
+        0.0, "of hidden layers (default: 0; for a file 0.05, for values 2)"
+    )
+    clip: float | None = _training(None, "largest gradient norm")
+    solver: str = _training("newton", "of the output layer: auto, newton (default), adam or joint")
+    ridge: float | None = _training(
+        1e-4, "on the output layer (default: 1e-4; for a file 1, for values 3)"
+    )
+    penalties: str = _training(
+        "mean",
+        "weight decay and ridge stand beside the mean of the losses, or beside their sum "
+        "(default for a file: they are divided by its rows)",
+        choices=PENALTIES,
+    )
+    smoothness: float = _training(5e-4, "of weights over layers (default: 5e-4; for a file 5e-3)")
+    smoothing: str = _training("constant", "that is constant (default) or cosine")
+    seed: int = _run(0, "of split, weights and shuffle (default: 0)")
+    device: str = _run("cpu", "cpu (default), cuda or auto")
+    dtype: str = _run("float32", "float32 (default) or float64", choices=DTYPES)
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the data are a file."""
+        return is_table(self.data)
+
+    @property
+    def refinements(self) -> list[int]:
+        """How many times the layers of the level before each further level of training has."""
+        return [] if self.multilevel is None else [int(k) for k in self.multilevel.split(",")]
+
+    def fit_options(self, rows: int = 1) -> dict[str, Any]:
+        """The arguments of `hdnn.training.fit`, for so many rows to train on."""
+        names = ("epochs", "batch", "optimizer", "learning_rate", "schedule", "warmup")
+        names += ("weight_decay", "clip", "solver", "ridge", "smoothness", "smoothing", "seed")
+        options = {name: getattr(self, name) for name in names}
+        if self.penalties == "sum":
+            given = [name for name in _PENALTIES if options[name] is not None]
+            options |= {name: table_recipe.share(options[name], rows) for name in given}
+        return options
+
+    def checked(self) -> Self:
+        """The same with the network's plain name, or an error before any work is done."""
+        network = self.network.lower().replace("-", "_")
+        replace(self, network=network).check_choices()
+        activations.registered(self.activation)
+        for name, count in (("layers", self.layers), ("features", self.features)):
+            if count is not None:
+                positive_int(name, count)
+        for name, number in (("T", self.T), ("step", self.step)):
+            check_time(name, number)
+        if self.T is not None and self.step is not None:
+            raise OptionError("give T or step (h = T/N), but not both.")
+        if network == "mlp" and not (self.T is None and self.step is None):
+            raise OptionError("an mlp is no time-stepping network: it takes neither T nor step.")
+        refined = None if self.multilevel is None else levels(self.multilevel)
+        if refined is not None and network == "mlp":
+            raise OptionError("an mlp is no time-stepping network: it has no multilevel training.")
+        if refined is not None and self.layers % (times := math.prod(map(int, refined.split(",")))):
+            raise OptionError(
+                f"layers must be a multiple of {times} for multilevel {refined}, but got "
+                f"{self.layers}."
+            )
+        if self.patience is not None:
+            whole_number("patience", self.patience, 1)
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed must be from 0 to 2^63 - 1, but got {self.seed}.")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise OptionError(
+                f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
+            )
+        given = {k: v for k, v in self.fit_options().items() if v is not None}
+        check_training({**given, "solver": "newton" if self.solver == "auto" else self.solver})
+        self._check_data()
+        return replace(self, network=network, multilevel=refined)
+
+    def _check_data(self) -> None:
+        try:
+            self.data.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the name of the data, {self.data!r}, is not valid text.") from error
+        if self.data in IMAGE_SETS:
+            raise DataError(
+                f"{self.data} is a set of images: hdnn.app.configs.images has its configs."
+            )
+        if self.is_table and not table.is_file_name(self.data):
+            choose("data set (or file)", self.data, (*planar.SETS, *IMAGE_SETS))
+        if self.is_table:
+            return
+        if self.target is not None or self.drop:
+            raise OptionError(f"{self.data} needs no target and no drop: those are for files.")
+        if self.task == "regression":
+            raise OptionError(f"{self.data} has two classes; leave the task out.")
+        if self.test_fraction not in (None, 0.5):
+            raise OptionError(f"{self.data} has a test half of its own; leave test-fraction out.")
+
+    def run_name(self) -> str:
+        """The name of the run's folder, such as swiss_roll-h2-64-0."""
+        stem = Path(self.data).stem if self.is_table else self.data
+        stem = re.sub(r"[^\w.-]+", "_", stem, flags=re.ASCII).strip("._-") or "data"
+        return f"{stem[:64]}-{self.network}-{self.layers}-{self.seed}"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Self:
+        """From options by their names, checked."""
+        if not options.get("data"):
+            raise OptionError(
+                "say what to train on: --data swiss_roll, or --data FILE.csv --target COLUMN."
+            )
+        if "images" in options:
+            raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
+        options = {name: value for name, value in options.items() if name != "kind"}
+        blanks = TABLE_DEFAULTS if is_table(options["data"]) else {}
+        return cls(**{**blanks, **options}).checked()
+
+    def resolved(self, columns: table.Columns, rows: int = 1) -> Self:
+        """The same with all blanks filled in, now that columns and rows to train on are known."""
+        inputs, outputs = len(columns.names), max(len(columns.classes), 1)
+        outputs = 1 if outputs == 2 else outputs
+        features = self.features
+        if features is None:
+            features = table_recipe.width(inputs) if self.is_table else 4
+        elif features < inputs:
+            raise OptionError(
+                f"features must be at least {inputs}, one for each input, but got {features}."
+            )
+        T = self.T
+        if T is None and self.step is None and self.network != "mlp":
+            T = table_recipe.CLASSES["T"] if self.is_table else PLANAR_T
+        recipe = table_recipe.CLASSES if columns.classes else table_recipe.VALUES
+        rows = 1 if self.penalties == "sum" else rows
+        blanks = [name for name in _PENALTIES if getattr(self, name) is None]
+        solver = table_recipe.solver_of(
+            self.solver, batch=self.batch, features=features, outputs=outputs
+        )
+        return replace(
+            self,
+            data=os.path.abspath(self.data) if self.is_table else self.data,
+            test_fraction=self.test_fraction if self.is_table else 0.5,
+            task=columns.task,
+            features=features,
+            T=T,
+            solver=solver,
+            **{name: table_recipe.share(recipe[name], rows) for name in blanks},
+        )
+
+
+def levels(text: str) -> str:
+    """How often to refine, however it is written, as 2,2."""
+    try:
+        times = [int(part) for part in text.split(",")]
+    except ValueError:
+        times = [0]
+    if min(times) < 2:
+        raise OptionError(
+            f"multilevel must be whole numbers >= 2 with commas, such as 2,2, but got "
+            f"{quoted(text)}."
+        )
+    return ",".join(map(str, times))
+
+
+def before_penalties(options: dict[str, Any]) -> bool:
+    """Whether options of a file are of a time when no penalty was divided by the rows."""
+    return "penalties" not in options and any(name in options for name in _PENALTIES)

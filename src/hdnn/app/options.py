@@ -1,0 +1,74 @@
+"""Options of commands: written beside a function's parameters, or made of the fields of configs.
+
+Annotations are read when the program is built, so that commands can be imported without typer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import Field, fields
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any
+
+from hdnn.base.config import TYPES, BaseConfig
+
+if TYPE_CHECKING:
+    import typer
+else:
+    with suppress(ImportError):  # `hdnn.__main__` says what to install
+        import typer
+
+
+def option(text: str, *names: str, panel: str | None = None) -> Any:
+    """An option with this help."""
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+def argument(text: str) -> Any:
+    """An argument with this help."""
+    return typer.Argument(help=text)
+
+
+def json_flag() -> Any:
+    """The option of a command that can print its result for programs."""
+    return option("print one JSON object", "--json")
+
+
+def overwrite_flag() -> Any:
+    return option("replace that file", "--overwrite")
+
+
+def with_options(*configs: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command that takes keywords an option for each field of these that has a help text.
+
+    A field of a config has no default here: what is not given is filled in by the config.
+    """
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        found: dict[str, Parameter] = {}
+        for config in configs:
+            for each in fields(config):
+                if each.metadata.get("help") and each.name not in found:
+                    found[each.name] = _parameter(each, issubclass(config, BaseConfig))
+        command.__signature__ = Signature([*found.values()])  # pyright: ignore
+        return command
+
+    return add
+
+
+def _parameter(each: Field[Any], is_blank: bool) -> Parameter:
+    kind = TYPES[str(each.type).removesuffix(" | None")]
+    default = None if is_blank else each.default
+    if default is None:
+        kind = kind | None
+    flag = f"--{each.name.replace('_', '-')}"
+    about = option(each.metadata["help"], flag, panel=each.metadata["panel"])
+    return Parameter(
+        each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
+    )
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """The options of a command that were given."""
+    return {name: v for name, v in values.items() if not (v is None or v is False or v == [])}

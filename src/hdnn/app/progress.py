@@ -1,0 +1,125 @@
+"""Progress, for a person at a terminal who has waited for two seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from hdnn.app import terminal
+
+if TYPE_CHECKING:
+    from hdnn.training import Moment
+
+WAIT = 2.0  # seconds before anything is shown
+
+
+@contextmanager
+def waiting(what: str, wanted: bool = True) -> Iterator[None]:
+    """A sign of life beside something that has no steps to count."""
+    if not (wanted and terminal.at_terminal()):
+        yield
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status(what)
+    timer = threading.Timer(WAIT, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+class TrainingBar:
+    """Loss, accuracy and gradient norm beside a bar; called after each step of a training."""
+
+    def __init__(self, title: str, wanted: bool) -> None:
+        self.title, self.on = title, wanted and terminal.at_terminal()
+        self.due, self.progress, self.task = time.monotonic() + WAIT, None, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, moment: Moment) -> None:
+        values = f"loss {moment.loss:.4f}"
+        if moment.accuracy is not None:
+            values += f", accuracy {moment.accuracy:.1%}"
+        values += f", gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
+        self.show(moment.step, moment.steps, values)
+
+    def show(self, step: int, steps: int, values: str) -> None:
+        """So many steps are done, with these values; now and then, and at the end."""
+        now = time.monotonic()
+        if now < self.due and not (self.progress and step == steps):
+            return
+        self.due = now + 0.1
+        if self.progress is None:
+            self._open(steps)
+        assert self.progress is not None
+        assert self.task is not None
+        self.progress.update(self.task, completed=step, total=steps, values=values)
+
+    def _open(self, steps: int) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.markup import escape
+
+        self.progress = progress.Progress(
+            progress.TextColumn(escape(self.title)),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[values]}"),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self.task = self.progress.add_task("", total=steps, values="")
+        self.progress.start()
+
+
+class EpochBar(TrainingBar):
+    """The bar of a training of which the root tells after each epoch."""
+
+    def __init__(self, title: str, epochs: int, wanted: bool) -> None:
+        super().__init__(title, wanted)
+        self.epochs, self.loud = epochs, wanted
+
+    def open(self, words: str) -> None:
+        """Show that something is on its way, from the beginning."""
+        if self.on:
+            self._open(self.epochs)
+            self._show(0, words)
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """What the root has told, or the launcher after a fault."""
+        if "restart" in news:
+            words = f"restart {news['restart']}, because {news['fault']}"
+            if self.on:
+                self._show(0, words)
+            elif self.loud:
+                terminal.say(words)
+            return
+        if not self.on or (self.progress is None and time.monotonic() < self.due):
+            return
+        if self.progress is None:
+            self._open(self.epochs)
+        words = f"loss {news['loss']:.4f}"
+        if "accuracy" in news:
+            words += f", accuracy {news['accuracy']:.1%}"
+        self._show(news["epoch"], f"{words}, epoch {news['epoch']}/{self.epochs}")
+
+    def _show(self, epoch: int, words: str) -> None:
+        from rich.markup import escape
+
+        assert self.progress is not None
+        assert self.task is not None
+        self.progress.update(self.task, completed=epoch, values=escape(words))

@@ -1,0 +1,112 @@
+"""What trainings came to, as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hdnn.analysis.certificate import number_text
+from hdnn.app import terminal
+
+ROUNDING = 1e-12  # of a norm in float64
+MEASURES = tuple(
+    f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "rmse", "r2")
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """The metrics of one training, and how they are told to people."""
+
+    metrics: dict[str, Any]
+    to_text: Callable[[dict[str, Any]], str]
+
+
+def finish(results: list[Result], *, as_json: bool) -> None:
+    """Print what one training came to, or several of them with mean and spread."""
+    found = [result.metrics for result in results]
+    if len(found) == 1:
+        text = results[0].to_text
+        print(terminal.json_text(found[0])) if as_json else terminal.print_text(text(found[0]))
+        return
+    summary = spread(found)
+    if as_json:
+        print(terminal.json_text({"runs": found, "summary": summary}))
+    else:
+        terminal.print_text(spread_text(found, summary))
+
+
+def measures(result: dict[str, Any]) -> dict[str, float]:
+    return {name: result[name] for name in MEASURES if result.get(name) is not None}
+
+
+def measure_text(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4g}"
+
+
+def smallest_text(certified: dict[str, Any]) -> str:
+    norm = certified["smallest_norm"]
+    found = "unknown" if norm is None or math.isnan(norm) else rounded_down(norm)
+    text = f"smallest norm(dy_N/dy_j) = {found}"
+    if not certified["guaranteed"]:
+        return f"{text} (no guarantee: {certified['guarantee']})"
+    if certified["holds"] is None:
+        return f"{text}: COULD NOT BE COMPUTED, {certified.get('unknown') or 'nothing is known'}"
+    return f"{text} >= 1: {'holds' if certified['holds'] else 'DOES NOT HOLD'}"
+
+
+def spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and extremes of each measure over several runs."""
+    summary = {}
+    for name in measures(results[0]):
+        values = [result[name] for result in results if result.get(name) is not None]
+        summary[name] = {
+            "runs": len(values),
+            "mean": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "smallest": min(values),
+            "largest": max(values),
+        }
+    return summary
+
+
+def spread_text(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> str:
+    rows = []
+    for result in results:
+        found = ", ".join(f"{name} {value}" for name, value in measure_rows(result))
+        rows.append((f"seed {result['seed']}", f"{found}  {result['run']}"))
+    for name, values in summary.items():
+        mean, low, high = (
+            measure_text(name, values[key]) for key in ("mean", "smallest", "largest")
+        )
+        text = f"mean {mean}, std {measure_text(name, values['std'])}, from {low} to {high}"
+        rows.append((name.replace("_", " "), text))
+    return terminal.rows_text(rows)
+
+
+def measure_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Accuracies or errors, a row each."""
+    found = measures(result).items()
+    return [(name.replace("_", " "), measure_text(name, value)) for name, value in found]
+
+
+def gradient_rows(certified: dict[str, Any]) -> list[tuple[str, str]]:
+    """What one certificate says."""
+    largest = f"largest  norm(dy_N/dy_j) = {number_text(certified['largest_norm'])}"
+    return [("gradients", smallest_text(certified)), ("", largest)]
+
+
+def picture_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The pictures of a training, or why there are none."""
+    rows = [("picture", path) for path in result["pictures"].values()]
+    if "no_pictures_because" in result:
+        rows.append(("pictures", f"none: {result['no_pictures_because']}"))
+    return rows
+
+
+def rounded_down(norm: float) -> str:
+    """Six digits, rounded down: what is printed as 1 is at least 1."""
+    return f"{math.floor((norm + ROUNDING) * 1e6) / 1e6:.6f}"

@@ -1,0 +1,124 @@
+"""What all commands share: text, JSON and errors for a terminal or a pipe."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hdnn.base.files import finite
+from hdnn.errors import CheckpointError, readable
+from hdnn.training.processes import launch
+
+LONGEST = 700  # letters of a message
+
+
+class StoppedError(Exception):
+    """A command that was stopped by hand, with a word on how to go on."""
+
+
+def fail(message: object, code: int = 2) -> int:
+    if launch.is_as_one():
+        launch.last_word(message, say)
+    else:
+        say(message)
+    return code
+
+
+def say(message: object) -> None:
+    """One line on stderr, whatever is in the message; at a terminal as wide as that is."""
+    text = readable(f"hdnn: {' '.join(str(message).split())}")
+    if len(text) > LONGEST:  # what is wrong mostly stands at the end
+        text = f"{text[: LONGEST // 2]} .. {text[-LONGEST // 2 :]}"
+    with suppress(OSError, AttributeError, ValueError):  # there may be no stderr
+        if at_terminal():
+            text = textwrap.fill(text, columns() or LONGEST, break_on_hyphens=False)
+        print(text, file=sys.stderr, flush=True)
+
+
+def fail_on_file(error: OSError) -> int:
+    """The exit code after an error of files or of the output, and what is to be said of it."""
+    forget_output()
+    if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
+        return 0
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return fail(f"cannot write the output: {error.strerror}; make room, or send it elsewhere.")
+    name = f" {error.filename}" if error.filename else ""
+    return fail(f"cannot go on with the file{name}: {error.strerror or error}.")
+
+
+def forget_output() -> None:
+    """Leave nothing in the buffer: Python would complain about it at its end."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def json_text(result: Any) -> str:
+    return json.dumps(finite(result), indent=2)
+
+
+def print_text(text: object) -> None:
+    """Text for people; at a terminal no line is wider than that is, and columns stay columns."""
+    width = columns()
+    lines = str(text).splitlines()
+    print("\n".join(lines if width is None else (fitted(line, width) for line in lines)))
+
+
+def columns() -> int | None:
+    """The width of the terminal; None where nobody asks for one."""
+    at_terminal = getattr(sys.stdout, "isatty", lambda: False)
+    if not ("COLUMNS" in os.environ or at_terminal()):
+        return None
+    return max(shutil.get_terminal_size().columns, 20)
+
+
+def fitted(line: str, width: int) -> str:
+    """One line of a text as several, the further ones under the value of the first."""
+    if len(line) <= width:
+        return line
+    name = re.match(r"\s{3,}|\s*(\S+( \S+)*\s{2,})?", line)
+    indent = len(name[0]) if name else 0
+    if indent > width // 2:
+        indent = 2
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+def rows_text(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+
+
+def at_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def new_file(out: str, overwrite: bool) -> Path:
+    """The path of a file to write, if nothing is lost by that."""
+    path = Path(out)
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder; name a file in it with --out.")
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path} exists already; name another file, or say --overwrite.")
+    if not os.path.isdir(path.parent):
+        raise CheckpointError(f"there is no folder {path.parent} to write {path.name} to.")
+    return path
+
+
+def at_home(place: Any) -> Any:
+    """A path, or several, with the folder that ~ stands for."""
+    if isinstance(place, list):
+        return [at_home(one) for one in place]
+    return os.path.expanduser(place) if isinstance(place, str) else place

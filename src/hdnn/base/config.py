@@ -1,0 +1,136 @@
+"""What a training is asked to do: fields with help texts and choices, and their files.
+
+Configs extend `BaseConfig`. The command line makes its options of their fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hdnn.base.files import read_bytes
+from hdnn.errors import OptionError, as_float, choose, quoted
+
+LARGEST = 2**20  # bytes of a config file
+
+TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "list[str]": list[str],
+}
+_WORDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list[str]": "a list of texts",
+}
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    panel: str = "",
+    choices: Collection[str] | None = None,
+) -> Any:
+    """A field with a help text, under a heading of the help, and with the values it may have."""
+    return dataclasses.field(
+        default=default, metadata={"help": text, "panel": panel, "choices": choices}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """What all configs have in common."""
+
+    kind: ClassVar[str] = ""  # written to the config file of a run
+
+    def check_choices(self) -> None:
+        """Refuse a field whose value is none of its choices."""
+        for each in fields(self):
+            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            if choices is not None and value is not None:
+                choose(each.name.replace("_", "-"), value, choices)
+
+    def to_toml(self) -> str:
+        """The text of a file that `--config` reads back to the same config."""
+        values = {each.name.replace("_", "-"): getattr(self, each.name) for each in fields(self)}
+        values = {name: value for name, value in values.items() if value not in (None, [])}
+        return "[train]\n" + to_toml({"kind": self.kind, **values})
+
+
+def types_of(*configs: type) -> dict[str, str]:
+    """The type of each field of these classes by its name, without what says that it may be None.
+
+    Where several classes have a field of one name, it is that of the first.
+    """
+    found: dict[str, str] = {}
+    for config in configs:
+        for each in fields(config):
+            found.setdefault(each.name, str(each.type).removesuffix(" | None"))
+    return found
+
+
+def read_toml(path: Path, table: str, types: dict[str, str]) -> dict[str, Any]:
+    """The options in one table of a TOML file, by their names with _ for -; each of its type."""
+    try:
+        document = tomllib.loads(read_bytes(path, LARGEST).decode())
+    except (ValueError, RecursionError) as error:  # of which a TOMLDecodeError is one
+        reason = str(error).removeprefix(f"cannot read {path}: ")
+        reason = reason.removeprefix(f"{path} cannot be read: ").rstrip(".")
+        raise OptionError(f"cannot read the config file {path}: {reason}.") from error
+    for name in document:
+        _check_known(path, name, [table], "table")
+    if not isinstance(document.get(table), dict):
+        raise OptionError(f"{path} has no table [{table}]; put the options under that line.")
+    options: dict[str, Any] = {}
+    for key, value in document[table].items():
+        name = key.replace("-", "_")
+        _check_known(path, name, types, "option")
+        if name in options:
+            raise OptionError(f"{path} gives {key} twice, with - and with _.")
+        options[name] = _of_type(path, key, value, types[name])
+    return options
+
+
+def _check_known(path: Path, name: str, names: Iterable[str], what: str) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}."
+        raise OptionError(f"{path} has an unknown {what} {name!r}; {hint}")
+
+
+def _of_type(path: Path, key: str, value: Any, kind: str) -> Any:
+    if kind == "float" and type(value) is int:
+        return as_float(value)
+    if kind == "list[str]" and isinstance(value, list) and all(type(v) is str for v in value):
+        return value
+    if type(value).__name__ != kind:
+        raise OptionError(f"{path}: {key} must be {_WORDS[kind]}, but is {quoted(value)}.")
+    return value
+
+
+def to_toml(values: dict[str, Any]) -> str:
+    """A line for each value, as TOML has it."""
+    return "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items())
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it: so little that it is not worth a dependency."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(entry) for entry in value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one control character that JSON leaves alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
