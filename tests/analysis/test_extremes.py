@@ -13,7 +13,6 @@ from hdnn import H1, H2, MLP, MS1, HamiltonianUnit, models
 from hdnn.analysis import (
     backward_sensitivity,
     chain_extremes,
-    derivatives,
     extreme_singular_values,
     extremes,
     lanczos,
@@ -21,6 +20,7 @@ from hdnn.analysis import (
     unit_extremes,
 )
 from hdnn.errors import ConvergenceError, OptionError, ShapeError
+from hdnn.networks import unit_derivatives
 from strategies import Random, seeds
 
 F64 = torch.float64
@@ -94,7 +94,7 @@ UNITS = [
 @pytest.mark.parametrize("options", UNITS)
 def test_layers_are_multiplied_by_transposed_and_undone(options):
     unit, y = make(**options), image()
-    states, chain = unit.trajectory(y), derivatives.of_unit(unit, y)
+    states, chain = unit.trajectory(y), unit.layer_derivatives(y)
     v, u = image(2), image(3)
     for j, M in enumerate(chain):
         _, expected = torch.func.jvp(one_layer(unit, j), (states[j],), (v,))
@@ -107,17 +107,17 @@ def test_layers_are_multiplied_by_transposed_and_undone(options):
 
 def test_a_traced_function_is_multiplied_and_transposed():
     block, y = next(iter(models.resnet56(depth=8, dtype=F64).eval().blocks)), Random(0)(1, 16, 4, 4)
-    M = derivatives.Traced(block.requires_grad_(False), y)
+    M = extremes.Traced(block.requires_grad_(False), y)
     v, u = Random(1)(*y.shape), Random(2)(*y.shape)
     torch.testing.assert_close(M.forwards(v), torch.func.jvp(block, (y,), (v,))[1])
     torch.testing.assert_close((M.backwards(u) * v).sum(), (u * M.forwards(v)).sum())
 
 
 def test_where_a_layer_cannot_be_undone_an_upper_bound_is_left(monkeypatch):
-    monkeypatch.setattr(derivatives, "ITERATIONS", 3)
+    monkeypatch.setattr(unit_derivatives, "ITERATIONS", 3)
     unit, y = make("h1", scale=1.0), image()
     with pytest.raises(ConvergenceError, match="close to singular"):
-        derivatives.of_unit(unit, y)[0].undo(y)
+        unit.layer_derivatives(y)[0].undo(y)
     found = unit_extremes(unit, y, dense=0, steps=8)
     assert found.smallest_missed.isinf().all()
     assert (found.smallest >= unit_extremes(unit, y).smallest).all()
@@ -180,7 +180,7 @@ def true_extremes(unit, y):
     """Of dy_N/dy_0 at the states that are computed, by the layers and their inverses."""
     n, eye = y.numel(), torch.eye(y.numel(), dtype=y.dtype)
     whole_ = undone = eye.double()
-    for M in derivatives.of_unit(unit, y):
+    for M in unit.layer_derivatives(y):
         A = torch.stack([M.forwards(e.reshape(y.shape)).reshape(n) for e in eye], 1).double()
         whole_, undone = A @ whole_, undone @ torch.linalg.inv(A)
     return 1 / torch.linalg.matrix_norm(undone, 2), torch.linalg.matrix_norm(whole_, 2)
@@ -278,15 +278,15 @@ def test_blocks_with_relu_have_singular_values_of_exactly_zero():
     matrix = torch.autograd.functional.jacobian(chain, y).reshape(144, 144)
     values = torch.linalg.svdvals(matrix)
     close(exact.largest[0, 0], values[0], 1e-10)
-    last = derivatives.Traced(blocks[-1], chain[:-1](y))
-    count = extremes.zeros(last)
+    last = extremes.Traced(blocks[-1], chain[:-1](y))
+    count = last.dead()
     assert count == (chain(y) == 0).sum() > 0
     assert (values[-count:] < 1e-13 * values[0]).all()
 
 
 def test_zeros_that_depend_on_the_state_are_none():
     y = torch.zeros(1, 3, dtype=F64)
-    assert extremes.zeros(derivatives.Traced(torch.sin, y)) == 0
+    assert extremes.Traced(torch.sin, y).dead() == 0
     found = chain_extremes([torch.sin, torch.tanh], y + 0.3, dense=0)
     value = math.cos(0.3) * (1 - math.tanh(math.sin(0.3)) ** 2)
     close(found.smallest[0, 0], value, 1e-12)

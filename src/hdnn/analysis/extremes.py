@@ -9,27 +9,39 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.func import vjp
 
-from hdnn.analysis.derivatives import (
-    TOLERANCE,
-    Derivative,
-    H2Layer,
-    Invertible,
-    Lost,
-    Traced,
-    of_unit,
-)
 from hdnn.analysis.lanczos import Product, bidiagonalise, shortfall
 from hdnn.analysis.sensitivity import singular_values
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
 from hdnn.networks import Network
 from hdnn.networks.promise import SYMPLECTIC, own_methods
 from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks.unit_derivatives import TOLERANCE, Derivative, Unknown
 
 Function = Callable[[Tensor], Tensor]
 STEPS = 48
 DENSE = 2048
 TINY = 1e-300
+
+
+class Traced:
+    """The derivative of any function at y, by automatic differentiation, done once."""
+
+    def __init__(self, function: Function, y: Tensor) -> None:
+        self.out, pull = vjp(function, y)[:2]
+        self.backwards: Function = lambda u: pull(u)[0]
+        # u -> M^T u is linear: its own derivative, backwards, is v -> M v, wherever it is taken.
+        push = vjp(self.backwards, torch.zeros_like(self.out))[1]
+        self.forwards: Function = lambda v: push(v)[0]
+
+    def dead(self) -> int:
+        """How many entries of y_N are 0 for all states nearby: the rank is lower by so many."""
+        generator = torch.Generator().manual_seed(0)
+        draw = torch.rand(self.out.shape, generator=generator, dtype=torch.float64).to(self.out)
+        # Numbers of one sign and no two alike, so that they do not cancel by chance.
+        zeros = self.out == 0
+        return 0 if self.backwards(zeros * (1 + draw)).any() else int(zeros.sum())
 
 
 @overload
@@ -177,7 +189,7 @@ def unit_extremes(
             f"this is for a HamiltonianUnit, but got {type(unit).__name__}; "
             "for other layers take chain_extremes."
         )
-    chains = [of_unit(unit, one) for one in y.split(1)]
+    chains = [unit.layer_derivatives(one) for one in y.split(1)]
     how = _of_inverse if smallest else _by_lanczos
     return _extremes(chains, y, how, layers, steps, dense, seed)
 
@@ -208,17 +220,8 @@ def chain_extremes(
                 )
             state = chain[-1].out
         fine = all(bool(M.out.isfinite().all()) for M in chain)
-        chains.append(chain if fine else [Lost()] * len(chain))
+        chains.append(chain if fine else [Unknown()] * len(chain))
     return _extremes(chains, y, _of_zeros, layers, steps, dense, seed)
-
-
-def zeros(last: Traced) -> int:
-    """How many entries of y_N, each 0, have a derivative of 0: by so many the rank is too low."""
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.rand(last.out.shape, generator=generator, dtype=torch.float64).to(last.out)
-    # Numbers of one sign and no two alike, so that they do not cancel by chance.
-    dead = (last.out == 0) * (1 + draw)
-    return 0 if last.backwards(dead).any() else int((last.out == 0).sum())
 
 
 def _extremes(
@@ -260,7 +263,7 @@ def _found(
     found = _by_matrix(chain, like)
     if smallest is not _of_inverse or not math.isfinite(found.largest):
         return found
-    if isinstance(chain[-1], H2Layer):
+    if chain[-1].symplectic:
         return found._replace(smallest=1 / found.largest, smallest_error=found.largest_error)
     if found.smallest_error <= TOLERANCE:
         return found
@@ -269,7 +272,7 @@ def _found(
     )
 
 
-def _by_matrix(chain: Sequence[Derivative], like: Tensor) -> _Found:
+def _by_matrix(chain: Sequence[Any], like: Tensor) -> _Found:
     """By all singular values of the whole matrix."""
     n = like.numel()
     rows = torch.eye(n, dtype=like.dtype, device=like.device).reshape(n, *like.shape)
@@ -277,7 +280,7 @@ def _by_matrix(chain: Sequence[Derivative], like: Tensor) -> _Found:
         rows = torch.func.vmap(M.forwards)(rows)
     values = singular_values(rows.reshape(n, n))
     found = _with_errors(float(values[-1]), float(values[0]), like, len(chain))
-    if isinstance(chain[-1], Traced) and zeros(chain[-1]):
+    if isinstance(chain[-1], Traced) and chain[-1].dead():
         return found._replace(smallest=0.0, smallest_error=0.0)
     return found
 
@@ -296,7 +299,7 @@ def _with_errors(
     return _Found(low, high, *errors)
 
 
-def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int) -> _Found:
+def _of_inverse(chain: Sequence[Derivative], like: Tensor, steps: int, seed: int) -> _Found:
     """The largest value, and one over the largest of the inverse."""
     found = _by_lanczos(chain, like, steps, seed)
     if not math.isfinite(found.largest):
@@ -310,7 +313,7 @@ def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int
         return found
     if not math.isfinite(inverse.value):
         return found
-    solved = 0.0 if isinstance(chain[-1], H2Layer) else TOLERANCE
+    solved = 0.0 if chain[-1].symplectic else TOLERANCE
     return found._replace(
         smallest=1 / inverse.value,
         smallest_error=inverse.residual / inverse.value + _rounding(like, len(chain)) + solved,
@@ -321,12 +324,12 @@ def _of_inverse(chain: Sequence[Invertible], like: Tensor, steps: int, seed: int
 def _of_zeros(chain: Sequence[Traced], like: Tensor, steps: int, seed: int) -> _Found:
     """Both values by one run of Lanczos, but for a smallest that is known to be 0."""
     found = _by_lanczos(chain, like, steps, seed)
-    if isinstance(chain[-1], Traced) and zeros(chain[-1]):
+    if isinstance(chain[-1], Traced) and chain[-1].dead():
         return found._replace(smallest=0.0, smallest_error=0.0, smallest_missed=0.0)
     return found
 
 
-def _by_lanczos(chain: Sequence[Derivative], like: Tensor, steps: int, seed: int) -> _Found:
+def _by_lanczos(chain: Sequence[Any], like: Tensor, steps: int, seed: int) -> _Found:
     n = like.numel()
     forwards = _product(like, [M.forwards for M in chain])
     backwards = _product(like, [M.backwards for M in reversed(chain)])

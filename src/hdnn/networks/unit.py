@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn import activations
-from hdnn.activations import Activation
 from hdnn.base.shapes import autocasting
 from hdnn.engine import OPTIONS, Settings, current, dispatch, units
 from hdnn.engine.kernels import pixels
@@ -30,22 +29,20 @@ from hdnn.errors import (
     probability,
 )
 from hdnn.networks import shears
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.options import step_size
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
-from hdnn.networks.smoothness import smoothness
-from hdnn.operators import block_sparse, conv
+from hdnn.networks.unit_derivatives import Derivative, H1Derivative, H2Derivative, Unknown
+from hdnn.networks.unit_weights import MOMENTUM, UnitWeights, named
 from hdnn.sparsity import Sparsity
 
 NETWORKS = ("h1", "h2")
 NORMS = ("none", "inside", "after", "both")
-MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
-class HamiltonianUnit(nn.Module):
+class HamiltonianUnit(UnitWeights):
     """N layers y' = J K^T sigma(K y + b) on images (B, C, height, width), K a convolution.
 
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
@@ -145,35 +142,6 @@ class HamiltonianUnit(nn.Module):
                 '"checkpoint" to save memory.'
             )
 
-    def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
-        """The free entries of K (r, n, k, k)."""
-        given = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
-        if self.groups > 1 or given.R.ndim != 2:
-            raise OptionError("sparsity takes one pattern R (M, M) for all layers, and groups=1.")
-        sizes, R = given.node_sizes(self.channels // 2), given.R
-        if sum(sizes) != self.channels // 2:
-            raise ShapeError(f"node sizes {sizes} must add up to C/2 = {self.channels // 2}.")
-        if self.network == "h1":  # node i owns (p[i], q[i])
-            sizes, R = sizes * 2, R.tile(2, 2)
-        return block_sparse.mask(R, sizes, sizes)[:, :, None, None].expand(self._shape)
-
-    def _add(self, half: str, width: int, initial: Initial, free: Tensor | None) -> None:
-        K, N = initial.K(*self._shape), self.layers
-        if free is None:
-            self.register_parameter(_name("K", half), nn.Parameter(K))
-        else:
-            index = block_sparse.indices(free).to(K.device)
-            self.register_buffer(_name("_index", half), index, persistent=False)
-            values = nn.Parameter(block_sparse.values(K, index))
-            self.register_parameter(_name("K", half) + "_free", values)
-        self.register_parameter(_name("b", half), nn.Parameter(initial.b(N, width)))
-        if self.normed:
-            ones, zeros = torch.ones(N, width), torch.zeros(N, width)
-            for name, value in (("gamma", ones), ("beta", zeros)):
-                self.register_parameter(_name(name, half), nn.Parameter(initial.like(value)))
-            for name, value in (("mean", zeros), ("var", ones)):
-                self.register_buffer(_name(name, half), initial.like(value))
-
     @property
     def reversible(self) -> bool:
         """Whether states are rebuilt from the last: `backprop="reversible"`."""
@@ -182,87 +150,6 @@ class HamiltonianUnit(nn.Module):
     @reversible.setter
     def reversible(self, value: bool | None) -> None:
         self.backprop = _backprop("auto", value)
-
-    # The weights
-
-    @property
-    def _sigma(self) -> Activation:
-        return activations.get(self.activation)
-
-    @property
-    def normed(self) -> bool:
-        """Whether normalisation stands between K y + b and sigma."""
-        return self.norm in ("inside", "both")
-
-    @property
-    def sparse(self) -> bool:
-        """Whether only the free entries of a block-sparse K are stored."""
-        return _name("K", self.halves[0]) + "_free" in self._parameters
-
-    def weight(self, name: str) -> Tensor:
-        """The stack of that name; of a block-sparse K the whole of it, zeros included."""
-        refresh(self)
-        if not (name.startswith("K") and self.sparse):
-            return getattr(self, name)
-        index = getattr(self, name.replace("K", "_index"))
-        return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
-
-    def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[Part]:
-        """The shears in the order in which they run, for convolutions in the dtype `work`."""
-        each = len(raw) // len(self.halves)
-        return [
-            self._part(half, work, *raw[k * each : (k + 1) * each])
-            for k, half in enumerate(self.halves)
-        ]
-
-    def _part(
-        self,
-        half: str,
-        work: torch.dtype,
-        K: Tensor,
-        b: Tensor,
-        gamma: Tensor | None = None,
-        beta: Tensor | None = None,
-    ) -> Part:
-        sign = -1 if half == "q" else 1
-        if isinstance(self.step, tuple):
-            B = torch.stack([sign * h * one for h, one in zip(self.step, K, strict=True)])
-        else:
-            B = (sign * self.step) * K
-        if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
-            B_p, B_q = B.chunk(2, 2)
-            B = torch.cat([-B_q, B_p], 2)
-        A = K
-        if gamma is not None and beta is not None and not self.training:
-            # An affine map of each channel, which goes into A and a.
-            mean, var = (self.get_buffer(_name(name, half)) for name in ("mean", "var"))
-            scale = gamma * (var + EPS).rsqrt()
-            A, b = _column(scale) * K, scale * (b - mean) + beta
-            gamma = beta = None
-        return Part(A.to(work), b.to(work), B.to(work), gamma, beta)
-
-    def smoothness(self) -> Tensor:
-        """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
-        stacks = [
-            torch.cat([self.weight(_name(name, half)).flatten(1) for half in self.halves], 1)
-            for name in ("K", "b")
-        ]
-        return smoothness(stacks[0], stacks[1], self.step)
-
-    @property
-    def h(self) -> float | tuple[float, ...]:
-        """The step: a float, or one a layer."""
-        return self.step
-
-    def smooth_leaves(self) -> list[tuple[str, float]]:
-        """Names of weights whose jumps from layer to layer make up R_K, once each."""
-        return [(_name(n, half), 1.0) for half in self.halves for n in ("K", "b")]
-
-    def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
-        """The spectral norm of each layer's K, (N,), on images of that size."""
-        names = [_name("K", half) for half in self.halves[::-1]]
-        options: dict[str, Any] = {"groups": self.groups, "padding": self.padding}
-        return {name: conv.norm(self.weight(name), size, **options) for name in names}
 
     # What a unit does
 
@@ -286,6 +173,20 @@ class HamiltonianUnit(nn.Module):
             raise NotInvertibleError(f"{why}; take network='h2' with norm 'none' or 'inside'.")
         states, _ = self._run(y, inverse=True)
         return states[-1].to(y.dtype)
+
+    @torch.no_grad()
+    def layer_derivatives(self, y: Tensor) -> list[Derivative]:
+        """The derivatives of all layers along the trajectory of one image y (1, C, H, W)."""
+        if self.normed and self.training:
+            raise OptionError("batch statistics tie the samples together; call unit.eval() first.")
+        states = self.trajectory(y)
+        if not bool(states.isfinite().all()):
+            return [Unknown()] * self.layers
+        kind, parts = self._kind(), self._parts(y.dtype, self._raw())
+        layers = zip(states[:-1], *(part.layers() for part in parts), strict=True)
+        if self.network == "h1":
+            return [H1Derivative(s, part, kind) for s, part in layers]
+        return [H2Derivative(s, (of_q, of_p), kind) for s, of_q, of_p in layers]
 
     def _factors(self, y: Tensor) -> Tensor | None:
         """0 for the layers that are left out, and 1 / (1 - drop): (N, B)."""
@@ -342,11 +243,6 @@ class HamiltonianUnit(nn.Module):
             and pixels.fuse(y)
         )
 
-    def _raw(self) -> list[Tensor]:
-        """The weights of each half, as the module holds them."""
-        names = ("K", "b", "gamma", "beta") if self.normed else ("K", "b")
-        return [self.weight(_name(name, half)) for half in self.halves for name in names]
-
     def _schedule(self, work: torch.dtype, way: str) -> units.Schedule:
         h = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
         if self.network == "h1":
@@ -367,10 +263,6 @@ class HamiltonianUnit(nn.Module):
         given = self._given(y.to(torch.float32), work, raw, factors)
         return shears.run(*given)[0][-1].to(y.dtype)
 
-    def _kind(self) -> Kind:
-        swap = self.network == "h1" and self.groups > 1
-        return Kind(self._sigma, self.groups, self.padding, swap)
-
     def _inner_size(self, y: Tensor) -> list[int]:
         """Height and width of K y."""
         return [side + 2 * self.padding - self.kernel + 1 for side in y.shape[2:]]
@@ -388,7 +280,7 @@ class HamiltonianUnit(nn.Module):
                 f"a kernel of {self.kernel} x {self.kernel} with padding {self.padding} does not "
                 f"fit into images of {y.shape[2]} x {y.shape[3]}."
             )
-        own = getattr(self, _name("b", self.halves[0])).dtype
+        own = getattr(self, named("b", self.halves[0])).dtype
         casts = autocasting(y.device)
         if y.dtype != own and not (casts and y.is_floating_point()):
             raise ShapeError(
@@ -399,17 +291,6 @@ class HamiltonianUnit(nn.Module):
         if casts and own is not torch.float64:  # as autocast itself has it
             work = torch.get_autocast_dtype(y.device.type)
         return work, torch.promote_types(own, torch.float32)
-
-    @torch.no_grad()
-    def _remember(self, used: Statistics, count: int) -> None:
-        """Move the running means and variances towards those of this batch."""
-        unbiased = count / max(count - 1, 1)
-        for k, half in enumerate(self.halves):
-            one = slice(k, None, len(self.halves))
-            var = unbiased * (used.scale[one].pow(-2) - EPS)
-            for name, seen in (("mean", used.mean[one]), ("var", var)):
-                running = self.get_buffer(_name(name, half))
-                running.lerp_(seen.to(running.dtype), MOMENTUM)
 
     def guarantee(self) -> Guarantee:
         """Whether norm(dy_N/dy_j) >= 1 is a theorem for this unit as it is now, and why.
@@ -481,12 +362,3 @@ def _probabilities(drop: float | Sequence[float], layers: int) -> tuple[float, .
             raise ShapeError(f"drop has {len(drop)} entries for {layers} layers; give one each.")
         return tuple(probability("drop", one) for one in drop)
     return (probability("drop", drop),) * layers
-
-
-def _name(name: str, half: str) -> str:
-    return f"{name}_{half}" if half else name
-
-
-def _column(t: Tensor) -> Tensor:
-    """One number a layer, or a layer and row, against K (N, r, n, k, k)."""
-    return t.reshape(*t.shape, *[1] * (5 - t.ndim))

@@ -1,8 +1,8 @@
-"""Derivatives of layers at a state, as products with vectors: forwards, backwards, and undone.
+"""Derivatives of a unit's layers at a state, as products with vectors.
 
 M = dy_{j+1}/dy_j of one layer, here as a Jacobian: `forwards` is M v, `backwards` M^T u, `undo`
-M^-1 v and `undo_backwards` M^-T u. Of a unit all are in closed form, but for the inverse of an H1
-layer, which solves linear equations. Vectors have the shape of the state (1, ...), or (k, ...).
+M^-1 v and `undo_backwards` M^-T u. All are in closed form, but for the inverse of an H1 layer,
+which solves linear equations. Vectors have the shape of the state (1, ...), or (k, ...).
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 
-from hdnn.errors import ConvergenceError, OptionError
+from hdnn.errors import ConvergenceError
 from hdnn.networks.shears import Kind, Part, shear, turned
-from hdnn.networks.unit import HamiltonianUnit
 
 Map = Callable[[Tensor], Tensor]
 ITERATIONS = 2000  # of a solve, at most
@@ -24,34 +22,23 @@ TOLERANCE = 1e-4  # of its residual; values come out to about 1e-5
 
 
 class Derivative(Protocol):
-    """The derivative of one layer."""
+    """The derivative of one layer, which can be undone."""
+
+    symplectic: bool
 
     def forwards(self, v: Tensor, /) -> Tensor: ...
 
     def backwards(self, u: Tensor, /) -> Tensor: ...
-
-
-class Invertible(Derivative, Protocol):
-    """One that is undone."""
 
     def undo(self, v: Tensor, /) -> Tensor: ...
 
     def undo_backwards(self, u: Tensor, /) -> Tensor: ...
 
 
-class Traced:
-    """The derivative of any function at y, by automatic differentiation, done once."""
-
-    def __init__(self, function: Map, y: Tensor) -> None:
-        self.out, pull = vjp(function, y)[:2]
-        self.backwards: Map = lambda u: pull(u)[0]
-        # u -> M^T u is linear: its own derivative, backwards, is v -> M v, wherever it is taken.
-        push = vjp(self.backwards, torch.zeros_like(self.out))[1]
-        self.forwards: Map = lambda v: push(v)[0]
-
-
-class Lost:
+class Unknown:
     """The derivative of a layer whose state is not finite: no number is known of it."""
+
+    symplectic = False
 
     def forwards(self, v: Tensor) -> Tensor:
         return v * torch.nan
@@ -59,7 +46,7 @@ class Lost:
     backwards = undo = undo_backwards = forwards
 
 
-class Shear:
+class ShearDerivative:
     """v -> B^T D A v and its transpose, with D the slopes of sigma at A s + a."""
 
     def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
@@ -87,15 +74,17 @@ class Shear:
         return turned(f) if self.kind.swap else f
 
 
-class H1Layer:
+class H1Derivative:
     """M = I + B^T D A. Its inverse by Woodbury, with D = R S R, R = |D|^1/2 and S its signs:
 
     M^-1 = I - B^T R (S + R A B^T R)^-1 R A. A and B are K and K J^T, but for numbers, so that with
     D >= 0 the matrix in the middle is I plus a skew-symmetric one: equations that are soon solved.
     """
 
+    symplectic = False
+
     def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
-        self.shear = Shear(s, part, kind)
+        self.shear = ShearDerivative(s, part, kind)
         self.root, self.sign = self.shear.slope.abs().sqrt(), self.shear.slope.sign()
         self.sign[self.sign == 0] = 1
 
@@ -120,13 +109,15 @@ class H1Layer:
         return self.sign * z + self.root * self.shear.b(self.shear.a_T(self.root * z))
 
 
-class H2Layer:
+class H2Derivative:
     """p + f(q), then q + f(p): undone by subtracting in the other order."""
+
+    symplectic = True
 
     def __init__(self, s: Tensor, parts: tuple[Part, Part], kind: Kind) -> None:
         p, q = s.chunk(2, 1)
-        self.of_q = Shear(q, parts[0], kind)
-        self.of_p = Shear(p + shear(q, parts[0], kind)[0], parts[1], kind)
+        self.of_q = ShearDerivative(q, parts[0], kind)
+        self.of_p = ShearDerivative(p + shear(q, parts[0], kind)[0], parts[1], kind)
 
     def forwards(self, v: Tensor) -> Tensor:
         p, q = v.chunk(2, 1)
@@ -147,21 +138,6 @@ class H2Layer:
         p, q = u.chunk(2, 1)
         q = q - self.of_q.backwards(p)
         return torch.cat([p - self.of_p.backwards(q), q], 1)
-
-
-@torch.no_grad()
-def of_unit(unit: HamiltonianUnit, y: Tensor) -> list[Invertible]:
-    """The derivatives of a unit's layers along the trajectory of one image y (1, C, H, W)."""
-    if unit.normed and unit.training:
-        raise OptionError("batch statistics tie the samples together; call unit.eval() first.")
-    states = unit.trajectory(y)
-    if not bool(states.isfinite().all()):
-        return [Lost()] * unit.layers
-    parts, kind = unit._parts(y.dtype, unit._raw()), unit._kind()
-    layers = zip(states[:-1], *(part.layers() for part in parts), strict=True)
-    if unit.network == "h1":
-        return [H1Layer(s, part, kind) for s, part in layers]
-    return [H2Layer(s, (of_q, of_p), kind) for s, of_q, of_p in layers]
 
 
 def _solved(N: Map, N_T: Map, c: Tensor) -> Tensor:

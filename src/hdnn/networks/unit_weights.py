@@ -1,0 +1,177 @@
+"""The weights of a Hamiltonian unit, and the shears that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import activations
+from hdnn.activations import Activation
+from hdnn.errors import OptionError, ShapeError
+from hdnn.networks.hooks import refresh
+from hdnn.networks.initial import Initial
+from hdnn.networks.shears import EPS, Kind, Part, Statistics
+from hdnn.networks.smoothness import smoothness
+from hdnn.operators import block_sparse, conv
+from hdnn.sparsity import Sparsity
+
+MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
+
+
+class UnitWeights(nn.Module):
+    """K and b of each half, stacked over layers, and what normalises between K y + b and sigma.
+
+    Of a block-sparse K only the free entries are stored.
+    """
+
+    channels: int
+    layers: int
+    network: str
+    norm: str
+    kernel: int
+    groups: int
+    padding: int
+    activation: str
+    step: float | tuple[float, ...]
+    halves: tuple[str, ...]  # whose weights the shears use, in order
+    _shape: tuple[int, ...]  # of K
+
+    def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
+        """The free entries of K (r, n, k, k)."""
+        given = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
+        if self.groups > 1 or given.R.ndim != 2:
+            raise OptionError("sparsity takes one pattern R (M, M) for all layers, and groups=1.")
+        sizes, R = given.node_sizes(self.channels // 2), given.R
+        if sum(sizes) != self.channels // 2:
+            raise ShapeError(f"node sizes {sizes} must add up to C/2 = {self.channels // 2}.")
+        if self.network == "h1":  # node i owns (p[i], q[i])
+            sizes, R = sizes * 2, R.tile(2, 2)
+        return block_sparse.mask(R, sizes, sizes)[:, :, None, None].expand(self._shape)
+
+    def _add(self, half: str, width: int, initial: Initial, free: Tensor | None) -> None:
+        K, N = initial.K(*self._shape), self.layers
+        if free is None:
+            self.register_parameter(named("K", half), nn.Parameter(K))
+        else:
+            index = block_sparse.indices(free).to(K.device)
+            self.register_buffer(named("_index", half), index, persistent=False)
+            values = nn.Parameter(block_sparse.values(K, index))
+            self.register_parameter(named("K", half) + "_free", values)
+        self.register_parameter(named("b", half), nn.Parameter(initial.b(N, width)))
+        if self.normed:
+            ones, zeros = torch.ones(N, width), torch.zeros(N, width)
+            for name, value in (("gamma", ones), ("beta", zeros)):
+                self.register_parameter(named(name, half), nn.Parameter(initial.like(value)))
+            for name, value in (("mean", zeros), ("var", ones)):
+                self.register_buffer(named(name, half), initial.like(value))
+
+    @property
+    def _sigma(self) -> Activation:
+        return activations.get(self.activation)
+
+    @property
+    def normed(self) -> bool:
+        """Whether normalisation stands between K y + b and sigma."""
+        return self.norm in ("inside", "both")
+
+    @property
+    def sparse(self) -> bool:
+        """Whether only the free entries of a block-sparse K are stored."""
+        return named("K", self.halves[0]) + "_free" in self._parameters
+
+    def weight(self, name: str) -> Tensor:
+        """The stack of that name; of a block-sparse K the whole of it, zeros included."""
+        refresh(self)
+        if not (name.startswith("K") and self.sparse):
+            return getattr(self, name)
+        index = getattr(self, name.replace("K", "_index"))
+        return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
+
+    def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[Part]:
+        """The shears in the order in which they run, for convolutions in the dtype `work`."""
+        each = len(raw) // len(self.halves)
+        return [
+            self._part(half, work, *raw[k * each : (k + 1) * each])
+            for k, half in enumerate(self.halves)
+        ]
+
+    def _part(
+        self,
+        half: str,
+        work: torch.dtype,
+        K: Tensor,
+        b: Tensor,
+        gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+    ) -> Part:
+        sign = -1 if half == "q" else 1
+        if isinstance(self.step, tuple):
+            B = torch.stack([sign * h * one for h, one in zip(self.step, K, strict=True)])
+        else:
+            B = (sign * self.step) * K
+        if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
+            B_p, B_q = B.chunk(2, 2)
+            B = torch.cat([-B_q, B_p], 2)
+        A = K
+        if gamma is not None and beta is not None and not self.training:
+            # An affine map of each channel, which goes into A and a.
+            mean, var = (self.get_buffer(named(name, half)) for name in ("mean", "var"))
+            scale = gamma * (var + EPS).rsqrt()
+            A, b = _column(scale) * K, scale * (b - mean) + beta
+            gamma = beta = None
+        return Part(A.to(work), b.to(work), B.to(work), gamma, beta)
+
+    def smoothness(self) -> Tensor:
+        """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
+        stacks = [
+            torch.cat([self.weight(named(name, half)).flatten(1) for half in self.halves], 1)
+            for name in ("K", "b")
+        ]
+        return smoothness(stacks[0], stacks[1], self.step)
+
+    @property
+    def h(self) -> float | tuple[float, ...]:
+        """The step: a float, or one a layer."""
+        return self.step
+
+    def smooth_leaves(self) -> list[tuple[str, float]]:
+        """Names of weights whose jumps from layer to layer make up R_K, once each."""
+        return [(named(n, half), 1.0) for half in self.halves for n in ("K", "b")]
+
+    def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
+        """The spectral norm of each layer's K, (N,), on images of that size."""
+        names = [named("K", half) for half in self.halves[::-1]]
+        options: dict[str, Any] = {"groups": self.groups, "padding": self.padding}
+        return {name: conv.norm(self.weight(name), size, **options) for name in names}
+
+    def _raw(self) -> list[Tensor]:
+        """The weights of each half, as the module holds them."""
+        names = ("K", "b", "gamma", "beta") if self.normed else ("K", "b")
+        return [self.weight(named(name, half)) for half in self.halves for name in names]
+
+    def _kind(self) -> Kind:
+        swap = self.network == "h1" and self.groups > 1
+        return Kind(self._sigma, self.groups, self.padding, swap)
+
+    @torch.no_grad()
+    def _remember(self, used: Statistics, count: int) -> None:
+        """Move the running means and variances towards those of this batch."""
+        unbiased = count / max(count - 1, 1)
+        for k, half in enumerate(self.halves):
+            one = slice(k, None, len(self.halves))
+            var = unbiased * (used.scale[one].pow(-2) - EPS)
+            for name, seen in (("mean", used.mean[one]), ("var", var)):
+                running = self.get_buffer(named(name, half))
+                running.lerp_(seen.to(running.dtype), MOMENTUM)
+
+
+def named(name: str, half: str) -> str:
+    return f"{name}_{half}" if half else name
+
+
+def _column(t: Tensor) -> Tensor:
+    """One number a layer, or a layer and row, against K (N, r, n, k, k)."""
+    return t.reshape(*t.shape, *[1] * (5 - t.ndim))
