@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 import hdnn
 from hdnn import activations, functional
 from hdnn.errors import ConvergenceError
-from hdnn.integrators import implicit, path
+from hdnn.integrators import implicit, newton, path, solutions
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
@@ -158,14 +158,14 @@ def test_large_batches_are_solved_in_pieces_with_the_same_result(monkeypatch, ch
     c, B, A, a = problem(2, 4, 6, (3, 5), factor=2.0)
     whole = implicit.solve(c, B, A, a, TANH)
     sizes = []
-    newton = implicit._newton
+    steps = newton.newton_steps
 
     def spy(x, *rest):
         sizes.append(len(x))
-        return newton(x, *rest)
+        return steps(x, *rest)
 
-    monkeypatch.setattr(implicit, "_CHUNK", chunk)
-    monkeypatch.setattr(implicit, "_newton", spy)
+    monkeypatch.setattr(solutions, "CHUNK", chunk)
+    monkeypatch.setattr(newton, "newton_steps", spy)
     torch.testing.assert_close(implicit.solve(c, B, A, a, TANH), whole, rtol=1e-13, atol=1e-13)
     assert max(sizes) == max(1, chunk // 16)
     assert len(sizes) >= 15 // max(sizes)
@@ -566,7 +566,7 @@ def test_which_solution_is_taken_does_not_hang_on_the_last_digit(name, factor, s
 def test_midpoint_steps_of_a_monotone_activation_have_one_solution_at_any_coupling(
     name, monkeypatch
 ):
-    monkeypatch.setattr(implicit, "_connected", None)  # and Newton's method alone finds it
+    monkeypatch.setattr(solutions, "_connected", None)  # and Newton's method alone finds it
     net, y = coupled(0, 6, "midpoint", factor=30.0, activation=name), Random(0)(20, 6)
     assert net.always_solvable
     torch.testing.assert_close(net.inverse(net(y)), y, rtol=1e-9, atol=1e-9)

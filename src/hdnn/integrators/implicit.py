@@ -12,7 +12,7 @@ is one operator to PyTorch, `hdnn::solve_implicit`, so that `torch.compile`, `to
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +21,10 @@ from torch import Tensor
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import ConvergenceError
-from hdnn.integrators import path
+from hdnn.integrators import solutions
+from hdnn.integrators.newton import Equation, coupling, one_solution
 
 MAX_ITER = 50
-_STARTS = 64  # of Newton's method, to find other solutions
-_LENGTH = 32  # steps along a curve, in units of what max_iter allows at one point
-_HALVINGS = 12  # of a Newton step that does not reduce the residual
-_CHUNK = 2**24  # entries of all Newton matrices at a time
 
 
 class SeveralSolutionsWarning(UserWarning):
@@ -85,170 +82,37 @@ def _solve(
 ) -> Tensor:
     sigma, k, r = activations.get(activation), c.shape[-1], a.shape[-1]
     work = torch.promote_types(c.dtype, torch.float32)  # no factorisations in half precision
-    B, A, chunk = B.to(work), A.to(work), max(1, _CHUNK // (k * k))
+    B, A, chunk = B.to(work), A.to(work), max(1, solutions.CHUNK // (k * k))
     # By default as close as rounding lets it: seldom, that is not quite 4 units in the last place.
     tol, slack = (4 * torch.finfo(work).eps, 8) if tol is None else (tol, 1)
-    equation = _Equation(B, A, sigma, tol, slack, max_iter, one_solution(B, A, sigma))
+    equation = Equation(B, A, sigma, tol, slack, max_iter, one_solution(B, A, sigma))
     layer = None
     if B_layer is not None and A_layer is not None and not equation.unique:
         B_layer, A_layer = B_layer.to(work), A_layer.to(work)
         if not one_solution(B_layer, A_layer, sigma):  # both ways have one solution, or neither
             layer = replace(equation, B=B_layer, A=A_layer)
     if layer is not None:
-        chunk = max(1, chunk // _STARTS)
+        chunk = max(1, chunk // solutions.STARTS)
     given = [c.reshape(-1, k), a.reshape(-1, r)]
     given += [] if X is None else [X.reshape(-1, X.shape[-1])]
-    solutions, counts = [], []
+    found, counts = [], []
     with torch.autocast(c.device.type, enabled=False):
         for part in zip(*(t.to(work).split(chunk) for t in given), strict=True):
             c_i, a_i, *X_i = part
             if layer is not None:
-                x, count = _undo(equation, layer, c_i, a_i, *X_i)
+                x, count = solutions.undo(equation, layer, c_i, a_i, *X_i)
                 counts.append(count)
             else:
-                x, solved = _search(equation, c_i, a_i)
+                x, solved = solutions.search(equation, c_i, a_i)
                 if not bool(solved.all()):
                     raise ConvergenceError(_advice(where, c_i, a_i, equation))
-            solutions.append(x)
+            found.append(x)
     if counts:
         _tell(where, torch.cat(counts), equation)
-    return torch.cat(solutions).to(c.dtype).reshape(c.shape)
+    return torch.cat(found).to(c.dtype).reshape(c.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class _Equation:
-    """x = c + B sigma(A x + a), how closely to solve it, and whether there is just one x."""
-
-    B: Tensor
-    A: Tensor
-    sigma: Activation
-    tol: float
-    slack: float
-    max_iter: int
-    unique: bool
-
-    def newton(self, x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's method from x, and where it came to a solution."""
-        rest = (self.B, self.A, a, self.sigma, self.tol, self.max_iter)
-        x, error = _newton(x, c, *rest)
-        return x, error <= self.slack * self.tol
-
-
-def one_solution(B: Tensor, A: Tensor, sigma: Activation) -> bool:
-    """Whether x = c + B sigma(A x + a) is known to have exactly one solution, whatever c and a.
-
-    By the `coupling` below 1; or because u - A B sigma(u), with u = A x + a, is monotone: sigma is
-    s_min u and a part of slope 0 .. s_max - s_min, so that it is enough that this slope times the
-    symmetric part of (I - s_min A B)^-1 A B is below 1. A midpoint step has A B skew, and so one
-    solution for any monotone sigma. What holds for A B holds for its transpose.
-    """
-    P = (sigma.S * B.abs()) @ A.abs()
-    if bool(P.sum(-1).amax() < 1):  # a norm of P: cheap, and mostly enough
-        return True
-    if not bool(torch.isfinite(P).all()):  # there is nothing to choose
-        return True
-    high = P
-    for _ in range(4):
-        high = high @ high
-    if bool(high.sum(-1).amax() < 1):  # rho(P)^16 is not above it
-        return True
-    if sigma.s_min == sigma.s_max or bool(coupling(A, B, sigma.S) < 1):
-        return True
-    M = (A @ B).double()
-    eye = torch.eye(len(M), dtype=M.dtype, device=M.device)
-    M, info = torch.linalg.solve_ex(eye - sigma.s_min * M, M)
-    M = 0.5 * (sigma.s_max - sigma.s_min) * (M + M.mT)
-    finite = not bool(info) and bool(torch.isfinite(M).all())
-    return finite and bool(torch.linalg.eigvalsh(M)[-1] < 1)
-
-
-def _search(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """The x of each sample, and whether it was found."""
-    ways = (_direct, _connected, _nearest) if equation.unique else (_connected, _nearest)
-    x, solved = ways[0](equation, c, a)
-    for way in ways[1:]:
-        if bool(solved.all()):
-            break
-        lost = (~solved).nonzero()[:, 0]
-        x_i, solved_i = way(equation, c[lost], a[lost])
-        x, solved = x.index_copy(0, lost, x_i), solved.index_copy(0, lost, solved_i)
-    return x, solved
-
-
-def _direct(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    return equation.newton(c + equation.sigma(c @ equation.A.mT + a) @ equation.B.mT, c, a)
-
-
-def _connected(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    steps = _LENGTH * (equation.max_iter // path.CORRECTIONS)
-    x, arrived = path.follow(c, equation.B, equation.A, a, equation.sigma, steps)
-    x, solved = equation.newton(x, c, a)
-    return x, solved & arrived
-
-
-def _nearest(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    nearest, solved = [], []
-    pieces = max(1, _CHUNK // (_STARTS * c.shape[-1] ** 2))
-    for c_i, a_i in zip(c.split(pieces), a.split(pieces), strict=True):
-        x, which = _others(equation, c_i, a_i)
-        first = torch.where(which, (x - c_i).norm(dim=-1), torch.inf).argmin(0)
-        nearest.append(x.gather(0, first[None, :, None].expand(1, *c_i.shape))[0])
-        solved.append(which.any(0))
-    return torch.cat(nearest), torch.cat(solved)
-
-
-def _others(equation: _Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """All solutions that Newton's method meets from afar, (starts, batch, k), and which are.
-
-    Half of the starts are c + B s, where for a bounded sigma all solutions lie. The others solve
-    the equation with each sigma(u) replaced by 0 or s_max u, as is right for large states of relu
-    and its like.
-    """
-    B, A, sigma = equation.B, equation.A, equation.sigma
-    generator = torch.Generator().manual_seed(0)  # the same starts every time
-    s = 2 * torch.rand(_STARTS, 1, len(A), generator=generator, dtype=torch.float64).to(c) - 1
-    corners, half = s.sign(), _STARTS // 2
-    s[::2] = corners[::2]
-    near = c + (s[:half] * (1 + sigma(c @ A.mT + a).abs())) @ B.mT
-    D = sigma.s_max * (0.5 + 0.5 * corners[half:])
-    M = torch.eye(c.shape[-1], dtype=c.dtype, device=c.device) - (B * D) @ A
-    far = torch.linalg.solve_ex(M, (c + (D * a) @ B.mT).mT)[0].mT
-    x = torch.cat([near, far])
-    c, a = (t.expand(_STARTS, *t.shape).flatten(0, 1) for t in (c, a))
-    found, which = equation.newton(x.flatten(0, 1), c, a)
-    return found.view_as(x), which.view(x.shape[:-1])
-
-
-def _undo(
-    equation: _Equation, layer: _Equation, c: Tensor, a: Tensor, X: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The x from which the layer comes to X, the nearest to c of several; and how many there are.
-
-    X itself is x where none is given.
-    """
-    x, solved = _search(equation, c, a)
-    others, which = _others(equation, c, a)
-    found, left = torch.cat([x.unsqueeze(0), others]), torch.cat([solved.unsqueeze(0), which])
-    count, best = torch.zeros_like(solved, dtype=torch.int64), torch.full_like(c[:, 0], torch.inf)
-    close = torch.finfo(c.dtype).eps ** 0.5
-    order = torch.arange(len(found), device=c.device).unsqueeze(-1)
-    while bool(left.any()):  # one solution of each sample after the other
-        i = left.any(0).nonzero()[:, 0]
-        x_i = found[torch.where(left[:, i], order, len(found)).amin(0), i]
-        u, X_i = x_i @ equation.A.mT + a[i], x_i if X is None else X[i]
-        c_i, a_i = X_i - equation.sigma(u) @ layer.B.mT, u - X_i @ layer.A.mT
-        again, comes = _search(layer, c_i, a_i)
-        comes &= (again - X_i).abs().amax(-1) <= close * (1 + X_i.abs().amax(-1))
-        count[i] += comes
-        far = (x_i - c[i]).norm(dim=-1)
-        better = comes & (far < best[i])
-        x[i[better]], best[i[better]] = x_i[better], far[better]
-        same = (found[:, i] - x_i).abs().amax(-1) <= close * (1 + x_i.abs().amax(-1))
-        left[:, i] &= ~same
-    return x, count
-
-
-def _tell(where: str, count: Tensor, equation: _Equation) -> None:
+def _tell(where: str, count: Tensor, equation: Equation) -> None:
     """Say what the inverse of a layer could not find, or found more than once."""
     none, several, B = int((count == 0).sum()), int((count > 1).sum()), len(count)
     factor = f"coupling {float(coupling(equation.A, equation.B, equation.sigma.S)):.3g}"
@@ -267,63 +131,7 @@ def _tell(where: str, count: Tensor, equation: _Equation) -> None:
         )
 
 
-def _newton(
-    x: Tensor,
-    c: Tensor,
-    B: Tensor,
-    A: Tensor,
-    a: Tensor,
-    sigma: Activation,
-    tol: float,
-    max_iter: int,
-) -> tuple[Tensor, Tensor]:
-    """Damped Newton steps from x on each sample, and the relative residual that is left."""
-    eye = torch.eye(A.shape[1], dtype=c.dtype, device=c.device)
-    A_T, B_T = A.mT, B.mT
-    A_abs, B_abs = A_T.abs(), B_T.abs()
-
-    def look(x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual, the slope of sigma, and the residual against the terms that make it up."""
-        z = x @ A_T + a
-        value, slope = sigma(z), sigma.slope(z)
-        F = x - c - value @ B_T
-        terms = value.abs() + slope.abs() * (x.abs() @ A_abs + a.abs())
-        return F, slope, F.abs().amax(-1) / (1 + x.abs().amax(-1) + (terms @ B_abs).amax(-1))
-
-    F, slope, error = look(x, c, a)
-    for _ in range(max_iter):
-        active = (~(error <= tol)).nonzero()[:, 0]  # a NaN is never below
-        if not len(active):
-            break
-        c_i, a_i, x_i, F_i = c[active], a[active], x[active], F[active]
-        M = eye - (B * slope[active][:, None, :]) @ A
-        dx = torch.linalg.solve_ex(M, -F_i.unsqueeze(-1))[0].squeeze(-1)
-        size, t = F_i.norm(dim=-1, keepdim=True), torch.ones_like(c_i[:, :1])
-        for _ in range(_HALVINGS):
-            x_new = x_i + t * dx
-            F_new = x_new - c_i - sigma(x_new @ A_T + a_i) @ B_T
-            worse = ~(F_new.norm(dim=-1, keepdim=True) < (1 - 1e-4 * t) * size)
-            if not bool(worse.any()):
-                break
-            t = torch.where(worse, 0.5 * t, t)
-        x_i = x_i + t * dx
-        x = x.index_copy(0, active, x_i)
-        F_i, slope_i, error_i = look(x_i, c_i, a_i)
-        F, slope = F.index_copy(0, active, F_i), slope.index_copy(0, active, slope_i)
-        error = error.index_copy(0, active, error_i)
-    return x, error
-
-
-def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
-    """rho(S |B| |A|), entry by entry: below 1, x = c + B sigma(A x + a) has exactly one solution.
-
-    B diag(sigma') A lies entry by entry below it, so that the right-hand side is a contraction in
-    some weighted maximum norm. Never above S | |A| | | |B| |, and 0 where no state meets itself.
-    """
-    return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)
-
-
-def _advice(where: str, c: Tensor, a: Tensor, equation: _Equation) -> str:
+def _advice(where: str, c: Tensor, a: Tensor, equation: Equation) -> str:
     """Why a step did not converge, and what to do."""
     A, B, sigma = equation.A, equation.B, equation.sigma
     if not all(bool(torch.isfinite(t).all()) for t in (c, A, B, a)):

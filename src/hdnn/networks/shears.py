@@ -33,7 +33,7 @@ def _eps() -> float:
 EPS = _eps()
 
 
-class Part(NamedTuple):
+class ShearWeights(NamedTuple):
     """What the shears of one kind are made of, for one layer or stacked for all (N, ...)."""
 
     A: Tensor  # (r, n/groups, k, k)
@@ -42,10 +42,10 @@ class Part(NamedTuple):
     gamma: Tensor | None = None  # (r,), for normalisation by batch statistics
     beta: Tensor | None = None
 
-    def layers(self) -> Iterator[Part]:
+    def layers(self) -> Iterator[ShearWeights]:
         """The parts of each layer."""
         some = [t.unbind(0) for t in self if t is not None]
-        return (Part(*one) for one in zip(*some, strict=True))
+        return (ShearWeights(*one) for one in zip(*some, strict=True))
 
 
 class Kind(NamedTuple):
@@ -73,7 +73,7 @@ class Statistics(NamedTuple):
     scale: Tensor  # (M, r), 1 / sqrt(var + eps)
 
 
-Layer: TypeAlias = tuple[tuple[Part, ...], Tensor | None]  # and the factors of its step
+Layer: TypeAlias = tuple[tuple[ShearWeights, ...], Tensor | None]  # and the factors of its step
 Passed: TypeAlias = tuple[list[Tensor], Statistics | None]  # states, and batch statistics
 
 
@@ -86,13 +86,13 @@ class Inner(NamedTuple):
     used: list[Tensor]  # the batch statistics, if there are any
 
 
-def shear(s: Tensor, part: Part, kind: Kind) -> tuple[Tensor, list[Tensor]]:
+def shear(s: Tensor, part: ShearWeights, kind: Kind) -> tuple[Tensor, list[Tensor]]:
     """f(s) = B^T sigma(A s + a), and the batch statistics that it used."""
     inner = _inner(s, part, kind)
     return _outer(inner, part, kind), inner.used
 
 
-def _inner(s: Tensor, part: Part, kind: Kind) -> Inner:
+def _inner(s: Tensor, part: ShearWeights, kind: Kind) -> Inner:
     A, a, _, gamma, beta = part
     s = s.to(A.dtype)
     x = kind.apply(A, s, a)
@@ -102,12 +102,14 @@ def _inner(s: Tensor, part: Part, kind: Kind) -> Inner:
     return Inner(s, x, v, used)
 
 
-def _outer(inner: Inner, part: Part, kind: Kind) -> Tensor:
+def _outer(inner: Inner, part: ShearWeights, kind: Kind) -> Tensor:
     f = kind.adjoint(part.B, kind.sigma(inner.v))
     return turned(f) if kind.swap else f
 
 
-def shear_backward(inner: Inner, g: Tensor, part: Part, kind: Kind) -> tuple[Tensor, Part]:
+def shear_backward(
+    inner: Inner, g: Tensor, part: ShearWeights, kind: Kind
+) -> tuple[Tensor, ShearWeights]:
     """From the gradient g of f: that of s, and those of the weights."""
     s, x, v, used = inner
     A, _, B, gamma, _ = part
@@ -119,7 +121,7 @@ def shear_backward(inner: Inner, g: Tensor, part: Part, kind: Kind) -> tuple[Ten
             d_x, x, gamma, None, None, *used, True, _eps(), [True, True, True]
         )
     d_A, d_B = kind.gradient(s, d_x, A), kind.gradient(g, kind.sigma(v), B)
-    return kind.adjoint(A, d_x), Part(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
+    return kind.adjoint(A, d_x), ShearWeights(d_A, d_x.sum((0, 2, 3)), d_B, d_gamma, d_beta)
 
 
 def turned(f: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def turned(f: Tensor) -> Tensor:
 
 def run(
     y: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[ShearWeights],
     kind: Kind,
     factors: Tensor | None = None,
     *,
@@ -152,7 +154,7 @@ def run(
 
 
 def checkpointed(
-    y: Tensor, parts: Sequence[Part], kind: Kind, factors: Tensor | None = None
+    y: Tensor, parts: Sequence[ShearWeights], kind: Kind, factors: Tensor | None = None
 ) -> Passed:
     """As `run`, but only about sqrt(N) states are kept.
 
@@ -195,7 +197,7 @@ def _through(
     return used
 
 
-def _layers(parts: Sequence[Part], factors: Tensor | None) -> list[Layer]:
+def _layers(parts: Sequence[ShearWeights], factors: Tensor | None) -> list[Layer]:
     """The parts of each layer, and the factors of its step: (B, 1, 1, 1)."""
     layers = list(zip(*(part.layers() for part in parts), strict=True))
     each = per_layer(None if factors is None else factors[:, :, None, None, None], len(layers))
@@ -250,7 +252,7 @@ class _Reversible(torch.autograd.Function):
             for layer in layers[:known]:
                 _through(start, layer, kind, read=read)
             halves, g = [p, q], list(grads[0].chunk(2, 1))
-            found: tuple[list[Part], list[Part]] = ([], [])
+            found: tuple[list[ShearWeights], list[ShearWeights]] = ([], [])
             for j in reversed(range(len(layers))):
                 parts, by = layers[j]
                 for target in (1, 0):
@@ -277,7 +279,7 @@ class _Reversible(torch.autograd.Function):
 
 def rebuilt(
     y: Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[ShearWeights],
     kind: Kind,
     factors: Tensor | None = None,
     *,
@@ -294,6 +296,6 @@ def ended(y: Tensor, *statistics: Tensor) -> Passed:
     return [y], Statistics(*statistics) if statistics else None
 
 
-def _paired(weights: Sequence[Tensor]) -> tuple[Part, Part]:
+def _paired(weights: Sequence[Tensor]) -> tuple[ShearWeights, ShearWeights]:
     each = len(weights) // 2
-    return Part(*weights[:each]), Part(*weights[each:])
+    return ShearWeights(*weights[:each]), ShearWeights(*weights[each:])

@@ -33,7 +33,7 @@ from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.options import step_size
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
-from hdnn.networks.shears import EPS, Kind, Part, Statistics, ended
+from hdnn.networks.shears import EPS, Kind, ShearWeights, Statistics, ended
 from hdnn.networks.unit_derivatives import Derivative, H1Derivative, H2Derivative, Unknown
 from hdnn.networks.unit_weights import MOMENTUM, UnitWeights, named
 from hdnn.sparsity import Sparsity
@@ -212,7 +212,7 @@ class HamiltonianUnit(UnitWeights):
 
     def _given(
         self, y: Tensor, work: torch.dtype, raw: Sequence[Tensor], factors: Tensor | None
-    ) -> tuple[Tensor, list[Part], Kind, Tensor | None]:
+    ) -> tuple[Tensor, list[ShearWeights], Kind, Tensor | None]:
         """What the functions of `hdnn.networks.shears` take."""
         factors = None if factors is None else factors.to(y.dtype)
         return y, self._parts(work, raw), self._kind(), factors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdnn.errors import ConvergenceError
-from hdnn.networks.shears import Kind, Part, shear, turned
+from hdnn.networks.shears import Kind, ShearWeights, shear, turned
 
 Map = Callable[[Tensor], Tensor]
 ITERATIONS = 2000  # of a solve, at most
@@ -49,7 +49,7 @@ class Unknown:
 class ShearDerivative:
     """v -> B^T D A v and its transpose, with D the slopes of sigma at A s + a."""
 
-    def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
+    def __init__(self, s: Tensor, part: ShearWeights, kind: Kind) -> None:
         x = kind.apply(part.A, s, part.a)
         self.A, self.B, self.kind = part.A, part.B, kind
         self.slope = kind.sigma.slope(x)
@@ -83,7 +83,7 @@ class H1Derivative:
 
     symplectic = False
 
-    def __init__(self, s: Tensor, part: Part, kind: Kind) -> None:
+    def __init__(self, s: Tensor, part: ShearWeights, kind: Kind) -> None:
         self.shear = ShearDerivative(s, part, kind)
         self.root, self.sign = self.shear.slope.abs().sqrt(), self.shear.slope.sign()
         self.sign[self.sign == 0] = 1
@@ -114,7 +114,7 @@ class H2Derivative:
 
     symplectic = True
 
-    def __init__(self, s: Tensor, parts: tuple[Part, Part], kind: Kind) -> None:
+    def __init__(self, s: Tensor, parts: tuple[ShearWeights, ShearWeights], kind: Kind) -> None:
         p, q = s.chunk(2, 1)
         self.of_q = ShearDerivative(q, parts[0], kind)
         self.of_p = ShearDerivative(p + shear(q, parts[0], kind)[0], parts[1], kind)

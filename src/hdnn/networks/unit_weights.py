@@ -13,7 +13,7 @@ from hdnn.activations import Activation
 from hdnn.errors import OptionError, ShapeError
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
-from hdnn.networks.shears import EPS, Kind, Part, Statistics
+from hdnn.networks.shears import EPS, Kind, ShearWeights, Statistics
 from hdnn.networks.smoothness import smoothness
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
@@ -90,7 +90,7 @@ class UnitWeights(nn.Module):
         index = getattr(self, name.replace("K", "_index"))
         return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
 
-    def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[Part]:
+    def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[ShearWeights]:
         """The shears in the order in which they run, for convolutions in the dtype `work`."""
         each = len(raw) // len(self.halves)
         return [
@@ -106,7 +106,7 @@ class UnitWeights(nn.Module):
         b: Tensor,
         gamma: Tensor | None = None,
         beta: Tensor | None = None,
-    ) -> Part:
+    ) -> ShearWeights:
         sign = -1 if half == "q" else 1
         if isinstance(self.step, tuple):
             B = torch.stack([sign * h * one for h, one in zip(self.step, K, strict=True)])
@@ -122,7 +122,7 @@ class UnitWeights(nn.Module):
             scale = gamma * (var + EPS).rsqrt()
             A, b = _column(scale) * K, scale * (b - mean) + beta
             gamma = beta = None
-        return Part(A.to(work), b.to(work), B.to(work), gamma, beta)
+        return ShearWeights(A.to(work), b.to(work), B.to(work), gamma, beta)
 
     def smoothness(self) -> Tensor:
         """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
