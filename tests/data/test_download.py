@@ -275,7 +275,7 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(monkeypatch, capsys):
 
     monkeypatch.setattr(download, "fetch", interrupted)
     assert download.main(["mnist"]) == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "continues" in capsys.readouterr().err
 
 
 def test_an_unknown_set_is_refused():

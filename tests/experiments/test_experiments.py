@@ -436,7 +436,7 @@ def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
     assert fig_gradients.main(flags) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["command"] == "hdnn reproduce fig-gradients -- --mean --seeds 2"
-    assert list(result["ways"]) == list(fig_gradients.WAYS)
+    assert list(result["ways"]) == list(fig_gradients.MLP_TRAININGS)
     assert all(found["seeds"] == 2 for found in result["ways"].values())
     assert result["networks"]["H2, 4 layers"]["smallest"] >= 1
     assert result["networks"]["MLP, 3 layers"]["smallest"] < 1

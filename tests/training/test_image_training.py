@@ -302,7 +302,7 @@ def test_the_cifar_table_can_be_made_in_shares(tmp_path, monkeypatch, capsys):
     options = ["--seeds", "1", "--epochs", "1", "--device", "cpu", "--quiet", "--networks", "h1"]
     options += ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
     for wrong in ("much", "2/2", "1", "-1/2"):
-        with pytest.raises(OptionError, match="a share is such as 0/4"):
+        with pytest.raises(OptionError, match="--share must be given as in 0/4"):
             table_cifar.main([*options, f"--share={wrong}"])
     assert runner.guarded(table_cifar.main, [*options, "--minutes", "0"]) == 130
     assert runner.guarded(table_cifar.main, [*options, "--finished"]) == 2

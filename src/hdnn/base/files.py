@@ -92,7 +92,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def check_regular(path: Path, to_be: str = "read") -> None:
-    """Refuse what is no plain file: a pipe may wait for ever, a device may never end."""
+    """Refuse what is no plain file: reading a pipe may never return, and a device may never end."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a zero byte in its name

@@ -52,7 +52,7 @@ def load(
     """CIFAR-10, 50,000 images to train on and 10,000 to test with, of 3 x 32 x 32 pixels.
 
     It is looked for in `folder`, by default that of HDNN_DATA: the binary distribution, else
-    images; or `folder` is an archive itself. With `limit`, the first so many of each class.
+    images; or `folder` is an archive itself. `limit` takes the first images of each class.
     """
     if limit is not None:
         limit = positive_int("limit", limit)
@@ -87,7 +87,7 @@ def _find_binary(home: Path, source: str) -> Path | None:
     for folder in folders:
         if (folder / ARCHIVE).is_file():
             return folder / ARCHIVE
-    # One that is not complete is named as such, rather than passed over for other pixels.
+    # A set with missing files is reported, rather than silently replaced by other pixels.
     return next((p for p in places if any((p / name).is_file() for name in FILES)), None)
 
 

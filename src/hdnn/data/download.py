@@ -1,8 +1,8 @@
 """`python -m hdnn.data.download mnist|cifar10`: from the public mirrors, resumed and verified.
 
 A file has its name only after its SHA-256 was checked; until then it ends in `.part`.
-`torch.hub.download_url_to_file` is not used: a connection that breaks off, at whatever byte, is a
-wrong checksum to it, after which it starts from nothing, and it waits for a dead server for ever.
+`torch.hub.download_url_to_file` is not used: when a connection breaks off, it reports a wrong
+checksum and starts from the first byte again, and it waits for a dead server without end.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _size(path: Path) -> int:
 def _no_room(path: Path, error: OSError) -> DataError:
     return DataError(
         f"cannot write {path}: {error.strerror or error}; make room or choose another folder with "
-        "--to. The next download goes on from what came so far."
+        "--to. The next download continues from here."
     )
 
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"hdnn: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("hdnn: interrupted; the same command goes on from what came so far.\n")
+        sys.stderr.write("hdnn: interrupted; the same command continues from here.\n")
         return 130
     return 0
 

@@ -33,7 +33,7 @@ class Labelled(NamedTuple):
 class ImageData:
     """Images (B, C, H, W) in bytes with labels 0 .. classes-1 (B,), to train on and to test with.
 
-    `name` is what results are to be reported under; `lossy` pixels are not those of the original.
+    Results are reported under `name`. `lossy` says that the pixels are not the original ones.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ImageData:
             if t.dtype != torch.int64 or t.shape != images.shape[:1]:
                 raise DataError(
                     f"{self.name}: the {part} labels must be torch.int64 of shape "
-                    f"({len(images)},), one an image, but are {t.dtype} of {tuple(t.shape)}."
+                    f"({len(images)},), one for each image, but are {t.dtype} of {tuple(t.shape)}."
                 )
             if len(t) and not (int(t.min()) >= 0 and int(t.max()) < len(self.classes)):
                 raise DataError(
@@ -90,7 +90,7 @@ class ImageData:
         )
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """(images/255 - mean)/std a channel, for images (*batch, C, H, W) of 0 to 255."""
+        """(images/255 - mean)/std for each channel, of images (*batch, C, H, W) of 0 to 255."""
         dtype = dtype or torch.get_default_dtype()
         if not dtype.is_floating_point:
             raise DataError(f"dtype must be floating point, but got {dtype}; use torch.float32.")
@@ -109,9 +109,9 @@ class ImageData:
         return torch.stack(channels, -3).to(dtype)
 
     def holdout(self, count: int, seed: int = 0) -> tuple[Labelled, Labelled]:
-        """The training part in two, to train on and to validate with; `count` go to the second.
+        """The training images split in two: to train on, and `count` of them to validate with.
 
-        Each class is in both by its share, chosen by the seed alone, on any device.
+        Each class has its share in both. The seed alone decides, on any device.
         """
         total = len(self.t_train)
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
@@ -163,7 +163,7 @@ def augment(
 ) -> Tensor:
     """Each image (B, C, H, W) padded, cropped to its size at random, and half of them mirrored.
 
-    The same images for the same generator, which lives on their device. Inside a CUDA graph give
+    The generator decides, and must be on the device of the images. Inside a CUDA graph, give
     `shifts` (B, 2) of rows and columns, 0 to 2 pad, and `flips` (B,) instead: see `draw`.
     """
     _check_images("images to augment", images, None)
@@ -199,7 +199,7 @@ def augment(
 def blank(images: Tensor, centres: Tensor, size: int) -> Tensor:
     """Images (B, C, H, W) with a square around each centre (B, 2), row and column, set to zero.
 
-    Of normalised images that is their mean. What of the square lies outside is no matter.
+    In normalised images, zero is the mean. A square may reach beyond the edge of its image.
     """
     _check_images("images to blank", images, None)
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:

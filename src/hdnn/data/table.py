@@ -1,6 +1,6 @@
 """Tables: columns of numbers, and a target column to learn.
 
-What is wrong with a value is said by line (of a CSV) or row (of a Parquet file) and column.
+Errors name the line (of a CSV) or row (of a Parquet file), and the column.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Table:
         return len(next(iter(self.columns.values())))
 
     def where(self, row: int) -> str:
-        """A row in the words of whoever looks for it in the file."""
+        """Where to look for a row in the file."""
         return f"line {self.lines[row]}" if self.lines else f"row {row + 1}"
 
     def column(self, name: str) -> list[Any]:

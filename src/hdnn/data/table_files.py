@@ -1,6 +1,6 @@
 """Reading CSV and Parquet files, within the memory that there is.
 
-What is wrong with a file is said by line (of a CSV) or row (of a Parquet file) and column.
+Errors name the line (of a CSV) or row (of a Parquet file), and the column.
 """
 
 from __future__ import annotations

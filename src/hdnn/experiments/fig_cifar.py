@@ -2,7 +2,7 @@
 
 y_0 .. y_N are the states of one Hamiltonian unit, or of the blocks of one stage of ResNet-56 that
 keep the shape of their image; all is in evaluation. It takes the weights that `hdnn reproduce
-table-cifar` has left. What was found is kept, and a run that was broken off goes on.
+table-cifar` has written. Results are kept, and an interrupted run continues where it stopped.
 
     hdnn reproduce table-cifar
     hdnn reproduce fig-cifar
@@ -154,7 +154,7 @@ def _percent(missed: float | None) -> str:
     return "" if missed is None else f"{100 * missed:.1f}%"
 
 
-def chosen_jobs(work: Work, files: dict[str, Path], like: Job) -> list[Job]:
+def chosen_jobs(work: Work, files: dict[str, Path], common: Job) -> list[Job]:
     """One for each network, stage and j; other weights are other jobs."""
     found = []
     for name, file in files.items():
@@ -162,7 +162,7 @@ def chosen_jobs(work: Work, files: dict[str, Path], like: Job) -> list[Job]:
         for k, stage in enumerate(stages(work.models[name])):
             for j in range(depth(stage)):
                 place = {"network": name, "stage": k + 1, "j": j}
-                found.append({**place, **like, "weights": digest})
+                found.append({**place, **common, "weights": digest})
     return found
 
 
@@ -192,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         raise OptionError(f"the device {options.device!r} cannot be used here.") from error
     work = Work(models, x)
     kind = str(dtype).removeprefix("torch.")
-    like = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
-    jobs = chosen_jobs(work, files, like)
+    common = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
+    jobs = chosen_jobs(work, files, common)
     path = options.runs / runner.RESULTS
     found = runner.run_all(jobs, work, path, progress=not options.quiet, what="matrices")
     rows = [row for name in NETWORKS for row in work.rows(name)]
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     draw(rows, options.out / f"{NAME}.png")
     result = {
         "command": runner.command(NAME, parser, options, "images", "steps"),
-        **like,
+        **common,
         "epochs": " and ".join(map(str, sorted(trained))),
         "remark": data.remark,
         "device": runner.device_name(options.device),

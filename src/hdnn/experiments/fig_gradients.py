@@ -44,7 +44,7 @@ NETWORKS: dict[str, tuple[str, int, Options]] = {  # the last: what is not as th
     "MLP, 8 layers, joint": ("MLP", 8, JOINT),
 }
 RATE = RECIPES["paper"]["learning_rate"]
-WAYS: dict[str, Options] = {  # of training the 8-layer MLP
+MLP_TRAININGS: dict[str, Options] = {  # by what is different from the paper's recipe
     "the paper's recipe": {},
     "twice the rate": {"learning_rate": 2 * RATE},
     "half the rate": {"learning_rate": RATE / 2},
@@ -115,10 +115,10 @@ def watched(
     return monitor, found
 
 
-def ways(seeds: int, line: ProgressLine) -> dict[str, dict[str, float]]:
-    """What the MLP reaches in each of the ways, over seeds."""
+def mlp_accuracies(seeds: int, line: ProgressLine) -> dict[str, dict[str, float]]:
+    """What the MLP reaches by each training, over seeds."""
     found = {}
-    for name, options in WAYS.items():
+    for name, options in MLP_TRAININGS.items():
         line.show(f"the MLP, {name}")
         accuracies = [
             trained("MLP", LAYERS, seed, options, planar.double_moons(seed=seed))
@@ -193,10 +193,12 @@ def main(argv: list[str] | None = None) -> int:
     figures = require("matplotlib.figure", extra="plot")
     start, line = time.perf_counter(), ProgressLine(not options.quiet)
     monitors, networks = {}, {}
-    for name, like in NETWORKS.items():
+    for name, (kind, layers, different) in NETWORKS.items():
         line.show(f"training {name}")
-        monitors[name], networks[name] = watched(*like, options.seed, options.every)
-    found = ways(options.seeds, line)
+        monitors[name], networks[name] = watched(
+            kind, layers, different, options.seed, options.every
+        )
+    found = mlp_accuracies(options.seeds, line)
     line.close()
     for shown in ("smallest", *(["of_mean"] if options.mean else [])):
         figure = figures.Figure(figsize=(5.4 * len(monitors), 3.9), layout="constrained")

@@ -1,8 +1,8 @@
 """How our recipe of table-planar and table-distributed was chosen: on other seeds than theirs.
 
 The cells are some of those that the recipe before did not bring to the paper's figure. None of the
-seeds is one of the tables', whose test points have decided nothing. Results are kept, and a run
-that was broken off goes on.
+seeds is one of the tables', whose test points have decided nothing. Results are kept, and an
+interrupted run continues where it stopped.
 
     python -m hdnn.experiments.recipe_search
 """
@@ -97,8 +97,8 @@ def job_of(table: str, cell: Cell, change: Callable[[Options], Options], seed: i
     """A training of a table, with another recipe."""
     network, data, layers = cell
     if table == "planar":
-        like = {"network": network, "data": data, "layers": layers}
-        job = table_planar.job_of(like, "ours", table_planar.T_ours(layers), seed)
+        place = {"network": network, "data": data, "layers": layers}
+        job = table_planar.job_of(place, "ours", table_planar.T_ours(layers), seed)
     else:
         job = table_distributed.job_of(network, data, layers, seed)
     return {**job, "more": change(job["more"])}

@@ -1,4 +1,4 @@
-"""Many trainings, spread over processes; each is kept when it is done, so that a run can go on.
+"""Many trainings, spread over processes; each result is kept, so that a run can be continued.
 
 A job is a dictionary of plain values. Its result is one line of a JSON-lines file, found again by
 the job itself.
@@ -46,7 +46,7 @@ def run_all(
 ) -> list[Job]:
     """The results of all jobs, in their order; what `path` holds already is not run again.
 
-    With `together`, `work` is given lists of so many jobs, and returns the lists of their results.
+    With `together`, `work` is given lists of that many jobs, and returns lists of their results.
     """
     known = _read(path)
     missing = [job for job in jobs if _key(job) not in known]
@@ -215,8 +215,10 @@ def image_arguments(description: str | None, name: str, seeds: int) -> Arguments
     parser.set_defaults(seeds=seeds)
     parser.add_argument("--epochs", type=count, default=40)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, help="stop after so many, to go on another time")
-    parser.add_argument("--share", help="such as 0/4: every fourth training, and no table yet")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after this time; the same command continues"
+    )
+    parser.add_argument("--share", help="as in 0/4: every fourth training, without a table")
     return parser
 
 
@@ -239,9 +241,9 @@ def run_images(
 ) -> list[tuple[Job, Job]] | None:
     """Jobs with their results; None for a share, of which there is no table.
 
-    A result has what all tables have, and what `more` adds once a training is done. On a GPU so
-    many trainings are run together. Each has a checkpoint until it is done. Once the minutes are
-    over it is as if Ctrl-C had come: the same command goes on another time.
+    A result has what all tables have, and what `more` adds once a training is done. On a GPU,
+    `together` trainings run at once. Each has a checkpoint until it is done. When the minutes are
+    over, all stop as by Ctrl-C, and the same command continues.
     """
     path, minutes = options.runs / RESULTS, options.minutes
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -281,7 +283,7 @@ def run_images(
 def _share(text: str) -> tuple[int, int]:
     first, _, every = text.partition("/")
     if not (first.isdecimal() and every.isdecimal() and int(first) < int(every)):
-        raise OptionError(f"a share is such as 0/4 or 3/4, but got {text!r}.")
+        raise OptionError(f"--share must be given as in 0/4 or 3/4, but got {text!r}.")
     return int(first), int(every)
 
 
@@ -361,5 +363,5 @@ def guarded(main: Callable[[list[str] | None], int], argv: list[str] | None = No
         print(f"cannot write {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on where this one ended.", file=sys.stderr)
+        print("stopped; the same command continues where this one stopped.", file=sys.stderr)
         return 130

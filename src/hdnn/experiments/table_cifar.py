@@ -7,7 +7,7 @@ layers out while training; in less it does not help. ResNet-56 is then trained w
 a drop, and the lead is over the better of the two. Then H1-DNN* as the paper trains it, but with
 clipped gradients, and one short run of AlexNet. Accuracies are those after the last epoch. Variants
 are chosen on 5,000 training images kept aside (`--validate`), never on the test images. Where the
-images are JPEGs the table says so. A run may be broken off at any time, and goes on where it was.
+images are JPEGs the table says so. An interrupted run continues where it stopped.
 Networks whose rows a table has already are taken from it (`--recorded`) and not trained again.
 
     hdnn reproduce table-cifar

@@ -60,8 +60,8 @@ OPTIONS: dict[str, Any] = {
     "smoothness": 5e-3,
     "smoothing": "cosine",
 }
-# Epochs over so many copies of the points, each coordinate moved by up to so much; and the starts
-# of H2. A training with a full K takes twenty times as long, and starts once.
+# Epochs, copies of the points, how far each coordinate is moved at the most, and the starts of H2.
+# A training with a full K takes twenty times as long, and starts once.
 MORE = {
     "swiss_roll": {"epochs": 5, "copies": 10, "moved": 0.05, "starts": 4},
     "double_circles": {"epochs": 10, "copies": 10, "moved": 0.3, "starts": 4},
@@ -81,7 +81,7 @@ GENERAL = "It is that of H2; the general layer sees the same moved points, and s
 
 
 def ring(steps: int = 1) -> list[list[int]]:
-    """Each node with itself and all that are within so many steps on the ring."""
+    """Each node with itself and all nodes at most `steps` away on the ring."""
     near = {k % NODES for k in range(-steps, steps + 1)}
     return [[int((i - j) % NODES in near) for j in range(NODES)] for i in range(NODES)]
 
@@ -90,11 +90,11 @@ def network(variant: str, layers: int, seed: int) -> hdnn.Model:
     """x_1 enters p of the first node, x_2 enters q of the fifth."""
     generator = torch.Generator().manual_seed(seed)
     full = _full(variant)
-    like: dict[str, Any] = {"step": STEP, "generator": generator}
+    options: dict[str, Any] = {"step": STEP, "generator": generator}
     if variant.startswith("masked"):
         # A masked layer uses links within two steps in all.
-        like["sparsity"] = Sparsity(ring(), S=None if full else ring(steps=2))
-    net = (hdnn.ImplicitH2 if full else hdnn.H2)(2 * NODES, layers, **like)
+        options["sparsity"] = Sparsity(ring(), S=None if full else ring(steps=2))
+    net = (hdnn.ImplicitH2 if full else hdnn.H2)(2 * NODES, layers, **options)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter *= 2
@@ -113,10 +113,10 @@ def trained(job: Job, data: planar.PlanarData) -> tuple[hdnn.Model, int]:
     def network_of(start: int) -> hdnn.Model:
         return network(job["variant"], job["layers"], start_seed(job["seed"], start))
 
-    like = {**job["options"], **job["more"]}
+    options = {**job["options"], **job["more"]}
     if _full(job["variant"]):
-        like["callbacks"] = [WellPosed()]
-    return best_start(network_of, data.x_train, data.t_train, job["seed"], **like)
+        options["callbacks"] = [WellPosed()]
+    return best_start(network_of, data.x_train, data.t_train, job["seed"], **options)
 
 
 def train(job: Job) -> Job:

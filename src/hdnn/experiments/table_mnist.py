@@ -5,7 +5,7 @@
 moves each image by up to one pixel and lets the weights decay less, for H1 and H2 starts from
 smaller weights with a lower rate, and without hidden layers has a bounded loss. Last, "conv": K is
 a 3x3 convolution in two units of 4 layers with pooling between them. Accuracies are those after the
-last epoch, never the best ones. A run may be broken off at any time, and goes on where it was.
+last epoch, never the best ones. An interrupted run continues where it stopped.
 
     hdnn reproduce table-mnist
     python -m hdnn.experiments.table_mnist --device cuda --minutes 9

@@ -65,7 +65,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "smoothing": "cosine",
     },
 }
-# Our recipe: epochs over so many copies of the points, each coordinate moved by up to so much.
+# Our recipe: epochs, copies of the points, and how far each coordinate is moved at the most.
 MORE = {
     "swiss_roll": {"epochs": 10, "copies": 10, "moved": 0.05, "starts": 2},
     "double_moons": {"epochs": 20, "copies": 10, "moved": 0.1, "starts": 6},
@@ -80,7 +80,7 @@ bold where it is at or above that figure without rounding."""
 CHOSEN = "The recipe was chosen on other seeds: [how](recipe-search.md)."
 T_TRIED = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8, 2.4, 3.6, 4.8, 7.2, 10.8)
 ROUNDS = ((13, range(1000, 1004)), (4, range(1004, 1012)))  # how many T, at which seeds
-BEST = 3  # so many of the best runs say how good a T is
+BEST = 3  # runs by which a T is judged
 
 
 def T_ours(layers: int) -> float:

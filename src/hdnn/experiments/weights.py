@@ -31,7 +31,7 @@ def network(job: Job) -> ImageModel:
 
 
 def save_weights(model: nn.Module, job: Job, path: str | os.PathLike[str]) -> None:
-    """Write all parameters and buffers of a trained network, all of it or nothing."""
+    """Write all parameters and buffers of a trained network, atomically."""
     path = as_path(path)
     tensors = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -25,9 +25,9 @@ def decision_regions(
     """The plane coloured by the class that `model` predicts, with up to `points` test points."""
     (left, right), (low, high) = data.domain
     ax = axes_of(ax, (5.2, 1.1 + 4.2 * (high - low) / (right - left)))
-    like = next(model.parameters())
+    parameter = next(model.parameters())
     xs, ys = torch.linspace(left, right, grid), torch.linspace(low, high, grid)
-    plane = torch.cartesian_prod(xs, ys).to(like)
+    plane = torch.cartesian_prod(xs, ys).to(parameter)
     # Probabilities, not labels: the boundary between grid points is then smooth.
     one = model.predict_proba(plane)[:, 1].reshape(grid, grid).T.cpu().double()
     colours = [colour for colour, _ in CLASSES]
@@ -35,7 +35,7 @@ def decision_regions(
     if one.min() < 0.5 < one.max():
         ax.contour(xs, ys, one, levels=[0.5], colors=BLACK, linewidths=0.8)
     x, t = data.x_test[:points], data.t_test[:points]
-    wrong = model.predict(x.to(like)).to(t.device) != t
+    wrong = model.predict(x.to(parameter)).to(t.device) != t
     for label, (colour, marker) in enumerate(CLASSES):
         _points(ax, x[t == label], colour, marker, f"class {label}", size=3)
     if bool(wrong.any()):
