@@ -162,7 +162,8 @@ def test_everything_from_files_is_escaped(make, tmp_path):
 def test_odd_metrics_make_a_page_all_the_same(make, metrics):
     run = make("odd")
     run.metrics_file.write_text(json.dumps(metrics))
-    Page(report.page([run]))
+    page = Page(report.page([run]))
+    assert str(run.folder) in page.text
 
 
 @pytest.mark.parametrize("file", ["metrics.json", "config.toml", "log.jsonl"])

@@ -98,7 +98,8 @@ assert "matplotlib" not in sys.modules
 plotting.sensitivity_norms(torch.ones(3, 2)).figure.canvas.draw()
 assert "matplotlib.pyplot" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
