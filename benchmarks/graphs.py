@@ -28,7 +28,7 @@ import hdnn
 from hdnn.distributed import Graph, GraphNetwork, Local, Plan, Training, connect, launch, partition
 from hdnn.distributed.graph.partition import cut
 from hdnn.distributed.messages.connect import parts_here
-from hdnn.distributed.messages.gloo import PrefixStore, TCPStore
+from hdnn.training.processes.meeting import PrefixStore, TCPStore
 
 LAYERS, BATCH = 4, 32
 RANKS = (1, 2, 4, 8)

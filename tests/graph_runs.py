@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import save_file
 
 from hdnn.distributed.graph.file import graph_of
-from hdnn.distributed.messages.gloo import Gloo, PrefixStore, TCPStore
+from hdnn.distributed.messages.gloo import Gloo
 from hdnn.distributed.training.run import Config, train
 from hdnn.distributed.training.training import Training
+from hdnn.training.processes.meeting import PrefixStore, TCPStore
 
 LIMIT = 120.0  # seconds for what takes one or two on an idle machine
 EPOCHS, BATCHES = 5, 4

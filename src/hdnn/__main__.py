@@ -15,10 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require("typer", extra="cli")
         require("rich", extra="cli")
         from hdnn.app import cli
-        from hdnn.training.processes import launch
+        from hdnn.training.processes import torchrun
 
         interrupted.imported()
-        return launch.leave(cli.main(arguments))
+        return torchrun.leave(cli.main(arguments))
     except MissingExtraError as error:
         interrupted.say(str(error))
         return 2

@@ -32,9 +32,9 @@ WAIT = timedelta(seconds=20)
 JOINED = """
 import json, os
 from hdnn.distributed.messages.audit import listeners
-from hdnn.training import launch
+from hdnn.training.processes import torchrun
 
-with launch.joined() as processes:
+with torchrun.joined() as processes:
     processes.device("cpu")
     print(json.dumps(sorted(listeners(os.getpid()))))
 """

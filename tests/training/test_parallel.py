@@ -18,7 +18,7 @@ import hdnn
 from hdnn.app import cli
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training import fit
-from hdnn.training.processes import launch
+from hdnn.training.processes import torchrun
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -74,7 +74,7 @@ import torch, torch.distributed as dist
 import hdnn
 from hdnn.data import planar
 from hdnn.training import fit
-from hdnn.training.processes.parallel import checksum
+from hdnn.training.identity import digest
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -97,7 +97,7 @@ def quick(model, x=x, t=t, **options):
 
 def same(model):
     told = [None] * size
-    dist.all_gather_object(told, checksum(model.parameters()))
+    dist.all_gather_object(told, digest(model.parameters()))
     return len(set(told)) == 1
 
 def failure(**options):
@@ -366,16 +366,16 @@ def test_a_signal_to_one_process_ends_all_and_the_run_goes_on_after_it(tmp_path)
 def test_a_wrong_timeout_is_refused(given, monkeypatch):
     monkeypatch.setenv("HDNN_TIMEOUT", given)
     with pytest.raises(OptionError, match="HDNN_TIMEOUT must be a number of seconds > 0"):
-        launch.timeout()
+        torchrun.timeout()
 
 
 def test_one_process_is_no_group(monkeypatch):
     for rank, size in (("", ""), ("0", "1"), ("0", ""), ("x", "2")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", size)
-        assert not launch.several()
-        assert launch.is_first()
-        with launch.joined() as processes:
+        assert not torchrun.several()
+        assert torchrun.is_first()
+        with torchrun.joined() as processes:
             assert processes.first(lambda: 3) == 3
 
 
@@ -384,7 +384,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    process = object.__new__(launch.Launch)
+    process = object.__new__(torchrun.SeveralProcesses)
     process.rank, process.size = 3, 4
     assert process._device("cpu") == "cpu"
     assert process._device("cuda") == "cuda:1"

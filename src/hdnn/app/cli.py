@@ -15,7 +15,7 @@ from hdnn import __version__
 from hdnn.app import terminal
 from hdnn.app.options import typer
 from hdnn.errors import HDNNError
-from hdnn.training.processes import launch
+from hdnn.training.processes import torchrun
 
 HELP = "Very deep networks whose gradients provably do not vanish."
 # Options in which ~ stands for the home folder.
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The base of all that typer says about flags, in the click that it uses or brings along.
     wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
-        if launch.is_first():
+        if torchrun.is_first():
             warnings.showwarning = lambda message, *_: terminal.say(f"warning: {message}")
         else:
             warnings.showwarning = lambda *_: None
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = f"see {context.command_path} --help" if context else "see hdnn --help"
             message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
             if given[0] == "train":
-                launch.speak_as_one()
+                torchrun.speak_as_one()
             said = f"{message.rstrip('.')}; {hint}." if message[-1:] != "?" else message
             return terminal.fail(said)
         except (KeyboardInterrupt, typer.Abort):

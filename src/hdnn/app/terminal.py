@@ -15,7 +15,7 @@ from typing import Any
 
 from hdnn.base.files import finite
 from hdnn.errors import CheckpointError, readable
-from hdnn.training.processes import launch
+from hdnn.training.processes import torchrun
 
 LONGEST = 700  # letters of a message
 
@@ -25,8 +25,8 @@ class StoppedError(Exception):
 
 
 def fail(message: object, code: int = 2) -> int:
-    if launch.is_as_one():
-        launch.last_word(message, say)
+    if torchrun.is_as_one():
+        torchrun.last_word(message, say)
     else:
         say(message)
     return code

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hdnn.distributed.messages.gloo import PrefixStore, first_fault
 from hdnn.errors import positive_int
 from hdnn.training.processes import meeting
+from hdnn.training.processes.faults import first_fault
 
 GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
 MARK = "hdnn-progress "
@@ -73,7 +73,7 @@ def launch(
 
 def _fault(store: Any, restart: int) -> str:
     with contextlib.suppress(RuntimeError):
-        found = first_fault(PrefixStore(f"hdnn-{restart}", store))
+        found = first_fault(meeting.PrefixStore(f"hdnn-{restart}", store))
         return "" if found is None else found.text
     return ""
 

@@ -19,7 +19,7 @@ from hdnn.app.options import given, with_options
 from hdnn.app.runs import Run, is_graph_run
 from hdnn.base.config import types_of
 from hdnn.errors import CheckpointError, OptionError
-from hdnn.training.processes import launch
+from hdnn.training.processes import torchrun
 
 if TYPE_CHECKING:
     from hdnn.app.tasks.graph import GraphTask
@@ -50,7 +50,7 @@ def train(**options: Any) -> int:
     from hdnn.app.tasks.kinds import task_of
 
     found = []
-    with launch.joined() as processes:
+    with torchrun.joined() as processes:
         asked, chosen = processes.first(lambda: _asked(options))
         show = not (asked["quiet"] or asked["json"]) and processes.is_first
         board = bool(asked["tensorboard"])
@@ -81,7 +81,7 @@ def _asked(options: dict[str, Any]) -> Asked:
     if told and before:
         options["penalties"] = "mean"
     chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
-    if launch.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
+    if torchrun.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
         raise OptionError("one process trains on images: start hdnn train without torchrun.")
     if told and not asked["resume"]:
         terminal.say(_told_penalties(file if before else None))
@@ -165,7 +165,7 @@ def _train_graph(options: dict[str, Any]) -> int:
     from hdnn.distributed.messages.connect import parts_here
     from hdnn.distributed.messages.gloo import LostError
 
-    launch.speak_as_one()
+    torchrun.speak_as_one()
     parts, as_json = parts_here(), "json" in options
     loud = not ("quiet" in options or as_json)
     with progress.waiting("looking at the graph", loud):
@@ -177,11 +177,11 @@ def _train_graph(options: dict[str, Any]) -> int:
         if done:
             results.finish([task.result()], as_json=as_json)
             return 0
-    if launch.is_first():
+    if torchrun.is_first():
         task.warn()
     show = os.environ.get("RANK", "0") == str(plan.owner[0]) and loud
     with one_thread(), progress.EpochBar(task.folder.name, task.options["epochs"], show) as bar:
-        if launch.several():
+        if torchrun.several():
             _hear_before_the_end()
         try:
             metrics = worker.work(
@@ -203,7 +203,7 @@ def _train_graph(options: dict[str, Any]) -> int:
 
 
 def _go_on(task: GraphTask) -> str:
-    return "give the same command with --resume" if launch.several() else task.go_on("train")
+    return "give the same command with --resume" if torchrun.several() else task.go_on("train")
 
 
 def _hear_before_the_end() -> None:

@@ -30,7 +30,7 @@ from hdnn.training import History, TensorBoard
 from hdnn.training.checkpoint import Log
 from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining, next_epoch
 from hdnn.training.images import recipes as image_recipes
-from hdnn.training.processes.launch import Launch, Single
+from hdnn.training.processes.torchrun import Processes
 
 MODULES = {"mnist": mnist, "cifar10": cifar10}
 LOOKED_AT = 100  # test images whose pixels a certificate may take
@@ -72,7 +72,7 @@ class ImageTask(Task):
     def __init__(self, config: ImageConfig) -> None:
         self.config: ImageConfig = config
 
-    def load(self, processes: Single | Launch, bar: TrainingBar) -> None:
+    def load(self, processes: Processes, bar: TrainingBar) -> None:
         self.config.check_memory()
         with progress.waiting(f"reading {self.config.data}", bar.on):
             data = load(self.config.data)
@@ -94,7 +94,7 @@ class ImageTask(Task):
         return 7 * sum(t.nbytes for t in self.model.state_dict().values())
 
     def fit(
-        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Single | Launch
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
         notes: list[Note] = [Log(run.folder, 0).write]
         if board is not None:

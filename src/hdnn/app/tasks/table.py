@@ -28,7 +28,7 @@ from hdnn.model import Model
 from hdnn.networks import BY_NAME
 from hdnn.training import EarlyStopping, History, TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
-from hdnn.training.processes.launch import Launch, Single
+from hdnn.training.processes.torchrun import Processes
 
 SAMPLES = 1000  # for a certificate, at the most
 
@@ -115,7 +115,7 @@ class TableTask(Task):
     def __init__(self, config: TableConfig) -> None:
         self.config: TableConfig = config
 
-    def load(self, processes: Single | Launch, bar: TrainingBar) -> None:
+    def load(self, processes: Processes, bar: TrainingBar) -> None:
         self.problem: Problem = processes.first(lambda: prepare(self.config))
         self.config, self.columns = self.problem.config, self.problem.columns
         self.device = processes.device(self.config.device)
@@ -134,7 +134,7 @@ class TableTask(Task):
         return one_thread() if small else nullcontext()
 
     def fit(
-        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Single | Launch
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
         """Train as the config says, in levels or not."""
         config, problem, device = self.config, self.problem, self.device

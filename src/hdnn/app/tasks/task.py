@@ -24,7 +24,7 @@ from hdnn.app.runs import Run, usable_folder, write_json
 from hdnn.data.table import Columns
 from hdnn.training import TensorBoard
 from hdnn.training.checkpoint import locked
-from hdnn.training.processes.launch import Launch, Single
+from hdnn.training.processes.torchrun import OneProcess, Processes
 
 
 class Task(ABC):
@@ -34,7 +34,7 @@ class Task(ABC):
     columns: Columns | None = None  # how rows of a table become inputs
 
     @abstractmethod
-    def load(self, processes: Single | Launch, bar: TrainingBar) -> None:
+    def load(self, processes: Processes, bar: TrainingBar) -> None:
         """Read or make the data, and fill in what the config leaves open."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Task(ABC):
 
     @abstractmethod
     def fit(
-        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Single | Launch
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
         """Train, or go on with what the folder has."""
 
@@ -71,14 +71,14 @@ def train(
     *,
     bar: TrainingBar | None = None,
     tensorboard: bool = False,
-    processes: Single | Launch | None = None,
+    processes: Processes | None = None,
 ) -> Result:
     """Train, measure, draw and save in the folder of `run`.
 
     A run that was started there with the same config goes on; a complete one stays as it is. Of
     several processes the first reads and writes, and all of them train.
     """
-    processes, start = processes or Single(), time.perf_counter()
+    processes, start = processes or OneProcess(), time.perf_counter()
     bar = bar or TrainingBar(run.folder.name, False)
     known = processes.first(lambda: known_metrics(run))
     if known is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from hdnn.distributed.messages.gloo import Gloo, PrefixStore, TCPStore
+from hdnn.distributed.messages.gloo import Gloo
 from hdnn.distributed.messages.mpi import Mpi, world
 from hdnn.distributed.training.replicas import Replicas
 from hdnn.distributed.transport import DistributedError, Local, Transport, short
@@ -58,7 +58,7 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
     replica, part = divmod(number, parts)
     if store.add(f"part-{number}", 1) > 1:
         raise DistributedError(f"{name(part)} was started twice; each part is one process.")
-    near = PrefixStore(f"graph-{replica}", store)
+    near = meeting.PrefixStore(f"graph-{replica}", store)
     where = f" of replica {replica}" if replicas > 1 else ""
     with meeting.kept_here(_on_one_machine()):
         transport = Gloo(
@@ -72,7 +72,7 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
         )
         if replicas == 1:
             return Process(transport)
-        alike = PrefixStore(f"alike-{part}", store)
+        alike = meeting.PrefixStore(f"alike-{part}", store)
         return Process(transport, Replicas(replica, replicas, alike, timeout))
 
 
@@ -96,14 +96,14 @@ def _store(number: int, processes: int, timeout: float) -> Any:
         if where is not None:
             host, _, port = where.rpartition(":")
             wait = timedelta(seconds=timeout)
-            store = TCPStore(host, int(port), is_master=False, timeout=wait)
+            store = meeting.TCPStore(host, int(port), is_master=False, timeout=wait)
         else:
             store = meeting.from_environment(_whole("RANK", number), processes, timeout)
     except (ValueError, RuntimeError) as error:
         raise DistributedError(
             f"cannot reach the store {where or 'of torchrun'} ({short(error).removesuffix('.')})."
         ) from error
-    return PrefixStore(f"hdnn-{restart}", store)
+    return meeting.PrefixStore(f"hdnn-{restart}", store)
 
 
 def _on_one_machine() -> bool:

@@ -15,36 +15,20 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
 from hdnn.errors import OptionError
-from hdnn.training.processes.meeting import TCPStore as TCPStore
+from hdnn.training.processes.faults import Fault, first_fault, report_fault
 
-PrefixStore: Any = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-FAULT = "fault"  # where the store keeps what went wrong first
 PATIENCE = 2.0  # seconds to wait for what a part that is gone has said of others
 PAUSE = 0.2  # seconds between two looks at the store, at most
 
 
 class LostError(DistributedError):
     """A part is gone or silent: it may help to start all parts again."""
-
-
-class Fault(NamedTuple):
-    """What went wrong first; `lost` if that is only that a part is gone or silent."""
-
-    text: str
-    lost: bool
-
-
-def first_fault(store: Any) -> Fault | None:
-    """What went wrong first, if anything did."""
-    if not store.check([FAULT]):
-        return None
-    return Fault(*json.loads(store.get(FAULT)))
 
 
 class Gloo(Transport):
@@ -173,8 +157,7 @@ class Gloo(Transport):
         self.faulty = True
         with contextlib.suppress(RuntimeError):
             self.faults.set_timeout(timedelta(seconds=PATIENCE))
-            own = json.dumps([message, lost])
-            return Fault(*json.loads(self.faults.compare_set(FAULT, "", own)))
+            return report_fault(self.faults, Fault(message, lost))
         return Fault(message, lost)
 
     def report(self, message: str) -> str:

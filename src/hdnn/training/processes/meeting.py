@@ -26,6 +26,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"  # where gloo listens, as its users know it
 PATIENCE = 2.0  # seconds that a connection of this machine to itself may take
 
 TCPStore: Any = getattr(dist, "TCPStore", None)
+PrefixStore: Any = getattr(dist, "PrefixStore", None)
 
 
 class MeetingError(TrainingError):

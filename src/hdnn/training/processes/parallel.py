@@ -8,8 +8,7 @@ that ends the training) it tells with its features: all of them end at the same 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from hdnn import errors
 from hdnn.base import portable
 from hdnn.errors import HDNNError, TrainingError, flag
+from hdnn.training import identity
 
 if dist.is_available():
     # PyTorch binds the group of the moment to defaults of this module for ever, and imports it as
@@ -35,28 +35,29 @@ class ProcessLostError(TrainingError):
     """Another process has ended, or does not answer in time."""
 
 
-class Made(Generic[T]):
-    """What one process has made, or the error that it met, to be sent to others."""
+class Attempt(Generic[T]):
+    """What a function returned in one process, or its error, to be sent to the others."""
 
     def __init__(self, value: T | None, error: Exception | None) -> None:
         self.value, self.error = value, error
 
     @classmethod
-    def by(cls, make: Callable[[], T]) -> Made[T]:
+    def of(cls, make: Callable[[], T]) -> Attempt[T]:
         try:
             return cls(make(), None)
         except Exception as error:
             return cls(None, error)
 
     @classmethod
-    def read(cls, letter: bytes) -> Made[T]:
-        value, error = portable.unpack(letter)
+    def unpacked(cls, content: bytes) -> Attempt[T]:
+        value, error = portable.unpack(content)
         return cls(value, _raisable(error))
 
-    def letter(self) -> bytes:
+    def packed(self) -> bytes:
         return portable.pack((self.value, _portable(self.error)))
 
-    def open(self) -> T:
+    def result(self) -> T:
+        """The value, or the error once more."""
         if self.error is not None:
             raise self.error
         return self.value  # pyright: ignore[reportReturnType]
@@ -137,16 +138,16 @@ class Ranks:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What the first process makes, or its error, in all of them."""
-        return self.broadcast(Made.by(make) if self.first else None).open()
+        return self.broadcast(Attempt.of(make) if self.first else None).result()
 
-    def broadcast(self, made: Made[T] | None) -> Made[T]:
-        """What the first process gives, in all of them."""
-        letter = b"" if made is None else made.letter()
-        size = torch.tensor([len(letter)])
+    def broadcast(self, attempt: Attempt[T] | None) -> Attempt[T]:
+        """That of the first process, in all of them; the others give None."""
+        content = b"" if attempt is None else attempt.packed()
+        size = torch.tensor([len(content)])
         self._call(dist.broadcast, size, 0)
-        content = _as_tensor(letter, int(size))
-        self._call(dist.broadcast, content, 0)
-        return made or Made.read(content.numpy().tobytes())
+        sent = _as_tensor(content, int(size))
+        self._call(dist.broadcast, sent, 0)
+        return attempt or Attempt.unpacked(sent.numpy().tobytes())
 
     def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
         """Tell the others, with the next features, what is wished here; what all have heard."""
@@ -165,7 +166,7 @@ class Ranks:
 
     # The work
 
-    def part(self, count: int, rank: int) -> slice:
+    def samples_of(self, rank: int, count: int) -> slice:
         """The slice of so many samples that a process takes; the first ones may have one more."""
         each, more = divmod(count, self.size)
         low = rank * each + min(rank, more)
@@ -175,7 +176,7 @@ class Ranks:
         """`run` for all states (B, n), each process with its slice of them."""
         (B, n), error = y_0.shape, self.trouble
         sent = y_0.new_zeros(-(-B // self.size) * n + 1)  # slices of one size, and a word
-        mine = y_0[self.part(B, self.rank)]
+        mine = y_0[self.samples_of(self.rank, B)]
         try:
             if len(mine):
                 sent[: mine.numel()] = run(mine).reshape(-1)
@@ -189,7 +190,7 @@ class Ranks:
             self.heard |= int(word)
         if self.heard & FAILED:
             self._raise_any(error)
-        slices = [self.part(B, rank) for rank in range(self.size)]
+        slices = [self.samples_of(rank, B) for rank in range(self.size)]
         found = [row[: (s.stop - s.start) * n] for row, s in zip(rows, slices, strict=True)]
         return torch.cat(found).view(B, n)
 
@@ -197,7 +198,7 @@ class Ranks:
         self, run: Callable[[Tensor], None], g: Tensor, parameters: list[nn.Parameter]
     ) -> None:
         """Set the gradients of all samples: `run` sets those of a slice, which are summed."""
-        mine, error = g[self.part(len(g), self.rank)], None
+        mine, error = g[self.samples_of(self.rank, len(g))], None
         try:
             if len(mine):
                 run(mine)
@@ -244,7 +245,7 @@ class Ranks:
 
     def check_weights(self, model: nn.Module, epoch: int) -> None:
         """Refuse to go on once the weights differ by a single bit."""
-        first, *others = self._all(checksum(model.state_dict().values()))
+        first, *others = self._all(identity.digest(model.state_dict().values()))
         for rank, theirs in enumerate(others, 1):
             if theirs != first:
                 raise TrainingError(
@@ -254,12 +255,12 @@ class Ranks:
 
     def _all(self, value: T) -> list[T]:
         """What every process has."""
-        letter = portable.pack(value)
+        content = portable.pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._call(dist.all_gather, sizes, torch.tensor([len(letter)]))
+        self._call(dist.all_gather, sizes, torch.tensor([len(content)]))
         room = max(int(size) for size in sizes)
         told = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
-        self._call(dist.all_gather, told, _as_tensor(letter, room))
+        self._call(dist.all_gather, told, _as_tensor(content, room))
         read = zip(told, sizes, strict=True)
         return [portable.unpack(one[: int(size)].numpy().tobytes()) for one, size in read]
 
@@ -289,17 +290,9 @@ def team(parallel: bool) -> Team:
     return Ranks()
 
 
-def checksum(tensors: Iterable[Tensor]) -> str:
-    """Of all bits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for t in tensors:
-        digest.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _as_tensor(letter: bytes, room: int) -> Tensor:
+def _as_tensor(content: bytes, room: int) -> Tensor:
     """Bytes, in a tensor with room for so many."""
-    return torch.frombuffer(bytearray(letter.ljust(room, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content.ljust(room, b"\0")), dtype=torch.uint8)
 
 
 def _portable(error: Exception | None) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""A program that torchrun has started in several processes: they meet, part, and speak as one.
+"""A program that torchrun has started in several processes: they meet, work, and end together.
 
 Until they have met, and when they fail, they talk by the store that torchrun keeps for them: it
 outlives each of them, and a process that waits for a word there still hears its signals.
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training.processes import meeting
-from hdnn.training.processes.parallel import Made, ProcessLostError, Ranks
+from hdnn.training.processes.faults import Fault, first_fault, report_fault
+from hdnn.training.processes.parallel import Attempt, ProcessLostError, Ranks
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def is_first() -> bool:
     return not several() or int(os.environ["RANK"]) == 0
 
 
-class Single:
+class OneProcess:
     """A program in one process."""
 
     several, is_first, size = False, True, 1
@@ -55,7 +56,7 @@ class Single:
         return name
 
 
-class Launch:
+class SeveralProcesses:
     """This process, among those that were started together."""
 
     several = True
@@ -72,15 +73,15 @@ class Launch:
         Before the device is known it comes by the store, so it must be small.
         """
         self.calls += 1
-        word, made = f"made-{self.calls}", None
+        word, attempt = f"made-{self.calls}", None
         if self.is_first:
-            made = Made.by(make)
-            self.store.set(word, made.letter() if self.ranks is None else "")
+            attempt = Attempt.of(make)
+            self.store.set(word, attempt.packed() if self.ranks is None else "")
         else:
             self._wait([word])
         if self.ranks is not None:
-            return self.ranks.broadcast(made).open()
-        return (made or Made.read(self.store.get(word))).open()
+            return self.ranks.broadcast(attempt).result()
+        return (attempt or Attempt.unpacked(self.store.get(word))).result()
 
     def device(self, name: str) -> str:
         """The device of this process, now that all know what is asked for, and their group."""
@@ -120,8 +121,8 @@ class Launch:
         torch.cuda.set_device(number)
         return f"cuda:{number}"
 
-    def part(self) -> None:
-        """Leave, when all are through."""
+    def leave_together(self) -> None:
+        """Wait until all are through, then leave."""
         with suppress(ProcessLostError):  # then the first one is through, and its store with it
             self._all_say("done", self.timeout)
         self.close()
@@ -141,8 +142,8 @@ class Launch:
         end = None if limit is None else time.monotonic() + limit
         try:
             while not self.store.check(words):
-                if self.store.check(["failed"]):
-                    raise ProcessLostError(self.store.get("failed").decode())
+                if (fault := first_fault(self.store)) is not None:
+                    raise ProcessLostError(fault.text)
                 if end is not None and time.monotonic() > end:
                     raise ProcessLostError(
                         f"not all of the {self.size} processes are here after {limit:.0f} s; start "
@@ -153,24 +154,27 @@ class Launch:
             raise _unmet(error) from error
 
 
+Processes = OneProcess | SeveralProcesses
+
+
 @contextmanager
-def joined() -> Iterator[Single | Launch]:
+def joined() -> Iterator[Processes]:
     """Do the work of a block together with the other processes, if there are any."""
     if not several():
-        yield Single()
+        yield OneProcess()
         return
     speak_as_one()
     before = signal.signal(signal.SIGTERM, _as_interrupt)
-    launch = None
+    processes = None
     try:
-        launch = Launch()
-        yield launch
-        launch.part()
+        processes = SeveralProcesses()
+        yield processes
+        processes.leave_together()
         signal.signal(signal.SIGTERM, before)
         _known.clear()
     finally:  # after an error torchrun's signal is awaited, so it stays heard
-        if launch is not None:
-            launch.close()
+        if processes is not None:
+            processes.close()
 
 
 def speak_as_one() -> None:
@@ -193,11 +197,12 @@ def last_word(message: object, say: Callable[[object], None]) -> None:
     try:
         store = _store(LATE)
         if isinstance(message, ProcessLostError):  # the one that was lost may have said why
-            if _within(1.0, lambda: store.check(["failed"])):
-                message = store.get("failed").decode()
+            _within(1.0, lambda: first_fault(store) is not None)
+            fault = first_fault(store)
+            message = message if fault is None else fault.text
         else:
             where = f"process {rank} of {size}: " if rank != "0" else ""
-            store.compare_set("failed", "", f"{where}{message}")
+            report_fault(store, Fault(f"{where}{message}"))
         if rank != "0":
             _within(GRACE, lambda: store.check(["said"]))
         if store.add("said", 1) == 1:
