@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hdnn.app import reproduced
 from hdnn.app.reproduced import Picture
 from hdnn.app.runs import Run
 from hdnn.app.svg_curves import Curve, Line, curve
-from hdnn.base.config import LARGEST as CONFIG
+from hdnn.base.config import LARGEST
 from hdnn.base.files import read_bytes
 from hdnn.errors import CheckpointError, HDNNError, require
 
@@ -82,31 +81,22 @@ def short_names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(folder, common or ".") for folder in folders]
 
 
-@dataclass
 class RunOnPage:
-    """What a run has come to so far."""
+    """What a run has come to so far; `anchor` is where it stands on the page."""
 
-    run: Run
-    id: str = ""
-    short: str = ""
-    config: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    log: list[dict[str, Any]] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        run = self.run
-        self.name = str(run.folder)
-        self.config = self._read(
-            lambda: read_bytes(run.config_file, CONFIG).decode("utf-8", "replace"), ""
+    def __init__(self, run: Run, anchor: str = "", short: str = "") -> None:
+        self.run = run
+        self.anchor = anchor
+        self.name, self.short = str(run.folder), short
+        self.faults: list[str] = []
+        self.config: str = self._read(
+            lambda: read_bytes(run.config_file, LARGEST).decode("utf-8", "replace"), ""
         )
-        self.options = self._read(lambda: vars(run.config()), {})
+        self.options: dict[str, Any] = self._read(lambda: vars(run.config()), {})
         self.log, wrong = self._read(run.log_and_faults, ([], 0))
         if wrong:
             self.faults.append(f"{run.log_file} has {wrong} lines that hdnn did not write.")
-        if run.complete:
-            self.metrics = self._read(run.metrics, {})
+        self.metrics: dict[str, Any] = self._read(run.metrics, {}) if run.complete else {}
         self.certificates = _certificates(self.metrics)
 
     def _read(self, make: Callable[[], Any], otherwise: Any) -> Any:
