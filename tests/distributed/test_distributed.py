@@ -18,8 +18,8 @@ from hdnn.distributed import DistributedError, Gloo, Graph, GraphNetwork, Plan, 
 from hdnn.distributed.graph.graph import from_edges, links_of, transposed, union
 from hdnn.distributed.graph.partition import cut, partition
 from hdnn.distributed.graph.plan import Part
+from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.messages.tree import Spanning
-from hdnn.distributed.training.replicas import Replicas
 from hdnn.errors import DataError, OptionError, ShapeError, SparsityError, TrainingError
 from hdnn.experiments import table_distributed
 from hdnn.sparsity import Sparsity

@@ -54,29 +54,26 @@ class SmallHead:
         rate: float,
     ) -> coordinate.Outcome:
         """Find the output layer by so many steps of "newton" or "adam", from zero."""
-        W, features = np.zeros(self.shape), y.numpy()
+        state, features = np.zeros((3, *self.shape)), y.numpy()
         given, gradient = self._given(features, t, weight), np.empty_like(features)
         newton, adam = _kernels()
         if method == "newton":
-            loss, correct = newton(*given, W, gradient, steps, ridge)
+            loss, correct = newton(*given, state[0], gradient, steps, ridge)
         else:
-            memory = np.zeros((2, *self.shape))
-            loss, correct, _ = adam(
-                *given, W, gradient, memory, 0, steps, len(features), ridge, rate
-            )
-        self._put(W)
+            loss, correct, _ = adam(*given, state, gradient, 0, steps, len(features), ridge, rate)
+        self._put(state[0])
         return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
 
     def adam(
         self, passes: Iterable[coordinate.Part], batch: int, ridge: float, rate: float
     ) -> None:
         """Adam from zero: one step on each minibatch of each pass (y, t, weight) over the data."""
-        W, memory, count = np.zeros(self.shape), np.zeros((2, *self.shape)), 0
+        state, count = np.zeros((3, *self.shape)), 0
         for y, t, weight in passes:
             features = y.numpy()
             given, gradient = self._given(features, t, weight), np.empty_like(features)
-            count = _kernels()[1](*given, W, gradient, memory, count, 1, batch, ridge, rate)[2]
-        self._put(W)
+            count = _kernels()[1](*given, state, gradient, count, 1, batch, ridge, rate)[2]
+        self._put(state[0])
 
     def _given(self, y: Any, t: Tensor, weight: Tensor | None) -> tuple[Any, ...]:
         """Features, labels or targets, weights of the samples and the kind of head."""
@@ -251,14 +248,14 @@ def _finish(A, T, share, W, gradient, kind, low, S, R):  # pragma: kernel
 
 
 def _adam(
-    y, labels, targets, weights, kind, W, gradient, memory, count, steps, batch, ridge, rate
+    y, labels, targets, weights, kind, state, gradient, count, steps, batch, ridge, rate
 ):  # pragma: kernel
-    """So many steps on each minibatch in turn; `count` were made before.
+    """So many steps on each minibatch in turn; `count` were made before. The state is W, m, v.
 
     Adam is written out here once more because nothing compiled can call PyTorch's.
     """
+    W, m, v = state[0], state[1], state[2]
     (total, n), c = y.shape, W.shape[0]
-    m, v = memory[0], memory[1]
     g = np.empty_like(W)
     loss, correct = 0.0, 0.0
     for low in range(0, total, batch):

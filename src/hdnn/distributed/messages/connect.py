@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from hdnn.distributed.messages.gloo import Gloo
 from hdnn.distributed.messages.mpi import Mpi, world
-from hdnn.distributed.training.replicas import Replicas
+from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.transport import DistributedError, Local, Transport, short
 from hdnn.errors import OptionError, choose
 from hdnn.training.processes import meeting

@@ -23,9 +23,9 @@ from hdnn.data import planar
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.partition import partition
 from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.distributed.training import sources
-from hdnn.distributed.training.replicas import Replicas
 from hdnn.distributed.training.training import Training
 from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError, choose

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hdnn.distributed.graph.plan import Part
 from hdnn.distributed.messages.handshake import shake_hands
+from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.network.head import NodeHead
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.distributed.training.adam import NodeAdam
-from hdnn.distributed.training.replicas import Replicas
 from hdnn.distributed.training.shards import Shards
 from hdnn.distributed.transport import DistributedError
 from hdnn.errors import DataError, TrainingError
