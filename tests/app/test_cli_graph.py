@@ -36,6 +36,7 @@ from hdnn.distributed.graph import file as gf
 from hdnn.distributed.graph.graph import from_edges
 from hdnn.distributed.launch import Ended
 from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.training.run import NETWORKS
 from hdnn.plotting import graphs as graph_plot
 from parts import run_parts
 from said import files, sentence, told, trained_elsewhere
@@ -151,7 +152,7 @@ def test_breaches_are_those_that_explain_finds(found):
     assert result["groups"] == len(sparsity.components(T, R))
 
 
-@pytest.mark.parametrize("network", graph_task.NETWORKS)
+@pytest.mark.parametrize("network", NETWORKS)
 def test_messages_are_those_that_a_layer_sends(network):
     found = gf.patterns_of({"nodes": 6, "R": [[0, 1], [1, 2], [1, 5], [3, 4]], "T": ring(6)})
     plan = Plan.each(found.graph())
@@ -815,13 +816,13 @@ def test_help_names_the_defaults_of_the_library():
     import re
     from dataclasses import fields
 
-    from hdnn.app.configs.flags import GraphOptions
+    from hdnn.app.configs.flags import GraphTraining
     from hdnn.distributed.training import run
     from hdnn.distributed.training.training import DEFAULTS
 
     known = {**DEFAULTS, **run.OPTIONS, **Config(graph={}).__dict__}
-    for option in fields(GraphOptions):
-        found = re.search(r"default: ([\d.e-]+)", option.metadata["help"])
+    for option in (*fields(GraphTraining), *fields(Config)):
+        found = re.search(r"default: ([\d.e-]+)", option.metadata.get("help", ""))
         if found:
             assert math.isclose(float(found[1]), known[option.name]), option.name
 

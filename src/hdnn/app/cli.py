@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from hdnn import __version__
-from hdnn.app import terminal
+from hdnn.app import options, terminal
 from hdnn.app.options import typer
 from hdnn.errors import HDNNError
 from hdnn.training.processes import torchrun
@@ -97,10 +97,15 @@ def _app() -> typer.Typer:
 
 
 def _add(app: typer.Typer, module: ModuleType, name: str, *, passes_on: bool = False) -> None:
-    """Make the function of that name a command, with the examples beside it under its help."""
+    """Make the function of that name a command, with the examples beside it under its help.
+
+    Where its module names configs, their fields are its options.
+    """
     settings = {"allow_extra_args": True, "ignore_unknown_options": True} if passes_on else {}
-    command = app.command(epilog=_examples(*module.EXAMPLES), context_settings=settings)
-    command(_guarded(getattr(module, name)))
+    command = _guarded(getattr(module, name))
+    if hasattr(module, "CONFIGS"):
+        command.__signature__ = options.signature(*module.CONFIGS)  # pyright: ignore
+    app.command(epilog=_examples(*module.EXAMPLES), context_settings=settings)(command)
 
 
 def _examples(*examples: str) -> str:
@@ -126,11 +131,11 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
     """The same command, with each way to fail turned into one sentence and an exit code."""
 
     @functools.wraps(function)
-    def command(*args: Any, **options: Any) -> int:
+    def command(*args: Any, **given: Any) -> int:
         try:
-            for name in options.keys() & PLACES:
-                options[name] = terminal.at_home(options[name])
-            code = function(*args, **options) or 0
+            for name in given.keys() & PLACES:
+                given[name] = terminal.at_home(given[name])
+            code = function(*args, **given) or 0
             if sys.stdout is not None:
                 sys.stdout.flush()
             return code

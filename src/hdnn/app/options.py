@@ -5,8 +5,6 @@ Annotations are read when the program is built, so that commands can be imported
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import Field, fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +14,10 @@ from hdnn.base.config import TYPES, BaseConfig
 if TYPE_CHECKING:
     import typer
 else:
-    with suppress(ImportError):  # `hdnn.__main__` says what to install
+    try:
         import typer
+    except ImportError:  # `hdnn.__main__` says what to install
+        typer = None
 
 
 def option(text: str, *names: str, panel: str | None = None) -> Any:
@@ -39,22 +39,17 @@ def overwrite_flag() -> Any:
     return option("replace that file", "--overwrite")
 
 
-def with_options(*configs: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command that takes keywords an option for each field of these that has a help text.
+def signature(*configs: type) -> Signature:
+    """An option for each field of these that has a help text; for a command that takes keywords.
 
     A field of a config has no default here: what is not given is filled in by the config.
     """
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        found: dict[str, Parameter] = {}
-        for config in configs:
-            for each in fields(config):
-                if each.metadata.get("help") and each.name not in found:
-                    found[each.name] = _parameter(each, issubclass(config, BaseConfig))
-        command.__signature__ = Signature([*found.values()])  # pyright: ignore
-        return command
-
-    return add
+    found: dict[str, Parameter] = {}
+    for config in configs:
+        for each in fields(config):
+            if each.metadata.get("help") and each.name not in found:
+                found[each.name] = _parameter(each, issubclass(config, BaseConfig))
+    return Signature([*found.values()])
 
 
 def _parameter(each: Field[Any], is_blank: bool) -> Parameter:

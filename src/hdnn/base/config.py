@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from hdnn.base.files import read_bytes
 from hdnn.errors import OptionError, as_float, choose, quoted
@@ -58,8 +58,25 @@ class BaseConfig:
         """Refuse a field whose value is none of its choices."""
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices is not None and value is not None:
+            if choices is not None:
                 choose(each.name.replace("_", "-"), value, choices)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields and the kind, by their names."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Self:
+        """The config of which `to_json` made this; files of before do not say their kind."""
+        return cls(**cls.without_kind(given))
+
+    @classmethod
+    def without_kind(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The options of a file but for its kind, which must be that of the config."""
+        options = dict(given)
+        if (kind := options.pop("kind", cls.kind)) != cls.kind:
+            raise OptionError(f"kind must be {cls.kind!r} for such a training, not {quoted(kind)}.")
+        return options
 
     def to_toml(self) -> str:
         """The text of a file that `--config` reads back to the same config."""

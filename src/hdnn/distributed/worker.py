@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def read_config(path: Path) -> run.Config:
     """The config in a file."""
     try:
-        return run.Config(**json.loads(path.read_text(encoding="utf-8")))
+        return run.Config.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{path} is no config of a training on a graph: {reason}.") from error

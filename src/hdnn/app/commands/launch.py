@@ -9,13 +9,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdnn.app import progress, terminal
-from hdnn.app.configs.flags import GraphOptions, LaunchFlags
-from hdnn.app.options import given, with_options
+from hdnn.app.configs.flags import GraphTraining, LaunchFlags
+from hdnn.app.options import given
+from hdnn.distributed.training.run import Config, name_of
 from hdnn.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ EXAMPLES = (
     "hdnn launch --graph grid.toml --parts 4 --data double_circles",
     "hdnn launch --resume --out runs/ring8-swiss_roll-h2-4-0",
 )
+CONFIGS = (Config, GraphTraining, LaunchFlags)
 PROCESSES = 32  # that are started without a word on their number
 
 
-@with_options(GraphOptions, LaunchFlags)
 def launch(**options: Any) -> int:
     """Train on a graph by as many processes of this machine, which talk to neighbours only."""
     from hdnn.app import results
@@ -88,14 +88,13 @@ def _run(
 ) -> Ended:
     """Start all processes, and wait for their end."""
     from hdnn.distributed.launch import launch as start
-    from hdnn.distributed.training.run import name_of
     from hdnn.training.checkpoint import locked
 
     replicas, name = options.get("replicas", 1), name_of(plan)
     count = replicas * plan.parts
     with _folder(task.folder), locked(task.folder), tempfile.TemporaryDirectory() as place:
         config = Path(place) / "config.json"
-        config.write_text(json.dumps(asdict(task.config)), encoding="utf-8")
+        config.write_text(json.dumps(task.config.to_json()), encoding="utf-8")
         # A restart has to go on, and what is there already was looked at.
         command = [sys.executable, "-m", "hdnn.distributed.worker", str(config), "--resume"]
         command += ["--out", os.path.abspath(task.folder), *flags]

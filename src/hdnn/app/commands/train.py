@@ -15,7 +15,7 @@ from hdnn.app.configs.flags import RunOptions, TrainFlags
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig, before_penalties
-from hdnn.app.options import given, with_options
+from hdnn.app.options import given
 from hdnn.app.runs import Run, is_graph_run
 from hdnn.base.config import types_of
 from hdnn.errors import CheckpointError, OptionError
@@ -34,12 +34,12 @@ EXAMPLES = (
     "torchrun --nproc-per-node 2 -m hdnn train --data swiss_roll --layers 64",
     "torchrun --nproc-per-node 8 -m hdnn train --graph ring8.toml --data swiss_roll",
 )
+CONFIGS = (TableConfig, ImageConfig, TrainFlags, RunOptions)
 PATIENCE = 5.0  # seconds to find out which process is gone
 
 Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
 
 
-@with_options(TableConfig, ImageConfig, TrainFlags, RunOptions)
 def train(**options: Any) -> int:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
     options = given(options)

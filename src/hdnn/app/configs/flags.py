@@ -9,8 +9,8 @@ from hdnn.base.config import option
 
 TIMEOUT = 60.0  # seconds until a silent process counts as lost
 
-_data, _network, _training, _run = (
-    partial(option, panel=panel) for panel in ("Graph and data", "Network", "Training", "Run")
+_data, _training, _run = (
+    partial(option, panel=panel) for panel in ("Graph and data", "Training", "Run")
 )
 
 
@@ -43,19 +43,9 @@ class TrainFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphOptions:
-    """What decides a training on a graph, each with a default of its own."""
+class GraphTraining:
+    """The options of the training in the config of a graph, each with a default of its own."""
 
-    data: str | None = _data(
-        None, "swiss_roll (default), double_moons, double_circles, or a folder of node files"
-    )
-    network: str | None = _network(None, "h1, h2 (default), verlet or yoshida4")
-    layers: int | None = _network(None, "their number N (default: 4)")
-    step: float | None = _network(None, "h (default: 0.5)")
-    activation: str | None = _network(None, "tanh (default), relu, sigmoid ..")
-    init: str | None = _network(
-        None, "weights: auto (default), masked (as one network), scaled or paper"
-    )
     epochs: int | None = _training(None, "default: 50")
     batch: int | None = _training(None, "minibatch size (default: 125)")
     learning_rate: float | None = _training(None, "default: 0.02")
@@ -69,8 +59,6 @@ class GraphOptions:
     ridge: float | None = _training(None, "on the output layer (default: 5e-5)")
     smoothness: float | None = _training(None, "of weights over layers (default: 5e-3)")
     smoothing: str | None = _training(None, "that is cosine (default) or constant")
-    seed: int | None = _run(None, "of data, weights and shuffle (default: 0)")
-    dtype: str | None = _run(None, "float32 (default) or float64")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class ImageConfig(BaseConfig):
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:
         """From options by their names, checked, with all blanks filled in."""
-        options = {name: value for name, value in options.items() if name != "kind"}
+        options = cls.without_kind(options)
         cls._check_names(options["data"], options)
         return cls(**options)._checked()._filled()
 

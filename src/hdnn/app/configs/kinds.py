@@ -11,7 +11,6 @@ from hdnn.app.configs.flags import RunOptions
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.configs.table import TableConfig
 from hdnn.base.config import read_toml, types_of
-from hdnn.errors import OptionError, quoted
 
 TYPES = {**types_of(TableConfig, ImageConfig, RunOptions), "kind": "str"}
 
@@ -23,10 +22,5 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def config_of(options: dict[str, Any]) -> TableConfig | ImageConfig:
     """The config that options ask for; files of before say no kind, but their data do."""
-    config = ImageConfig if options.get("data") in IMAGE_SETS else TableConfig
-    if options.get("kind", config.kind) != config.kind:
-        raise OptionError(
-            f"kind must be {config.kind!r} for data {quoted(options.get('data'))}, but is "
-            f"{quoted(options['kind'])}."
-        )
-    return config.of(options)
+    kind = ImageConfig if options.get("data") in IMAGE_SETS else TableConfig
+    return kind.of(options)

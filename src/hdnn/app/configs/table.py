@@ -208,7 +208,7 @@ class TableConfig(BaseConfig):
             )
         if "images" in options:
             raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
-        options = {name: value for name, value in options.items() if name != "kind"}
+        options = cls.without_kind(options)
         blanks = TABLE_DEFAULTS if is_table(options["data"]) else {}
         return cls(**{**blanks, **options}).checked()
 

@@ -27,7 +27,6 @@ from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_
 from hdnn.distributed.graph.graph import Graph, from_edges, transposed, union
 from hdnn.distributed.graph.partition import partition
 from hdnn.distributed.graph.plan import Plan
-from hdnn.distributed.network.network import SHEARS
 from hdnn.distributed.training import run
 from hdnn.distributed.training.sources import LABELS
 from hdnn.distributed.training.training import DEFAULTS
@@ -36,7 +35,6 @@ from hdnn.errors import (
     DataError,
     OptionError,
     SparsityError,
-    choose,
     positive_float,
     positive_int,
 )
@@ -47,8 +45,7 @@ MOST_CONFIG = 2**32  # bytes of a config, which has all links of its graph
 MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it begins
 PADDED = 2 * 10**7  # entries that a product with K has, where every node counts as the busiest
 PAIRS = 24  # of parts in the table of traffic
-NETWORKS = ("h1", *SHEARS)
-FIELDS = tuple(f.name for f in fields(run.Config) if f.name not in ("graph", "gain", "options"))
+FIELDS = tuple(field.name for field in fields(run.Config) if field.metadata)
 OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 
 
@@ -223,7 +220,7 @@ def _resumed(
     try:
         written = read_json(file, MOST_CONFIG)
         runfiles.check(file, written, {}, {"gain": runfiles.number, "options": runfiles.table})
-        config = run.Config(**written)
+        config = run.Config.from_json(written)
         found = patterns_of(config.graph, str(file)).graph()
         _check(config, found)
     except (TypeError, AttributeError) as error:
@@ -253,9 +250,7 @@ def _name(stem: str, config: run.Config) -> str:
 def _check(config: run.Config, graph: Graph) -> None:
     """Raise what the processes would raise, and refuse what they could not hold."""
     graph.tree()
-    choose("network", config.network, NETWORKS)
-    choose("dtype", config.dtype, run.DTYPES)
-    choose("init", config.init, run.INITS)
+    config.check_choices()
     activations.registered(config.activation)
     positive_int("layers", config.layers)
     positive_float("step", config.step)

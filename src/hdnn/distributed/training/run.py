@@ -11,24 +11,26 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hdnn._version import __version__
+from hdnn.base.config import BaseConfig, option
 from hdnn.base.files import as_path, remove_leftovers, write_atomically
 from hdnn.data import planar
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.partition import partition
 from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.messages.replicas import Replicas
-from hdnn.distributed.network.network import GraphNetwork
+from hdnn.distributed.network.network import SHEARS, GraphNetwork
 from hdnn.distributed.training import sources
 from hdnn.distributed.training.training import Training
 from hdnn.distributed.transport import Local, Transport
-from hdnn.errors import CheckpointError, DataError, OptionError, choose
+from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import Augment, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet
@@ -39,6 +41,7 @@ DENSE = 1024  # features, up to which one network of all nodes is made as well
 NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 INITS = ("auto", "masked", "scaled", "paper")
+NETWORKS = ("h1", *SHEARS)
 # What the ring of the paper's second table learns best with.
 OPTIONS: dict[str, Any] = {
     "learning_rate": 2e-2,
@@ -50,28 +53,44 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+_data, _network, _run = (
+    partial(option, panel=panel) for panel in ("Graph and data", "Network", "Run")
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(BaseConfig):
     """All that decides what a training on a graph comes to."""
 
+    kind: ClassVar[str] = "graph"
+
     graph: dict[str, Any]  # as in a graph file
-    data: str = "swiss_roll"  # or a folder with files for each node
-    network: str = "h2"
-    layers: int = 4
-    step: float = 0.5
-    activation: str = "tanh"
-    init: str = "auto"
+    data: str = _data(
+        "swiss_roll",
+        "swiss_roll (default), double_moons, double_circles, or a folder of node files",
+    )
+    network: str = _network("h2", "h1, h2 (default), verlet or yoshida4", choices=NETWORKS)
+    layers: int = _network(4, "their number N (default: 4)")
+    step: float = _network(0.5, "h (default: 0.5)")
+    activation: str = _network("tanh", "tanh (default), relu, sigmoid ..")
+    init: str = _network(
+        "auto",
+        "weights: auto (default), masked (as one network), scaled or paper",
+        choices=INITS,
+    )
     gain: float = 2.0
-    dtype: str = "float32"
-    seed: int = 0
+    dtype: str = _run("float32", "float32 (default) or float64", choices=DTYPES)
+    seed: int = _run(0, "of data, weights and shuffle (default: 0)")
     options: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        """The content of config.json."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=True)
 
 
 def build(config: Config, graph: Graph, owner: list[int], transport: Transport) -> GraphNetwork:
     """The nodes of this process, with their initial weights."""
+    config.check_choices()
     plan = Plan(graph, owner)
     net = GraphNetwork(
         plan,
@@ -80,9 +99,9 @@ def build(config: Config, graph: Graph, owner: list[int], transport: Transport) 
         network=config.network,
         step=config.step,
         activation=config.activation,
-        dtype=DTYPES[choose("dtype", config.dtype, DTYPES)],
+        dtype=DTYPES[config.dtype],
     )
-    init = choose("init", config.init, INITS)
+    init = config.init
     if init == "auto":
         init = "masked" if net.features <= DENSE else "scaled"
     if init == "masked":
@@ -139,7 +158,7 @@ def train(
     transport = transport or Local()
     owner = partition(graph, transport.parts) if owner is None else owner
     net = build(config, graph, owner, transport)
-    train_set, test_set, classes = _data(config, net)
+    train_set, test_set, classes = _samples(config, net)
     facts = {
         "data": config.data if config.data in planar.SETS else "folder",
         "order": [train_set.order, "" if test_set is None else test_set.order],
@@ -213,7 +232,7 @@ def _claim(home: Path, config: Config, resume: bool) -> None:
     """Write what is trained here, unless something else was."""
     path = home / "config.json"
     if path.exists():
-        if path.read_text(encoding="utf-8") != config.text():
+        if not _is_config(path, config):
             raise CheckpointError(f"{home} has another training; choose another folder.")
         if not resume:
             raise CheckpointError(f"{home} has a training; resume it, or choose another folder.")
@@ -225,7 +244,18 @@ def _claim(home: Path, config: Config, resume: bool) -> None:
     write_atomically(path, config.text().encode())
 
 
-def _data(config: Config, net: GraphNetwork) -> tuple[sources.Samples, sources.Samples | None, int]:
+def _is_config(path: Path, config: Config) -> bool:
+    """Whether a file holds this config; files of before do not say their kind."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"kind": config.kind, **found} == json.loads(config.text())
+    except (ValueError, TypeError):
+        return False
+
+
+def _samples(
+    config: Config, net: GraphNetwork
+) -> tuple[sources.Samples, sources.Samples | None, int]:
     if config.data in planar.SETS:
         data = planar.load(config.data, seed=config.seed, dtype=net.dtype)
         train_set, test_set = sources.of_planar(net, data)
