@@ -1,9 +1,10 @@
 """H-DNNs on a graph of processes that talk to their neighbours only.
 
-A `Graph` says who is linked to whom; a `Plan` which process owns which node; a `GraphNetwork` holds
-the layers of one process, and `Training` trains them together with the others. `Local` is the way
-of one process and the definition, `Gloo` and `Mpi` those of many. Messages are neither encrypted
-nor authenticated: trusted networks only.
+A `Graph` says which nodes are linked; a `Plan` which process owns which node; a `GraphNetwork`
+holds the layers of one process, and `Training` trains them together with the others. Messages go by
+a `Transport`: `Gloo` or `Mpi` between processes, `Local` where one process owns all nodes, with
+whose results the others must agree. Messages are neither encrypted nor authenticated: use trusted
+networks only.
 """
 
 from hdnn.distributed.graph.file import read_graph

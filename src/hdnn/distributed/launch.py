@@ -95,7 +95,7 @@ class _Watch:
         try:
             for part in range(parts):
                 self._start(list(command), {**environment, "HDNN_PART": str(part)})
-        except BaseException:  # such as a Ctrl-C: nobody would watch those that run already
+        except BaseException:  # such as a Ctrl-C: those that run already must not be left alone
             self._end(signal.SIGKILL)
             raise
 
@@ -129,7 +129,7 @@ class _Watch:
             while self._running():
                 if bad is None:
                     bad, since = self._failed(), time.monotonic()
-                if patience > GRACE and self._running() == 1:  # it waits for nobody any more
+                if patience > GRACE and self._running() == 1:  # there is nobody left to wait for
                     patience, since = GRACE, time.monotonic()
                 if bad is not None and time.monotonic() - since > patience:
                     break
@@ -148,11 +148,11 @@ class _Watch:
     def _failed(self) -> tuple[int, int] | None:
         codes = [(part, process.poll()) for part, process in enumerate(self.processes)]
         failed = [(part, code) for part, code in codes if code]
-        # Whoever was killed is the cause; the others only noticed.
+        # A part that was killed is the cause; the others only noticed.
         return min(failed, key=lambda pair: (pair[1] > 0, pair[1] != 2), default=None)
 
     def _end(self, how: signal.Signals) -> None:
-        """Send a signal to all, and kill who does not listen."""
+        """Send a signal to all, and kill those that do not end."""
         try:
             for process in self.processes:
                 if process.poll() is None:

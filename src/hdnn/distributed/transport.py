@@ -1,4 +1,4 @@
-"""How messages get from one part of a graph to another: one interface, and that of one process.
+"""How messages get from one part of a graph to another: the interface, and that of one process.
 
 A transport moves rows of numbers between parts that are linked, and nothing else: there is no
 collective operation on all of them. Messages of one pair of parts arrive in the order in which
@@ -48,7 +48,7 @@ class Traffic:
 
 
 class Transport:
-    """Messages between this part and others; `start` is all that a way of sending has to define."""
+    """Messages between this part and others; a subclass has to define `start` only."""
 
     def __init__(self, part: int, parts: int) -> None:
         self.part, self.parts, self.traffic = part, parts, Traffic()
@@ -71,11 +71,11 @@ class Transport:
         self.start(out, into).wait()
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """Show a card; those of other parts that can be known before any link is open, by name."""
+        """Show a list of numbers to others; by name, those that are known before links open."""
         return []
 
     def report(self, message: str) -> str:
-        """Make known what went wrong, unless something went wrong before; that is returned."""
+        """Report a fault, unless another one came first; the first one is returned."""
         return message
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class _Done:
 
 
 class Local(Transport):
-    """One process that owns all nodes: there is nobody to send to. The definition of the others."""
+    """One process that owns all nodes and sends nothing; the others must agree with its results."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

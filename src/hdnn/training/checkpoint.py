@@ -119,7 +119,7 @@ def _short(value: Any) -> str:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """Turn whatever a file without sense leads to into one sentence."""
+    """Whatever error the content of a file leads to, say in one sentence that it does not fit."""
     try:
         yield
     except CheckpointError:
@@ -161,7 +161,7 @@ def restore(
 
 
 def _check_slots(optimizer: torch.optim.Optimizer, slots: dict[int, dict[str, Tensor]]) -> None:
-    """Refuse moments that are not those of the weights: nobody looks at their shapes later."""
+    """Refuse moments that are not those of the weights: PyTorch does not check their shapes."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     momentum = {"momentum_buffer"}
     names = momentum if isinstance(optimizer, torch.optim.SGD) else {*ADAM, "step"}

@@ -162,7 +162,7 @@ class _Training:
         self.epoch = self.k = 0  # where the training stands
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
         self.order = self.generator.get_state()  # from which the order of this epoch is drawn
-        self.wish = self.stopped = False  # a callback's wish to end, and that it is granted
+        self.wish = self.stopped = False  # a callback asks to end; all processes have agreed to
 
     def run(self) -> History:
         start, was_training = time.perf_counter(), self.model.training
@@ -224,12 +224,12 @@ class _Training:
     def _step(self, y_0: Tensor, t: Tensor, weight: Tensor | None = None) -> None:
         rate, last = self._schedule(), self.k == self.batches - 1
         if weight is not None and not bool(weight.any()):
-            return self._advance(None, rate, last)  # nobody counts here
+            return self._advance(None, rate, last)  # all its samples have weight 0
         for p in self.trained:
             p.grad = None
         y = self.hidden.forward(y_0)
         if self.team.over:
-            return None  # before this step, as some process wished
+            return None  # some process asked to end before this step
         found = self.output.solve(y, t, weight)
         if not math.isfinite(found.loss):
             raise self._diverged("the loss", y_0)
@@ -369,7 +369,7 @@ class _Training:
         return {**self.options, **known, **identity.of_model(self.model)}
 
     def _diverged(self, what: str, y_0: Tensor | None = None) -> TrainingError:
-        """The error of a training that has left the numbers, with the layer where it did."""
+        """The error of a training that has diverged, with the layer where it first shows."""
         where = ""
         if y_0 is not None:
             with torch.no_grad():

@@ -56,7 +56,7 @@ class Output:
 
 
 def _parts(whole: coordinate.Part, size: int) -> Iterator[coordinate.Part]:
-    """The minibatches of a pass over the data, but for those where nobody counts."""
+    """The minibatches of a pass over the data, without those whose samples all have weight 0."""
     y, t, weight = whole
     for low in range(0, len(y), size):
         part = slice(low, low + size)

@@ -82,7 +82,7 @@ class Part:
         self.sizes = {i: scale * plan.graph.sizes[i] for i in range(plan.graph.nodes)}
         self.first = offsets(self.nodes, self.sizes)
         self.rows = sum(self.sizes[i] for i in self.nodes)
-        self.inner = sum(self.sizes[i] for i in inner)  # rows that need nobody else
+        self.inner = sum(self.sizes[i] for i in inner)  # rows that need no other part
 
     def rows_of(self, nodes: Sequence[int]) -> list[int]:
         """The rows of some of these nodes."""

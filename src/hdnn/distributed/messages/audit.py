@@ -19,7 +19,7 @@ ESTABLISHED, LISTEN = "01", "0A"  # as the kernel writes them
 
 
 def connections(pid: int) -> set[tuple[End, End]]:
-    """The TCP connections that a process has open, in whatever namespace: near end, far end."""
+    """The TCP connections that a process has open, in any network namespace: near end, far end."""
     return _sockets(pid, ESTABLISHED)
 
 

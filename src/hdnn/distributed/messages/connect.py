@@ -33,7 +33,7 @@ def parts_here() -> int:
 
 
 class Process(NamedTuple):
-    """With whom a process talks: other parts of the graph, and its like in other replicas."""
+    """The connections to other parts of the graph, and to the same part in other replicas."""
 
     transport: Transport
     replicas: Replicas | None = None
@@ -72,8 +72,8 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
         )
         if replicas == 1:
             return Process(transport)
-        alike = meeting.PrefixStore(f"alike-{part}", store)
-        return Process(transport, Replicas(replica, replicas, alike, timeout))
+        copies = meeting.PrefixStore(f"alike-{part}", store)
+        return Process(transport, Replicas(replica, replicas, copies, timeout))
 
 
 def _by_mpi() -> bool:

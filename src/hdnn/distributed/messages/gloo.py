@@ -1,9 +1,9 @@
 """Messages over TCP by gloo, to linked parts only.
 
 Connections are opened when they are first used, so that there are none between parts that are not
-linked. A store, one for all parts, tells them each other's addresses and who is there, and keeps
-the first fault. The messages are neither encrypted nor authenticated: use it on networks that you
-trust.
+linked. In a store, one for all parts, they find each other's addresses and who has started, and
+keep the first fault. The messages are neither encrypted nor authenticated: use it on networks that
+you trust.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Gloo(Transport):
         return pending
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """The card that was shown first of all, in whatever replica."""
+        """The one that was shown first of all, in any replica."""
         try:
             other, theirs = json.loads(
                 self.faults.compare_set("card", "", json.dumps([name, card]))

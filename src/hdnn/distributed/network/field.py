@@ -3,7 +3,7 @@
 Forward: *gather* the neighbours' s, compute z = sigma(K s + b), *reduce* what K^T z contributes to
 its owners, and where X or J links nodes, gather that along T. Backward: the same rounds with the
 transposed matrices. All gradients of the weights come out where the weights are. While messages
-travel, the rows that need nobody else are computed.
+travel, the rows that need no other part are computed.
 """
 
 from __future__ import annotations

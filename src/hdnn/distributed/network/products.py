@@ -20,7 +20,7 @@ LARGE = 8  # features, from which nodes are multiplied one by one
 
 
 def products(stencil: Stencil) -> Small | Large:
-    """The way for this graph: it depends on the largest node of all, not on this part's."""
+    """The products for this graph: chosen by its largest node, so that all parts choose alike."""
     return (Large if max(stencil.part.sizes.values()) >= LARGE else Small)(stencil)
 
 

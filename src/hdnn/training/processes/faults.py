@@ -1,4 +1,4 @@
-"""The first fault of processes that share a store: all of them tell it, whoever has met it."""
+"""What went wrong first, in a store that processes share: all of them report the same fault."""
 
 from __future__ import annotations
 

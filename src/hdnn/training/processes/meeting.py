@@ -34,7 +34,7 @@ class MeetingError(TrainingError):
 
 
 def check_loopback() -> None:
-    """Raise unless this machine can talk to itself: nothing else tells why all wait in vain."""
+    """Raise unless this machine can connect to itself: otherwise all would wait without a word."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), PATIENCE).close()
@@ -55,7 +55,7 @@ def serve(host: str = LOOPBACK, port: int = 0, **options: Any) -> Any:
                 f"the store cannot listen at {host[:99]}:{port} "
                 f"({getattr(error, 'strerror', None) or error}); give an address of this machine."
             ) from error
-        # This process may keep it already: PyTorch knows, and else says that it is taken.
+        # This process may have opened it before: PyTorch knows, or says that it is taken.
         return TCPStore(host, port, is_master=True, multi_tenant=True, **options)
     number, place = bound.getsockname()[1], bound.detach()  # the store closes it
     return TCPStore(
@@ -122,7 +122,7 @@ def interface() -> str | None:
 
 @contextlib.contextmanager
 def kept_here(wanted: bool) -> Iterator[None]:
-    """Groups of gloo that are made meanwhile listen on the loopback, unless the user has said."""
+    """Inside, new gloo groups listen on the loopback only, unless the user chose an interface."""
     name = interface() if wanted and INTERFACE not in os.environ else None
     if name is None:
         yield

@@ -64,7 +64,7 @@ class Attempt(Generic[T]):
 
 
 class Alone:
-    """The team of a training in one process: nobody is asked, nothing is sent."""
+    """The team of a training in one process, with no others to ask or to tell."""
 
     first, over, patience = True, False, 0.0
 
@@ -101,7 +101,7 @@ class Alone:
 
 
 class Ranks:
-    """The team of a training in all processes of torch.distributed; every method is for all."""
+    """The team of a training in all processes of torch.distributed; all must call every method."""
 
     patience = 1.0  # torchrun may pass on a Ctrl-C that the terminal sends to everybody
 
@@ -113,7 +113,7 @@ class Ranks:
 
     @property
     def over(self) -> bool:
-        """Whether some process wished to end the training before this step."""
+        """Whether some process asked to end the training before this step."""
         return bool(self.heard & (STOP | INTERRUPT))
 
     # Going on together, or not at all
@@ -150,7 +150,7 @@ class Ranks:
         return attempt or Attempt.unpacked(sent.numpy().tobytes())
 
     def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
-        """Tell the others, with the next features, what is wished here; what all have heard."""
+        """Tell the others, with the next features, what is asked for here; what all have heard."""
         self.wishes = STOP * stop | INTERRUPT * interrupted
         return bool(self.heard & STOP), bool(self.heard & INTERRUPT)
 
@@ -223,7 +223,7 @@ class Ranks:
         for p, place, known in zip(parameters, places, there, strict=True):
             p.grad = place.view(p.shape).to(p.dtype) if known else None
 
-    # Being alike
+    # Having the same weights and options
 
     def share(self, model: nn.Module) -> None:
         """Give every process the weights of the first."""

@@ -128,7 +128,7 @@ class SeveralProcesses:
         self.close()
 
     def close(self) -> None:
-        """Leave at once; who waits for this process is told by its connections."""
+        """Leave at once; processes that wait for this one see its connections close."""
         if dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -190,7 +190,7 @@ def is_as_one() -> bool:
 def last_word(message: object, say: Callable[[object], None]) -> None:
     """Let one process say why all of them end: the first, or another one if that is gone."""
     with suppress(ValueError):  # in another thread
-        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun ends whoever is left
+        for number in (signal.SIGTERM, signal.SIGINT):  # torchrun ends those that are left
             signal.signal(number, signal.SIG_IGN)
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     _known["failed"] = True
@@ -212,7 +212,7 @@ def last_word(message: object, say: Callable[[object], None]) -> None:
             _within(GRACE, lambda: store.check(left))
         else:
             store.set(f"left-{rank}", "")
-    except (RuntimeError, TrainingError):  # nobody to agree with
+    except (RuntimeError, TrainingError):  # the others cannot be reached
         say(message)
 
 
@@ -245,7 +245,7 @@ def _within(seconds: float, there: Callable[[], bool]) -> bool:
 
 
 def _limit() -> float:
-    """The same for the store, by which a wrong HDNN_TIMEOUT is told."""
+    """The same, or the default where HDNN_TIMEOUT is wrong: only by the store can that be told."""
     try:
         return timeout()
     except OptionError:
