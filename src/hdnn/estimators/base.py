@@ -90,19 +90,19 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _begin(self, inputs: int, outputs: int) -> None:
         """Draw the weights of a new model."""
         self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        made: dict[str, Any] = {
+        factory: dict[str, Any] = {
             "generator": torch.Generator().manual_seed(self._seed),
             "dtype": torch.float64,
             "device": self.device,
         }
         n = width(inputs) if self.features is None else positive_int("features", self.features)
         kind = choose("network", self.network, NETWORKS)
-        options: dict[str, Any] = {"activation": self.activation, **made}
+        options: dict[str, Any] = {"activation": self.activation, **factory}
         if kind != "mlp":
             options |= {"T": plain(self.T), "engine": self.engine}
         net = NETWORKS[kind](n, plain(self.layers), **options)
         augment = Augment(inputs, n).to(self.device)
-        self.model_ = Model(augment, net, self._head(n, outputs, made))
+        self.model_ = Model(augment, net, self._head(n, outputs, factory))
         self.scaler_ = StandardScaler()
         self.history_, self.n_iter_ = History(), 0
 
@@ -147,7 +147,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """The one epoch of `partial_fit`: solving the output layer would forget earlier data."""
         return self._learn(X, t, weight, epochs=1, solver="joint", schedule="constant")
 
-    def _head(self, features: int, outputs: int, made: dict[str, Any]) -> LinearHead:
+    def _head(self, features: int, outputs: int, factory: dict[str, Any]) -> LinearHead:
         raise NotImplementedError
 
     # Predicting

@@ -157,10 +157,10 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         check_is_fitted(self)
         return self.classes_[self._run(X, self.model_.predict)]
 
-    def _head(self, features: int, outputs: int, made: dict[str, Any]) -> LinearHead:
+    def _head(self, features: int, outputs: int, factory: dict[str, Any]) -> LinearHead:
         if outputs == 2:
-            return SigmoidHead(features, **made)
-        return SoftmaxHead(features, outputs, **made)
+            return SigmoidHead(features, **factory)
+        return SoftmaxHead(features, outputs, **factory)
 
     def _class_weights(self, labels: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         """The weight of each sample, times that of its class."""

@@ -105,5 +105,5 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, HDNNEstimator):
         self._flat = y.ndim == 1
         return X, y.reshape(len(X), -1).astype(np.float64), sample_weights(sample_weight, X)
 
-    def _head(self, features: int, outputs: int, made: dict[str, Any]) -> LinearHead:
-        return RegressionHead(features, outputs, **made)
+    def _head(self, features: int, outputs: int, factory: dict[str, Any]) -> LinearHead:
+        return RegressionHead(features, outputs, **factory)
