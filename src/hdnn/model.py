@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from hdnn.errors import OptionError, ShapeError
-from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.heads import Augment, LinearHead
 from hdnn.networks import Network
 
 
@@ -29,6 +31,11 @@ class Model(nn.Module):
             raise ShapeError(f"net gives {net.features} features, but head takes {head.features}.")
         self.augment, self.net, self.head = augment, net, head
 
+    @property
+    def inputs(self) -> int:
+        """How many features x has."""
+        return self.net.features if self.augment is None else self.augment.inputs
+
     def embed(self, x: Tensor) -> Tensor:
         """y_0."""
         return x if self.augment is None else self.augment(x)
@@ -47,29 +54,26 @@ class Model(nn.Module):
 
     def loss(self, x: Tensor, t: Tensor) -> Tensor:
         """The head's own loss."""
-        if isinstance(self.head, (RegressionHead, SigmoidHead, SoftmaxHead)):
-            return self.head.loss(self(x), t)
-        raise self._no("loss")
+        return self._of_head("loss", "loss")(self(x), t)
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Class labels, or the values of a regression."""
-        if isinstance(self.head, (RegressionHead, SigmoidHead, SoftmaxHead)):
-            return self.head.predict(self(x))
-        raise self._no("predictions")
+        return self._of_head("predict", "predictions")(self(x))
 
     @torch.no_grad()
     def predict_proba(self, x: Tensor) -> Tensor:
         """Class probabilities: (*batch, classes)."""
-        if isinstance(self.head, (SigmoidHead, SoftmaxHead)):
-            return self.head.probabilities(self(x))
-        raise self._no("probabilities")
+        return self._of_head("probabilities", "probabilities")(self(x))
 
-    def _no(self, what: str) -> OptionError:
-        return OptionError(
-            f"a {type(self.head).__name__} has no {what}; use a SoftmaxHead or a SigmoidHead "
-            "for classes, a RegressionHead for values."
-        )
+    def _of_head(self, name: str, what: str) -> Callable[..., Tensor]:
+        method = getattr(self.head, name, None)
+        if method is None:
+            raise OptionError(
+                f"a {_kind(self.head)} has no {what}; use a SoftmaxHead or a SigmoidHead "
+                "for classes, a RegressionHead for values."
+            )
+        return method
 
 
 def _kind(given: object) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -23,10 +24,12 @@ from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import KINDS, Network
+from hdnn.networks.hooks import refresh, target
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
 LITTLE = 2**20  # numbers, for which there is always room
+ENDINGS = ("orig", "mask", "g", "u", "v")  # of what PyTorch computes a weight from
 IMAGES = {of.__name__: maker for of, maker in models.MAKERS.items()}
 # What a config that does not fit together, or a shape that no tensor has, makes PyTorch raise.
 WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
@@ -167,16 +170,11 @@ def _computed(part: nn.Module) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
         part.parametrizations.eval()
         for name in part.parametrizations:
             yield name, getattr(part, name), (f"parametrizations.{name}.",)
+    refresh(part)
     for hook in part._forward_pre_hooks.values():
-        if isinstance(hook, prune.BasePruningMethod):
-            name = hook._tensor_name
-            yield name, hook.apply_mask(part), (f"{name}_orig", f"{name}_mask")
-        elif isinstance(hook, WeightNorm):
-            name = hook.name
-            yield name, hook.compute_weight(part), (f"{name}_g", f"{name}_v")
-        elif isinstance(hook, SpectralNorm):
-            name, value = hook.name, hook.compute_weight(part, do_power_iteration=False)
-            yield name, value, (f"{name}_orig", f"{name}_u", f"{name}_v")
+        name = target(hook)
+        if name is not None and isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm)):
+            yield name, getattr(part, name), tuple(f"{name}_{end}" for end in ENDINGS)
 
 
 # Descriptions
@@ -235,8 +233,8 @@ def restore(
         options.pop("reversible", None)  # in old files the default of H2, and not a choice
         model: Any = IMAGES[kind](**options)
         if "parts" in description:
-            model.net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
-            model.linear = model._modules.pop("linear")  # behind it, as in a new model
+            net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
+            model.set_net(net)
         return model
     if kind not in HEADS and kind not in KINDS:
         raise CheckpointError(f"kind {kind!r} is not known.")

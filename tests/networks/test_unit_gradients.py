@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import hdnn
 from hdnn import HamiltonianUnit, models, serialization
 from hdnn.engine import dispatch, units
-from hdnn.engine.stacks import ReversalWarning
+from hdnn.engine.drift import ReversalWarning
 from hdnn.errors import HDNNError, TrainingError
 from strategies import ACTIVATIONS
 
@@ -170,13 +170,13 @@ def test_states_are_stored_as_long_as_they_take_a_32nd_of_the_memory(monkeypatch
     needed = units.IMAGES * 10 * y.numel() * 4
     for limit, way in ((needed, "stored"), (needed - 1, "checkpoint")):
         monkeypatch.setattr(dispatch, "stored_limit", lambda device, limit=limit: limit)
-        assert unit._way(y, F32) == way
+        assert unit._chosen_backprop(y, F32) == way
     monkeypatch.undo()
     assert 2**24 < dispatch.stored_limit(torch.device("cpu")) < 2**40
     for asked in ("stored", "checkpoint", "reversible"):
         with hdnn.engine.use(backprop=asked):
-            assert unit._way(y, F32) == asked
-            assert HamiltonianUnit(4, 1, backprop="stored")._way(y, F32) == "stored"
+            assert unit._chosen_backprop(y, F32) == asked
+            assert HamiltonianUnit(4, 1, backprop="stored")._chosen_backprop(y, F32) == "stored"
     with hdnn.engine.use(backprop="reversible"), pytest.raises(HDNNError, match="no explicit inv"):
         HamiltonianUnit(4, 1)(y)
 

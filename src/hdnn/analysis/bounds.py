@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.copies import exact
+from hdnn.analysis.copies import exact, rows
 from hdnn.analysis.measured import Measured
-from hdnn.errors import HDNNError, OptionError, ShapeError
+from hdnn.errors import HDNNError, OptionError
 from hdnn.networks import ODENetwork
 from hdnn.networks.promise import own_methods
 from hdnn.regularization import gradient_budget
@@ -124,26 +124,11 @@ def bounds(
         raise OptionError(f"no bound is known for {type(net).__name__}: {net.guarantee().why}.")
     if y is not None and measured is None:
         net = exact(net)
-        return bounds_of(net, extremes(Measured(net, _states(net, y))))
+        return bounds_of(net, Measured(net, rows(y, net.features)).singular_range())
     # Who gives two numbers has them of matrices, whose rounding is relative to the larger one.
     return bounds_of(
         net, measured, 1.0 if measured is None else measured[1] / max(measured[0], TINY)
     )
-
-
-def extremes(seen: Measured) -> tuple[float, float]:
-    """The smallest and the largest singular value of all dy_N/dy_j; NaN unless all are known."""
-    if len(seen.computed) < seen.norms.shape[1]:
-        return math.nan, math.nan
-    low = seen.smallest_singular()
-    return math.nan if low is None else low, max(1.0, seen.largest)
-
-
-def _states(net: ODENetwork, y: Tensor) -> Tensor:
-    if not isinstance(y, Tensor) or y.ndim < 1 or y.shape[-1] != net.features or not y.numel():
-        given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ShapeError(f"y must be a tensor (*batch, {net.features}), but got {given}.")
-    return y.detach().reshape(-1, net.features).to("cpu", torch.float64)
 
 
 def bounds_of(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hdnn import plotting
-from hdnn.analysis.bounds import Bound, bounds_of, extremes
-from hdnn.analysis.copies import exact, lost_in_own_dtype
+from hdnn.analysis.bounds import Bound, bounds_of
+from hdnn.analysis.copies import embedded, exact, lost_in_own_dtype, rows
 from hdnn.analysis.measured import HIDDEN, Measured
 from hdnn.base.files import finite
-from hdnn.errors import DataError, OptionError, ShapeError, positive_int
+from hdnn.errors import DataError, OptionError, positive_int
 from hdnn.model import Model
 from hdnn.networks import HamiltonianUnit, Network, ODENetwork
 from hdnn.networks.promise import SYMPLECTIC, Guarantee, own_methods, unknown
@@ -185,20 +185,13 @@ def certify(
         raise OptionError(
             f"certify takes a hdnn.Model or a network of hdnn, but got {type(model).__name__}."
         )
-    given = next(model.parameters())
-    twin = exact(model)
-    net, width = twin, getattr(twin, "features", 0)
-    if isinstance(twin, Model):
-        net = twin.net
-        width = net.features if twin.augment is None else twin.augment.inputs
-    assert isinstance(net, Network)
+    given, twin = next(model.parameters()), exact(model)
+    net, width = (twin.net, twin.inputs) if isinstance(twin, Model) else (twin, twin.features)
     for name, weight in (*net.named_parameters(), *net.named_buffers()):
         if not bool(torch.isfinite(weight).all()):
             raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
-    y_0 = _points(y, width, positive_int("samples", samples), net, seed)
-    lost = lost_in_own_dtype(model, y_0)
-    if isinstance(twin, Model):
-        y_0 = twin.embed(y_0)
+    x = _points(y, width, positive_int("samples", samples), net, seed)
+    lost, (_, y_0) = lost_in_own_dtype(model, x), embedded(twin, x)
     where = points or ("random points" if y is None else "points")
     return _certificate(net, y_0, str(given.dtype).removeprefix("torch."), where, lost)
 
@@ -209,10 +202,7 @@ def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int)
     if y is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(min(count, 100), width, generator=generator, dtype=torch.float64)
-    if not isinstance(y, Tensor) or y.ndim < 1 or y.shape[-1] != width or not y.numel():
-        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ShapeError(f"y must be a tensor (*batch, {width}), but got {shape}.")
-    y = y.detach().reshape(-1, width)[:count].cpu().double()
+    y = rows(y, width)[:count]
     if not bool(torch.isfinite(y).all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
     return y
@@ -228,6 +218,7 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor)
         if len(seen.computed) < len(y) and holds:
             holds = None
     plain = not own_methods(net)
+    shown = torch.linspace(0, net.layers, min(POINTS, net.layers + 1)).round().long()
     return Certificate(
         network=repr(net),
         layers=net.layers,
@@ -247,7 +238,7 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor)
         bounds=_bounds(net, seen) if plain else (),
         overflow=seen.overflow,
         ranges=_ranges(seen.norms[:-1]),
-        by_layer=_by_layer(seen.norms),
+        by_layer=norm_curves(shown.tolist(), seen.norms[shown]),
         computed=len(seen.computed),
         trouble=why,
     )
@@ -259,7 +250,7 @@ def overflows(dtype: str) -> str:
 
 
 def _bounds(net: Network, seen: Measured) -> tuple[Bound, ...]:
-    return tuple(bounds_of(net, extremes(seen))) if isinstance(net, ODENetwork) else ()
+    return tuple(bounds_of(net, seen.singular_range())) if isinstance(net, ODENetwork) else ()
 
 
 def judged(norm: float, slack: float) -> tuple[bool | None, str]:
@@ -273,22 +264,21 @@ def judged(norm: float, slack: float) -> tuple[bool | None, str]:
 
 def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
     """The smallest and largest norm in each of a few ranges of layers j."""
-    table, start = [], 0
-    for part in norms.tensor_split(min(RANGES, len(norms))):
-        end = start + len(part) - 1
-        table.append({"from": start, "to": end})
-        least, _, most = over_samples(part.flatten())
-        table[-1] |= {"smallest": least.item(), "largest": most.item()}
-        start = end + 1
-    return tuple(table)
+    parts = torch.arange(len(norms)).tensor_split(min(RANGES, len(norms)))
+    return tuple(norm_range(int(part[0]), norms[part]) for part in parts)
 
 
-def _by_layer(norms: Tensor) -> dict[str, list[Any]]:
-    """Smallest, median and largest norm for each layer j, or for some where there are many."""
-    layers = torch.linspace(0, len(norms) - 1, min(POINTS, len(norms))).round().long()
-    rows = torch.stack(over_samples(norms[layers]))
-    names = ("smallest", "median", "largest")
-    return {"layers": layers.tolist(), **dict(zip(names, rows.tolist(), strict=True))}
+def norm_range(first: int, norms: Tensor) -> dict[str, float]:
+    """The smallest and largest norm of some layers (L, B), of which this is the first."""
+    least, _, most = over_samples(norms.flatten())
+    ends = {"from": first, "to": first + len(norms) - 1}
+    return {**ends, "smallest": least.item(), "largest": most.item()}
+
+
+def norm_curves(layers: list[int], norms: Tensor) -> dict[str, list[Any]]:
+    """Smallest, median and largest norm for each of the layers."""
+    curves = zip(("smallest", "median", "largest"), over_samples(norms), strict=True)
+    return {"layers": layers, **{name: curve.tolist() for name, curve in curves}}
 
 
 def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:

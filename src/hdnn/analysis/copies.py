@@ -1,4 +1,4 @@
-"""Copies of a network to look at, apart from the one that trains."""
+"""Copies of a network to look at, apart from the one that trains, and states to look at it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from hdnn.errors import ShapeError
 from hdnn.model import Model
+from hdnn.networks import Network
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def exact(module: Module) -> Module:
     """A copy in float64 on the CPU, of networks with pruned or normalised weights too."""
-    return apart(module).to("cpu", torch.float64)
+    return copied(module).to("cpu", torch.float64)
 
 
-def apart(module: Module) -> Module:
+def copied(module: Module) -> Module:
     """A copy as it is: a call of it leaves the one that trains alone."""
     # What hooks compute before a call carries a graph, and PyTorch does not copy such tensors.
     computed = {
@@ -30,12 +32,25 @@ def apart(module: Module) -> Module:
     return copy.deepcopy(module, computed)
 
 
+def embedded(model: Model | Network, x: Tensor) -> tuple[Network, Tensor]:
+    """The network of a Model with the states y_0 of inputs x; of a network, x are states."""
+    return (model.net, model.embed(x)) if isinstance(model, Model) else (model, x)
+
+
+def rows(y: Tensor, width: int) -> Tensor:
+    """What a user gave as (*batch, width): (B, width), in float64 on the CPU."""
+    if not isinstance(y, Tensor) or y.ndim < 1 or y.shape[-1] != width or not y.numel():
+        given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ShapeError(f"y must be a tensor (*batch, {width}), but got {given}.")
+    return y.detach().reshape(-1, width).to("cpu", torch.float64)
+
+
 @torch.no_grad()
 def lost_in_own_dtype(module: nn.Module, x: Tensor) -> Tensor:
     """Where y_N of a network or Model, or the output of another module, is not finite: (B,).
 
     As it is used: its copy in float64 can be fine where float32 or float16 overflow.
     """
-    twin, like = apart(module).eval(), next(module.parameters())
-    out = (twin.features if isinstance(twin, Model) else twin)(x.to(like))
+    twin, weight = copied(module).eval(), next(module.parameters())
+    out = (twin.features if isinstance(twin, Model) else twin)(x.to(weight))
     return ~out.isfinite().reshape(len(x), -1).all(1).cpu()

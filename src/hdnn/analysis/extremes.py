@@ -15,7 +15,7 @@ from hdnn.analysis.lanczos import Product, bidiagonalise, shortfall
 from hdnn.analysis.sensitivity import singular_values
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
 from hdnn.networks import Network
-from hdnn.networks.promise import SYMPLECTIC, own_methods
+from hdnn.networks.promise import own_methods
 from hdnn.networks.unit import HamiltonianUnit
 from hdnn.networks.unit_derivatives import TOLERANCE, Derivative, Unknown
 
@@ -114,7 +114,7 @@ def symplectic(net: Network) -> bool:
 
     The same for a J that is a number times an orthogonal matrix: its inverse is its transpose then.
     """
-    if own_methods(net) or net.guarantee().theorem != SYMPLECTIC:
+    if own_methods(net) or not net.symplectic:
         return False
     J = net.field()["J"].detach().double()
     if J.ndim > 2:
@@ -125,9 +125,9 @@ def symplectic(net: Network) -> bool:
     )
 
 
-def _rounding(like: Tensor, depth: int) -> float:
+def _rounding(state: Tensor, depth: int) -> float:
     """How far rounding can move a singular value of so many factors, relative to the largest."""
-    return 8 * (math.sqrt(like.numel()) + depth) * torch.finfo(like.dtype).eps
+    return 8 * (math.sqrt(state.numel()) + depth) * torch.finfo(state.dtype).eps
 
 
 class Extremes(NamedTuple):
@@ -252,46 +252,46 @@ def _extremes(
 
 def _found(
     chain: Sequence[Any],
-    like: Tensor,
+    state: Tensor,
     smallest: Callable[..., _Found],
     steps: int,
     dense: int,
     seed: int,
 ) -> _Found:
-    if like.numel() > dense:
-        return smallest(chain, like, steps, seed)
-    found = _by_matrix(chain, like)
+    if state.numel() > dense:
+        return smallest(chain, state, steps, seed)
+    found = _by_matrix(chain, state)
     if smallest is not _of_inverse or not math.isfinite(found.largest):
         return found
     if chain[-1].symplectic:
         return found._replace(smallest=1 / found.largest, smallest_error=found.largest_error)
     if found.smallest_error <= TOLERANCE:
         return found
-    return _of_inverse(chain, like, steps, seed)._replace(
+    return _of_inverse(chain, state, steps, seed)._replace(
         largest=found.largest, largest_error=found.largest_error, largest_missed=0.0
     )
 
 
-def _by_matrix(chain: Sequence[Any], like: Tensor) -> _Found:
+def _by_matrix(chain: Sequence[Any], state: Tensor) -> _Found:
     """By all singular values of the whole matrix."""
-    n = like.numel()
-    rows = torch.eye(n, dtype=like.dtype, device=like.device).reshape(n, *like.shape)
+    n = state.numel()
+    rows = torch.eye(n, dtype=state.dtype, device=state.device).reshape(n, *state.shape)
     for M in chain:
         rows = torch.func.vmap(M.forwards)(rows)
     values = singular_values(rows.reshape(n, n))
-    found = _with_errors(float(values[-1]), float(values[0]), like, len(chain))
+    found = _with_errors(float(values[-1]), float(values[0]), state, len(chain))
     if isinstance(chain[-1], Traced) and chain[-1].dead():
         return found._replace(smallest=0.0, smallest_error=0.0)
     return found
 
 
 def _with_errors(
-    low: float, high: float, like: Tensor, depth: int, residuals: tuple[float, float] = (0.0, 0.0)
+    low: float, high: float, state: Tensor, depth: int, residuals: tuple[float, float] = (0.0, 0.0)
 ) -> _Found:
     """The values with their errors, of which rounding is a part."""
     if not math.isfinite(high):
         return _Found(math.nan, math.nan, *[math.inf] * 4)
-    rounding = _rounding(like, depth) * high
+    rounding = _rounding(state, depth) * high
     errors = [
         (residual + rounding) / max(value, TINY)
         for value, residual in zip((low, high), residuals, strict=True)
@@ -299,16 +299,16 @@ def _with_errors(
     return _Found(low, high, *errors)
 
 
-def _of_inverse(chain: Sequence[Derivative], like: Tensor, steps: int, seed: int) -> _Found:
+def _of_inverse(chain: Sequence[Derivative], state: Tensor, steps: int, seed: int) -> _Found:
     """The largest value, and one over the largest of the inverse."""
-    found = _by_lanczos(chain, like, steps, seed)
+    found = _by_lanczos(chain, state, steps, seed)
     if not math.isfinite(found.largest):
         return found
-    n = like.numel()
-    undo = _product(like, [M.undo for M in reversed(chain)])
-    undo_backwards = _product(like, [M.undo_backwards for M in chain])
+    n = state.numel()
+    undo = _product(state, [M.undo for M in reversed(chain)])
+    undo_backwards = _product(state, [M.undo_backwards for M in chain])
     try:
-        _, inverse, k = bidiagonalise(undo, undo_backwards, n, steps, like, seed)
+        _, inverse, k = bidiagonalise(undo, undo_backwards, n, steps, state, seed)
     except ConvergenceError:  # then the upper bound without an inverse is all there is
         return found
     if not math.isfinite(inverse.value):
@@ -316,36 +316,36 @@ def _of_inverse(chain: Sequence[Derivative], like: Tensor, steps: int, seed: int
     solved = 0.0 if chain[-1].symplectic else TOLERANCE
     return found._replace(
         smallest=1 / inverse.value,
-        smallest_error=inverse.residual / inverse.value + _rounding(like, len(chain)) + solved,
+        smallest_error=inverse.residual / inverse.value + _rounding(state, len(chain)) + solved,
         smallest_missed=shortfall(n, k),
     )
 
 
-def _of_zeros(chain: Sequence[Traced], like: Tensor, steps: int, seed: int) -> _Found:
+def _of_zeros(chain: Sequence[Traced], state: Tensor, steps: int, seed: int) -> _Found:
     """Both values by one run of Lanczos, but for a smallest that is known to be 0."""
-    found = _by_lanczos(chain, like, steps, seed)
+    found = _by_lanczos(chain, state, steps, seed)
     if isinstance(chain[-1], Traced) and chain[-1].dead():
         return found._replace(smallest=0.0, smallest_error=0.0, smallest_missed=0.0)
     return found
 
 
-def _by_lanczos(chain: Sequence[Any], like: Tensor, steps: int, seed: int) -> _Found:
-    n = like.numel()
-    forwards = _product(like, [M.forwards for M in chain])
-    backwards = _product(like, [M.backwards for M in reversed(chain)])
-    low, high, k = bidiagonalise(forwards, backwards, n, steps, like, seed)
-    found = _with_errors(low.value, high.value, like, len(chain), (low.residual, high.residual))
+def _by_lanczos(chain: Sequence[Any], state: Tensor, steps: int, seed: int) -> _Found:
+    n = state.numel()
+    forwards = _product(state, [M.forwards for M in chain])
+    backwards = _product(state, [M.backwards for M in reversed(chain)])
+    low, high, k = bidiagonalise(forwards, backwards, n, steps, state, seed)
+    found = _with_errors(low.value, high.value, state, len(chain), (low.residual, high.residual))
     if not math.isfinite(found.largest):
         return found
     missed = 0.0 if k == n else math.inf
     return found._replace(smallest_missed=missed, largest_missed=shortfall(n, k))
 
 
-def _product(like: Tensor, maps: Sequence[Callable[[Tensor], Tensor]]) -> Product:
+def _product(state: Tensor, maps: Sequence[Callable[[Tensor], Tensor]]) -> Product:
     """One map after the other, on vectors (n,)."""
 
     def product(v: Tensor) -> Tensor:
-        v = v.reshape(like.shape)
+        v = v.reshape(state.shape)
         for each in maps:
             v = each(v)
         return v.reshape(-1)

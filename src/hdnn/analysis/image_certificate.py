@@ -19,13 +19,15 @@ from hdnn.analysis.certificate import (
     certify,
     guarantee,
     judged,
+    norm_curves,
+    norm_range,
     over_samples,
     overflows,
 )
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
 from hdnn.errors import positive_int
-from hdnn.models import HDNNStar, ImageModel, MNISTNet
+from hdnn.models import ImageModel, MNISTNet
 from hdnn.networks.unit import HamiltonianUnit
 
 IMAGES = 3  # at which a unit is looked at
@@ -89,14 +91,14 @@ def certify_images(
     twin = exact(model).to(device).eval()
     x = (_random(twin) if x is None else x.detach()).to(next(twin.parameters()))
     if isinstance(model, MNISTNet) and model.net is not None:
+        assert isinstance(twin, MNISTNet)
         y = _pixels(twin, x, samples)
         found = certify(model.net, y, samples=samples, points=f"pixels of {points}")
         return Certificates(name, (found,))
-    assert isinstance(twin, HDNNStar)
     seen: list[tuple[Any, Tensor]] = []
     hooks = [
         unit.register_forward_pre_hook(lambda unit, given: seen.append((unit, given[0])))
-        for unit in twin.stages
+        for unit in twin.units
     ]
     x = x[: min(samples, IMAGES)]
     with torch.no_grad():
@@ -117,10 +119,10 @@ def _random(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _pixels(model: Any, x: Tensor, samples: int) -> Tensor:
+def _pixels(model: MNISTNet, x: Tensor, samples: int) -> Tensor:
     """States of some pixels with ink: those of the empty paper are all alike."""
     x = x[:1000]
-    y = model.stem(x).movedim(1, -1)[x[:, 0] > x.min()]
+    y = model.pixels(x)[x[:, 0] > x.min()]
     chosen = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:samples]
     return y.cpu()[chosen]
 
@@ -150,8 +152,7 @@ def _unit_certificate(
         holds, trouble = None if trouble and holds else holds, trouble or doubt
     least, _, most = (each.item() for each in over_samples(norms.flatten()))
     place = int(norms.nan_to_num(torch.inf).argmin())
-    rows = torch.cat([norms, torch.ones_like(norms[:1])])  # dy_N/dy_N = I
-    curves = zip(("smallest", "median", "largest"), over_samples(rows), strict=True)
+    with_last = torch.cat([norms, torch.ones_like(norms[:1])])  # dy_N/dy_N = I
     evaluated = ", in evaluation" if unit.normed else ""
     return Certificate(
         network=f"HamiltonianUnit({unit.extra_repr()})",
@@ -171,11 +172,8 @@ def _unit_certificate(
         symplectic=None,
         bounds=(),
         overflow=None,
-        ranges=tuple(
-            {"from": j, "to": j, "smallest": low.item(), "largest": high.item()}
-            for j, low, high in zip(layers, *over_samples(norms)[::2], strict=True)
-        ),
-        by_layer={"layers": [*layers, N], **{name: curve.tolist() for name, curve in curves}},
+        ranges=tuple(norm_range(j, row) for j, row in zip(layers, norms.split(1), strict=True)),
+        by_layer=norm_curves([*layers, N], with_last),
         computed=int(fine.sum()),
         trouble=trouble,
     )

@@ -31,7 +31,7 @@ class Triple(NamedTuple):
 
 
 def bidiagonalise(
-    forwards: Product, backwards: Product, n: int, steps: int, like: Tensor, seed: int = 0
+    forwards: Product, backwards: Product, n: int, steps: int, state: Tensor, seed: int = 0
 ) -> tuple[Triple, Triple, int]:
     """The triples of the smallest and of the largest singular value of B, and its k <= steps.
 
@@ -41,10 +41,10 @@ def bidiagonalise(
     a product is not finite.
     """
     k = min(steps, n)
-    V, U = (torch.zeros(k, n, dtype=like.dtype, device=like.device) for _ in range(2))
+    V, U = (torch.zeros(k, n, dtype=state.dtype, device=state.device) for _ in range(2))
     matrix = torch.zeros(k, k, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    v, beta, eps = _direction(V[:0], generator), 0.0, torch.finfo(like.dtype).eps
+    v, beta, eps = _direction(V[:0], generator), 0.0, torch.finfo(state.dtype).eps
     for i in range(k):
         V[i] = v
         u = _orthogonal(forwards(v), U[:i])
@@ -66,7 +66,7 @@ def bidiagonalise(
     if not bool(matrix.isfinite().all()):
         return _nothing(v), _nothing(v), k
     P, values, Q = torch.linalg.svd(matrix)
-    P, Q = P.mT.to(like), Q.to(like)
+    P, Q = P.mT.to(state), Q.to(state)
     low, high = (
         Triple(
             float(values[i]),

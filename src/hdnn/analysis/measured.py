@@ -139,6 +139,13 @@ class Measured:
                 most = found if math.isnan(found) else max(most, found)
         return 1 / most
 
+    def singular_range(self) -> tuple[float, float]:
+        """The extreme singular values over all dy_N/dy_j; NaN unless all are known."""
+        if len(self.computed) < self.norms.shape[1]:
+            return math.nan, math.nan
+        low = self.smallest_singular()
+        return math.nan if low is None else low, max(1.0, self.largest)
+
 
 class _Defects:
     """|Phi^T J Phi - J| relative to |J| times the largest |Phi|^2 so far, against its rounding."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hdnn import plotting
 from hdnn.analysis.certificate import over_samples
-from hdnn.analysis.copies import exact
+from hdnn.analysis.copies import embedded, exact
 from hdnn.analysis.measured import why_not
 from hdnn.analysis.sensitivity import backward_sensitivity, norms, trajectory
 from hdnn.errors import OptionError, ShapeError, positive_int
@@ -134,9 +134,7 @@ class GradientMonitor:
         """Record the gradients as they are now."""
         if self.model is None:
             raise OptionError("give the monitor a model, or use it as a callback of fit.")
-        twin = exact(self.model)
-        x = self.x.cpu().double()
-        net, y = (twin.net, twin.embed(x)) if isinstance(twin, Model) else (twin, x)
+        net, y = embedded(exact(self.model), self.x.cpu().double())
         Phi = backward_sensitivity(net, y)
         found = norms(Phi)
         lost = found.isnan().any(0)

@@ -15,13 +15,13 @@ CHUNK = 2**24  # entries of all Newton matrices at a time
 
 def search(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """The x of each sample, and whether it was found."""
-    ways = (_direct, _connected, _nearest) if equation.unique else (_connected, _nearest)
-    x, solved = ways[0](equation, c, a)
-    for way in ways[1:]:
+    methods = (_direct, _connected, _nearest) if equation.unique else (_connected, _nearest)
+    x, solved = methods[0](equation, c, a)
+    for method in methods[1:]:
         if bool(solved.all()):
             break
         lost = (~solved).nonzero()[:, 0]
-        x_i, solved_i = way(equation, c[lost], a[lost])
+        x_i, solved_i = method(equation, c[lost], a[lost])
         x, solved = x.index_copy(0, lost, x_i), solved.index_copy(0, lost, solved_i)
     return x, solved
 

@@ -6,7 +6,6 @@ the last linear layer sees; `units` are the Hamiltonian parts and `smoothness()`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,45 +56,37 @@ class LayerMaker:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
-        checked = Initial("scaled", 1, generator, dtype, device)
-        self.generator = generator
-        self.like: dict[str, Any] = {"dtype": checked.dtype, "device": checked.device}
-        self.options: dict[str, Any] = {**self.like, "generator": generator}
+        self.initial = Initial("scaled", 1, generator, dtype, device)
+        self.placed: dict[str, Any] = {
+            "dtype": self.initial.dtype,
+            "device": self.initial.device,
+        }
+        self.options: dict[str, Any] = {**self.placed, "generator": generator}
 
     def conv(self, inputs: int, outputs: int, kernel: int, **options: Any) -> nn.Conv2d:
-        layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **self.like)
+        layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **self.placed)
         return self._drawn(layer, inputs * kernel**2)
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        return self._drawn(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.like), inputs)
+        return self._drawn(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.placed), inputs)
 
     def norm(self, channels: int, activation: str = "identity") -> BatchNorm:
-        return BatchNorm(channels, activation, **self.like)
+        return BatchNorm(channels, activation, **self.placed)
 
     def he(self, layer: Any) -> Any:
         """The same layer with weights of variance 2 / fan-in, as ResNets begin with."""
         inputs = layer.weight[0].numel()
-        draw = self._uniform(layer.weight.shape, (6 / inputs) ** 0.5)
         with torch.no_grad():
-            layer.weight.copy_(draw)
+            layer.weight.copy_(self.initial.uniform(layer.weight.shape, (6 / inputs) ** 0.5))
         return layer
 
     def _drawn(self, layer: Any, inputs: int) -> Any:
         """Weights and bias uniform in +- 1 / sqrt(fan-in)."""
         with torch.no_grad():
-            layer.weight.copy_(self._uniform(layer.weight.shape, inputs**-0.5))
+            layer.weight.copy_(self.initial.uniform(layer.weight.shape, inputs**-0.5))
             if layer.bias is not None:
-                layer.bias.copy_(self._uniform(layer.bias.shape, inputs**-0.5))
+                layer.bias.copy_(self.initial.uniform(layer.bias.shape, inputs**-0.5))
         return layer
-
-    def _uniform(self, shape: Sequence[int], bound: float) -> Tensor:
-        if self.like["device"].type == "meta":  # as in `hdnn.networks.initial`
-            return torch.empty(shape, device="meta")
-        # In float32 and where the generator is, so that one seed is one network.
-        g = self.generator
-        where = self.like["device"] if g is None else g.device
-        draw = torch.rand(shape, generator=g, dtype=torch.float32, device=where)
-        return bound * (2 * draw - 1)
 
 
 def rising(drop: float, layers: int) -> list[float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hdnn.errors import choose, positive_int
 from hdnn.models.base import ImageModel, LayerMaker, check_images
-from hdnn.networks import BY_NAME
+from hdnn.networks import BY_NAME, Network
 
 MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
 
@@ -27,9 +27,19 @@ class MNISTNet(ImageModel):
         self.net = None if network is None else BY_NAME[network](channels, layers, **options)
         self.linear = make.linear(channels * size**2, classes)
 
-    def features(self, x: Tensor) -> Tensor:
+    def set_net(self, net: Network) -> None:
+        """Put in hidden layers that were made elsewhere."""
+        linear, self.net = self.linear, net
+        del self.linear
+        self.linear = linear  # behind them, as in a new model
+
+    def pixels(self, x: Tensor) -> Tensor:
+        """The states of all pixels, on whose channels K acts: (B, size, size, channels)."""
         check_images(x, 1, self.size)
-        y = self.stem(x).movedim(1, -1)  # K acts on the channels of each pixel
+        return self.stem(x).movedim(1, -1)
+
+    def features(self, x: Tensor) -> Tensor:
+        y = self.pixels(x)
         return (y if self.net is None else self.net(y)).flatten(1)
 
     def config(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hdnn import activations
 from hdnn.activations import Activation
-from hdnn.engine import Settings, current
+from hdnn.engine import Settings, current, dispatch
 from hdnn.errors import (
     NotInvertibleError,
     OptionError,
@@ -212,17 +212,15 @@ class Network(nn.Module):
 
     def engine_report(self, batch: int = 128) -> str:
         """What would run for a batch of that size, and why."""
-        like = next(self.parameters())
-        where = f"{self!r} on {like.device.type}, {like.dtype}, batch {batch}"
+        weight = next(self.parameters())
+        where = f"{self!r} on {weight.device.type}, {weight.dtype}, batch {batch}"
         if not self.engines:
             return f"{where}: reference engine, stored states (it runs layer by layer only)"
-        from hdnn.engine import dispatch
-
         plan = dispatch.plan(
             current(**self._asked()),
             reversible=self.invertible,
-            device=like.device,
-            dtype=like.dtype,
+            device=weight.device,
+            dtype=weight.dtype,
             n=self.features,
             batch=positive_int("batch", batch),
             steps=self.layers * self.turns,

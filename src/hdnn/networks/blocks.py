@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import SparsityError, choose
+from hdnn.networks import free_entries
 from hdnn.networks.hooks import refresh
 from hdnn.networks.ode import ODENetwork
 from hdnn.networks.schemes import SCHEMES, Scheme
@@ -103,17 +104,14 @@ class BlockSparseNetwork(ODENetwork):
 
     def _add_sparse(self, name: str, matrix: Tensor, free: Tensor) -> None:
         """Store only the free entries: as `name_free`, with `name` the matrices that they fill."""
-        index = block_sparse.indices(free.expand(matrix.shape)).to(matrix.device)
         self._shapes[name] = tuple(matrix.shape)
-        self.register_buffer(f"_{name}_index", index, persistent=False)
-        self.register_parameter(f"{name}_free", nn.Parameter(block_sparse.values(matrix, index)))
+        free_entries.store(self, name, matrix, free)
 
     def weight(self, name: str) -> Tensor:
         if name not in self._shapes:
             return super().weight(name)
         refresh(self)
-        values, index = getattr(self, f"{name}_free"), getattr(self, f"_{name}_index")
-        return block_sparse.dense(values, index, self._shapes[name])
+        return free_entries.filled(self, name, self._shapes[name])
 
     def learns(self, name: str) -> bool:
         """Whether a weight, K for instance, is to be learned."""

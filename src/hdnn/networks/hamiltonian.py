@@ -131,11 +131,11 @@ class HamiltonianNet(BlockSparseNetwork):
         if self.sparsity is not None:
             free = self._restrict("X", matrix)
         if learn and free is not None:
-            self._add_sparse("X", initial.like(matrix), free)
+            self._add_sparse("X", initial.constant(matrix), free)
         elif learn:
-            self.X = nn.Parameter(initial.like(matrix))
+            self.X = nn.Parameter(initial.constant(matrix))
         else:
-            self.register_buffer("X", None if X is None else initial.like(matrix))
+            self.register_buffer("X", None if X is None else initial.constant(matrix))
 
     def _add_J(self, J: Tensor | None, learn: bool, initial: Initial) -> None:
         n = self.features
@@ -149,7 +149,7 @@ class HamiltonianNet(BlockSparseNetwork):
         if self.sparsity is not None:
             free = self._restrict("J", matrix).to(matrix.device)
             index = index[free.flatten()[index]]
-        upper = initial.like(matrix.flatten(-2)[..., index])
+        upper = initial.constant(matrix.flatten(-2)[..., index])
         index = index.to(initial.device)
         stored = learn or J is not None
         self.register_buffer("_J_index", index if stored else None, persistent=False)
@@ -196,12 +196,12 @@ class HamiltonianNet(BlockSparseNetwork):
     def field(self) -> dict[str, Tensor]:
         w = super().weights()
         b = w["b"] if self.scheme.layout == "full" else torch.cat([w["b_p"], w["b_q"]], -1)
-        like = {"dtype": b.dtype, "device": b.device}
+        placed = {"dtype": b.dtype, "device": b.device}
         J = self._J() if self.scheme.interconnection == "J" else None
         if J is None:
             X = self.weight("X") if self.scheme.interconnection == "X" else None
             J = (
-                interconnection.canonical(self.features, **like)
+                interconnection.canonical(self.features, **placed)
                 if X is None
                 else (interconnection.from_X(X))
             )

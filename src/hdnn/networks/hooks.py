@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -20,14 +19,14 @@ def refresh(module: nn.Module) -> None:
     if not module._forward_pre_hooks:
         return
     computed = {name for name, value in vars(module).items() if isinstance(value, Tensor)}
-    named = {key: _target(hook) for key, hook in module._forward_pre_hooks.items()}
+    named = {key: target(hook) for key, hook in module._forward_pre_hooks.items()}
     others = computed - set(named.values())  # made by functions, which do not say of what
     for key, hook in module._forward_pre_hooks.items():
         if named[key] in computed or (named[key] is None and others):
             _run(module, key, hook)
 
 
-def _target(hook: Any) -> str | None:
+def target(hook: Any) -> str | None:
     """The name of the tensor that a hook computes, where it says so."""
     return getattr(hook, "_tensor_name", getattr(hook, "name", None))
 
@@ -36,8 +35,8 @@ def _run(module: nn.Module, key: int, hook: Any) -> None:
     if isinstance(hook, SpectralNorm):  # a look must not move its iteration
         setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
         return
-    like = next(module.parameters())
-    given = (torch.zeros(1, getattr(module, "features", 1), dtype=like.dtype, device=like.device),)
+    weight = next(module.parameters())
+    given = (weight.new_zeros(1, getattr(module, "features", 1)),)
     if key in module._forward_pre_hooks_with_kwargs:
         hook(module, given, {})
     else:

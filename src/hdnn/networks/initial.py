@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,19 +42,29 @@ class Initial:
 
     def K(self, *shape: int) -> Tensor:
         """Entries from N(0, 1) or N(0, 1/n)."""
-        if self.device.type == "meta":  # shapes alone; PyTorch would import half of itself to draw
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        g = self.generator
-        # Drawn in float32 whatever the dtype, so that one seed is one network.
-        draw = torch.randn(
-            shape, generator=g, dtype=torch.float32, device=self.device if g is None else g.device
-        )
-        return self.like(self.scale * draw)
+        return self._drawn(torch.randn, shape, lambda draw: self.scale * draw)
 
     def b(self, *shape: int) -> Tensor:
         """Entries from N(0, 1), or zeros."""
-        return self.K(*shape) if self.init == "paper" else self.like(torch.zeros(shape))
+        return self.K(*shape) if self.init == "paper" else self.constant(torch.zeros(shape))
 
-    def like(self, constant: Tensor) -> Tensor:
+    def uniform(self, shape: Sequence[int], bound: float) -> Tensor:
+        """Entries between -bound and bound."""
+        return self._drawn(torch.rand, shape, lambda draw: bound * (2 * draw - 1))
+
+    def _drawn(
+        self,
+        sample: Callable[..., Tensor],
+        shape: Sequence[int],
+        made_of: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        if self.device.type == "meta":  # shapes alone; PyTorch would import half of itself to draw
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        # Drawn in float32 whatever the dtype, so that one seed is one network.
+        g = self.generator
+        where = self.device if g is None else g.device
+        return self.constant(made_of(sample(shape, generator=g, dtype=torch.float32, device=where)))
+
+    def constant(self, values: Tensor) -> Tensor:
         """A constant in the dtype and on the device of the weights, and never the same storage."""
-        return constant.detach().to(dtype=self.dtype, device=self.device, copy=True)
+        return values.detach().to(dtype=self.dtype, device=self.device, copy=True)

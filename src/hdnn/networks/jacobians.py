@@ -36,8 +36,8 @@ class ShearLayers(NamedTuple):
 
 def steps(h: Step, states: Tensor) -> Tensor:
     """h of each layer as (N, 1, 1, 1)."""
-    N, like = len(states) - 1, {"dtype": states.dtype, "device": states.device}
-    given = h if isinstance(h, Tensor) else torch.tensor(h, **like)
+    N, placed = len(states) - 1, {"dtype": states.dtype, "device": states.device}
+    given = h if isinstance(h, Tensor) else torch.tensor(h, **placed)
     return given.to(states.dtype).expand(N).view(N, 1, 1, 1)
 
 

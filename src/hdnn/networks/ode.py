@@ -48,7 +48,7 @@ class ODENetwork(Network):
                 steps = steps[:1]
             # log h: a step stays positive whatever the optimiser does.
             log_h = torch.tensor([math.log(h) for h in steps], dtype=torch.float64)
-            self.log_h = nn.Parameter(initial.like(log_h))
+            self.log_h = nn.Parameter(initial.constant(log_h))
 
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:
@@ -58,8 +58,8 @@ class ODENetwork(Network):
 
     def steps(self) -> Tensor:
         """The steps of all layers: (N,)."""
-        like = next(self.parameters())
-        return torch.as_tensor(self.h, dtype=like.dtype, device=like.device).expand(self.layers)
+        weight = next(self.parameters())
+        return torch.as_tensor(self.h, dtype=weight.dtype, device=weight.device).expand(self.layers)
 
     @property
     def T(self) -> float:
@@ -141,18 +141,18 @@ class ODENetwork(Network):
         return fine
 
     def _refined(self, config: dict[str, Any], k: int) -> Self:
-        like = next(self.parameters())
+        weight = next(self.parameters())
         generator = torch.Generator()  # what it draws is overwritten: leave the global one alone
         constants = {
             name: value.repeat_interleave(k, 0) if value.ndim == 3 else value
             for name, value in self.constants().items()
         }
-        like_this: dict[str, Any] = {
+        placed: dict[str, Any] = {
             "generator": generator,
-            "dtype": like.dtype,
-            "device": like.device,
+            "dtype": weight.dtype,
+            "device": weight.device,
         }
-        return type(self)(**config, **constants, **like_this)
+        return type(self)(**config, **constants, **placed)
 
     def extra_repr(self, *, learned: bool = True) -> str:
         parts = super().extra_repr(learned=learned)

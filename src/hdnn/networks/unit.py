@@ -114,11 +114,11 @@ class HamiltonianUnit(UnitWeights):
         free = None if sparsity is None else self._free(sparsity, width)
         for half in self.halves[::-1]:
             self._add(half, width, initial, free)
-        like: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
+        placed: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
         if any(self.drop):
-            self.register_buffer("_drop", torch.tensor(self.drop, **like), persistent=False)
+            self.register_buffer("_drop", torch.tensor(self.drop, **placed), persistent=False)
         self.after = (
-            BatchNorm(channels, eps=EPS, momentum=MOMENTUM, **like)
+            BatchNorm(channels, eps=EPS, momentum=MOMENTUM, **placed)
             if norm in ("after", "both")
             else None
         )
@@ -200,13 +200,13 @@ class HamiltonianUnit(UnitWeights):
     ) -> tuple[list[Tensor], Statistics | None]:
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
-            way = "stored" if options else self._way(y, work)
+            backprop = "stored" if options else self._chosen_backprop(y, work)
             if not options and wide is torch.float32 and self._fuses(y):
-                return ended(*units.run(y, self._schedule(work, way), self._raw(), factors))
+                return ended(*units.run(y, self._schedule(work, backprop), self._raw(), factors))
             given = self._given(y.to(wide), work, self._raw(), factors)
-            if options or way == "stored" or not torch.is_grad_enabled():
+            if options or backprop == "stored" or not torch.is_grad_enabled():
                 return shears.run(*given, **options)
-            if way == "checkpoint":
+            if backprop == "checkpoint":
                 return shears.checkpointed(*given)
             return shears.rebuilt(*given, check=_settings().check)
 
@@ -217,19 +217,19 @@ class HamiltonianUnit(UnitWeights):
         factors = None if factors is None else factors.to(y.dtype)
         return y, self._parts(work, raw), self._kind(), factors
 
-    def _way(self, y: Tensor, work: torch.dtype) -> str:
+    def _chosen_backprop(self, y: Tensor, work: torch.dtype) -> str:
         """What the backward pass starts from: "stored", "checkpoint" or "reversible"."""
-        way = _settings().backprop if self.backprop == "auto" else self.backprop
-        if way == "reversible":
+        backprop = _settings().backprop if self.backprop == "auto" else self.backprop
+        if backprop == "reversible":
             self._check_inverse()
-        if way == "auto":
+        if backprop == "auto":
             size = max(math.prod(y.shape[2:]), math.prod(self._inner_size(y)))
             states = units.IMAGES * self.layers * len(y) * self.channels * size * work.itemsize
-            way = "stored" if states <= dispatch.stored_limit(y.device) else "checkpoint"
-        if way == "checkpoint" and not torch.compiler.is_compiling():
+            backprop = "stored" if states <= dispatch.stored_limit(y.device) else "checkpoint"
+        if backprop == "checkpoint" and not torch.compiler.is_compiling():
             # PyTorch cannot run a segment again inside of its transforms.
-            return "stored" if dispatch.transformed() or dispatch.watched() else way
-        return way
+            return "stored" if dispatch.transformed() or dispatch.watched() else backprop
+        return backprop
 
     # On a GPU
 
@@ -243,7 +243,7 @@ class HamiltonianUnit(UnitWeights):
             and pixels.fuse(y)
         )
 
-    def _schedule(self, work: torch.dtype, way: str) -> units.Schedule:
+    def _schedule(self, work: torch.dtype, backprop: str) -> units.Schedule:
         h = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
         if self.network == "h1":
             order = [units.Shear(0, 0, 0, j, h[j]) for j in range(self.layers)]
@@ -253,7 +253,7 @@ class HamiltonianUnit(UnitWeights):
                 for j in range(self.layers)
                 for half in (0, 1)
             ]
-        how = (self.activation, self.network == "h1", self.normed, EPS, work, way)
+        how = (self.activation, self.network == "h1", self.normed, EPS, work, backprop)
         return units.Schedule(
             tuple(order), *how, _settings().check, lambda *given: self._plain(work, *given)
         )

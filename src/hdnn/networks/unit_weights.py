@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import OptionError, ShapeError
+from hdnn.networks import free_entries
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.shears import EPS, Kind, ShearWeights, Statistics
@@ -56,17 +57,14 @@ class UnitWeights(nn.Module):
         if free is None:
             self.register_parameter(named("K", half), nn.Parameter(K))
         else:
-            index = block_sparse.indices(free).to(K.device)
-            self.register_buffer(named("_index", half), index, persistent=False)
-            values = nn.Parameter(block_sparse.values(K, index))
-            self.register_parameter(named("K", half) + "_free", values)
+            free_entries.store(self, named("K", half), K, free)
         self.register_parameter(named("b", half), nn.Parameter(initial.b(N, width)))
         if self.normed:
             ones, zeros = torch.ones(N, width), torch.zeros(N, width)
             for name, value in (("gamma", ones), ("beta", zeros)):
-                self.register_parameter(named(name, half), nn.Parameter(initial.like(value)))
+                self.register_parameter(named(name, half), nn.Parameter(initial.constant(value)))
             for name, value in (("mean", zeros), ("var", ones)):
-                self.register_buffer(named(name, half), initial.like(value))
+                self.register_buffer(named(name, half), initial.constant(value))
 
     @property
     def _sigma(self) -> Activation:
@@ -85,10 +83,9 @@ class UnitWeights(nn.Module):
     def weight(self, name: str) -> Tensor:
         """The stack of that name; of a block-sparse K the whole of it, zeros included."""
         refresh(self)
-        if not (name.startswith("K") and self.sparse):
-            return getattr(self, name)
-        index = getattr(self, name.replace("K", "_index"))
-        return block_sparse.dense(getattr(self, f"{name}_free"), index, self._shape)
+        if name.startswith("K") and self.sparse:
+            return free_entries.filled(self, name, self._shape)
+        return getattr(self, name)
 
     def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[ShearWeights]:
         """The shears in the order in which they run, for convolutions in the dtype `work`."""

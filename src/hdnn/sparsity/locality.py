@@ -217,12 +217,12 @@ class Needs:
     def path(self, i: int, k: int, forward: bool) -> tuple[int, int, int, int]:
         """The first way by which node i needs node k; with a = i if it can be."""
         if not forward:  # seen from its other end, a backward path is a forward one
-            a, row = self._way(self._T_back, k, i)
+            a, row = self._between(self._T_back, k, i)
             return i, row, a, k
-        a, row = self._way(self.T, i, k)
+        a, row = self._between(self.T, i, k)
         return i, a, row, k
 
-    def _way(self, T: Rows, i: int, k: int) -> tuple[int, int]:
+    def _between(self, T: Rows, i: int, k: int) -> tuple[int, int]:
         """The a and l with T(i, a) = R(l, a) = R(l, k) = 1, from the end with fewer ways."""
         near, holding = T.row(i), self.C.row(k)
         if self.C.sizes_of(near).sum() < self.R.sizes_of(holding).sum():
