@@ -41,7 +41,7 @@ from torch import Tensor
 import hdnn
 from hdnn import functional
 from hdnn.engine import fixed
-from hdnn.engine.kernels import plain
+from hdnn.engine.kernels.protocol import Stack
 
 BLOCK = 0.03  # seconds of a turn
 median = statistics.median
@@ -254,7 +254,6 @@ import resource, sys
 import torch, hdnn
 from rivals import training_step, weights
 from hdnn import functional
-from hdnn.engine import fixed, plain
 
 def resident(field):
     try:
@@ -357,11 +356,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 def _comes_back(y: Tensor, stack: list[Tensor]) -> bool:
     """Whether the reversal inside of the backward pass ends with the very integers of y."""
     N = len(stack[0])
-    half, layer = torch.tensor([0, 1]).repeat(N), torch.arange(N).repeat_interleave(2)
     coef = torch.tensor([-0.5, 0.5], dtype=y.dtype, device=y.device).repeat(N)  # p, then q
-    shears = plain.Shears(*stack, None, None, half, layer, coef, "tanh", "same")  # pyright: ignore
-    Y_0, *_ = fixed.split_backward(fixed.split_forward(y, shears), torch.ones_like(y), shears)
-    return Y_0 is not None and torch.equal(Y_0.long(), fixed.to_grid(y))
+    rows = (stack[0].shape[1], stack[1].shape[1])
+    sizes = (*y.shape, rows, y.dtype, y.device)
+    kernel = fixed.FixedShears(Stack("tanh", "same", N, (0, 1), False, *sizes))
+    tensors = (*stack, None, None, coef)
+    _, Y_N = kernel.forward(y, tensors, True)
+    assert Y_N is not None
+    Y_0, _ = kernel.undo(Y_N, torch.ones_like(y), tensors)
+    return torch.equal(Y_0, fixed.to_grid(y))
 
 
 IMPORT = """

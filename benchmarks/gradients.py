@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 
 import hdnn
-from hdnn.engine import calls
+from hdnn.engine import prepared
+from hdnn.engine.kernels.protocol import Stack, Tensors, schedule
 
 KINDS = ("H1", "H2", "verlet", "yoshida4", "MS1", "MS2", "MS3", "h1 unit", "h2 unit")
 ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
@@ -109,12 +110,10 @@ def exact(net: nn.Module, y: Tensor) -> list[Tensor]:
     if y.dtype == torch.float32:
         return looped(copy.deepcopy(net).double(), y.double(), "cpu")
     leaf = y.detach().requires_grad_()
-    with calls.recorded() as record:
+    with prepared.recorded() as record:
         net(leaf)
-    call, tensors, _ = record[0]
-    run = call.run
-    stack = run.part((*tensors, None), run.whole)
-    g_0, grads = extended(y, direction(y), stack, bool(run.turns))
+    call, tensors = record[0]
+    g_0, grads = extended(y, direction(y), call.stack, tensors)
     with np.errstate(over="ignore"):
         made = [(t, torch.from_numpy(g.astype(np.float64))) for t, g in grads if t.requires_grad]
         g_0 = torch.from_numpy(g_0.astype(np.float64))
@@ -124,18 +123,22 @@ def exact(net: nn.Module, y: Tensor) -> list[Tensor]:
     return [g_0, *(g for g in found if g is not None)]
 
 
-def extended(y: Tensor, g: Tensor, stack: Any, split: bool) -> tuple[Any, list[tuple[Tensor, Any]]]:
+def extended(
+    y: Tensor, g: Tensor, stack: Stack, tensors: Tensors
+) -> tuple[Any, list[tuple[Tensor, Any]]]:
     """g_0 and the gradients of the weights of a stack, all in numpy's longest floats."""
     wide, name = (lambda t: t.detach().numpy().astype(np.longdouble)), stack.activation
-    x, g = wide(y), wide(g)
+    x, g, split, coef = wide(y), wide(g), bool(stack.turns), wide(tensors[-1])
     if split:
+        K_p, K_q, b_p, b_q, *_ = tensors
         m = x.shape[1] // 2
         halves, gs = [x[:, :m], x[:, m:]], [g[:, :m].copy(), g[:, m:].copy()]
-        owners = [(stack.K_q, stack.b_q), (stack.K_p, stack.b_p)]  # by the half that they move
-        order = list(zip(stack.half.tolist(), stack.layer.tolist(), wide(stack.coef), strict=True))
+        owners = [(K_q, b_q), (K_p, b_p)]  # by the half that they move
+        half, layer = schedule(stack.turns, stack.layers, stack.inverse)
+        order = list(zip(half.tolist(), layer.tolist(), coef, strict=True))
     else:
-        halves, gs, owners = [x], [g.copy()], [(stack.K, stack.b)]
-        order = [(0, j, c) for j, c in enumerate(wide(stack.h))]
+        halves, gs, owners = [x], [g.copy()], [tensors[:2]]
+        order = [(0, j, c) for j, c in enumerate(coef)]
     weights = [(wide(K), wide(b)) for K, b in owners]
     d = [(np.zeros_like(K), np.zeros_like(b)) for K, b in weights]
     kept = []

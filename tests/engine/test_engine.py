@@ -16,9 +16,11 @@ from torch import Tensor
 
 import hdnn
 from hdnn import engine, functional
-from hdnn.engine import calls, dispatch, fixed, stacks
-from hdnn.engine.kernels import plain
-from hdnn.engine.stacks import ReversalWarning
+from hdnn.engine import compiled, dispatch, fixed, prepared
+from hdnn.engine.call import Call, coefficients
+from hdnn.engine.drift import ReversalWarning
+from hdnn.engine.kernels import cpu
+from hdnn.engine.kernels.protocol import Stack
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
 from strategies import ACTIVATIONS, Random, seeds
@@ -177,24 +179,22 @@ def test_checkpoints_are_about_the_root_of_the_depth(name):
 # Fixed point
 
 
-def fixed_stack(N: int, m: int, h: float, scale: float, dtype: torch.dtype, activation="tanh"):
-    normal = Random(0)
+def h2_weights(N: int, m: int, scale: float, dtype: torch.dtype) -> list[Tensor]:
+    normal, b = Random(0), torch.zeros(N, m)
     K_p, K_q = (scale * normal(N, m, m) / m**0.5 for _ in range(2))
-    halves, parts = calls.turns(splitting.SEMI_IMPLICIT_EULER, False)
-    half, layer = stacks.schedule(halves, N, False, torch.device("cpu"))
-    b = torch.zeros(N, m)
-    tensors = [t.to(dtype) for t in (K_p, K_q, b, b)]
-    coef = calls.coefficients(parts, h, N, False, dtype, torch.device("cpu"))
-    return plain.Shears(*tensors, None, None, half, layer, coef, activation, "same")
+    return [t.to(dtype) for t in (K_p, K_q, b, b)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_fixed_point_state_is_reversed_to_the_last_bit(dtype):
-    shears = fixed_stack(4096, 8, 0.5, 2.0, dtype)
-    y = Random(1)(10, 16).to(dtype)
-    Y_N = fixed.split_forward(y, shears)
-    Y_0, *_ = fixed.split_backward(Y_N, torch.ones_like(y), shears)
-    assert torch.equal(Y_0.long(), fixed.to_grid(y))
+    N, weights, y = 4096, h2_weights(4096, 8, 2.0, dtype), Random(1)(10, 16).to(dtype)
+    coef = torch.tensor([-0.5, 0.5], dtype=dtype).repeat(N)
+    stack = Stack("tanh", "same", N, (0, 1), False, 10, 16, (8, 8), dtype, y.device)
+    kernel, tensors = fixed.FixedShears(stack), (*weights, None, None, coef)
+    _, Y_N = kernel.forward(y, tensors, True)
+    assert Y_N is not None
+    Y_0, _ = kernel.undo(Y_N, torch.ones_like(y), tensors)
+    assert torch.equal(Y_0, fixed.to_grid(y))
 
 
 def test_gradients_through_a_fixed_point_state_are_those_of_a_float_one():
@@ -264,11 +264,11 @@ def test_fixed_point_says_what_it_cannot_do():
 
 def drifting(N: int) -> Callable[..., None]:
     """A training step of a network whose reversal loses digits, the more the deeper it is."""
-    shears = fixed_stack(N, 8, 0.5, 2.0, torch.float32)
+    weights = h2_weights(N, 8, 2.0, torch.float32)
     y = Random(1)(10, 16).float().requires_grad_()
 
     def run(**way: str) -> None:
-        functional.h2(y, *shears[:4], 0.5, **way).sum().backward()
+        functional.h2(y, *weights, 0.5, **way).sum().backward()
 
     return run
 
@@ -416,7 +416,7 @@ def test_unknown_settings_are_refused(options, word):
 
 
 def test_what_cannot_run_is_an_error_that_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(dispatch, "_installed", lambda module: False)
+    monkeypatch.setattr(dispatch, "installed", lambda module: False)
     function, weights = stack("h2", Random(0), 2, 2, 3)
     with pytest.raises(MissingExtraError, match=r"hdnn\[fast\]"):
         function(Random(1)(5, 4), *weights, engine="fused")
@@ -476,22 +476,18 @@ def test_inside_compile_a_stack_is_one_operator(name, way):
 
 
 def test_the_operator_keeps_the_promises_of_an_operator():
-    from hdnn.engine import operators
-
-    halves, parts = calls.turns(splitting.VERLET, True)
     normal, N = Random(0), 70
     tensors = [normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
-    coef = calls.coefficients(parts, 0.1, N, True, F64, torch.device("cpu"))
+    coef = coefficients((-0.5, 1.0, -0.5), 0.1, N, True, F64, torch.device("cpu"))
     leaves = [t.requires_grad_() for t in (*tensors, coef.clone())]
     y = normal(5, 4).requires_grad_()
-    turns = "".join(map(str, halves))
     for way in ("reference checkpoint", "fused reversible", "fused checkpoint", "fused stored"):
-        torch.library.opcheck(operators.stack, (y, leaves, turns, True, "tanh", "same", way))
+        torch.library.opcheck(compiled.stack, (y, leaves, "010", True, "tanh", "same", way))
     K, V = (normal(N, 3, 4).requires_grad_() for _ in range(2))
     b, steps = normal(N, 3).requires_grad_(), normal(N, 1)[:, 0].requires_grad_()
     for leaves, kind in (([K, b, steps], "canonical"), ([K, b, V, steps], "general")):
         for way in ("reference checkpoint", "fused stored"):
-            torch.library.opcheck(operators.stack, (y, leaves, "", False, "tanh", kind, way))
+            torch.library.opcheck(compiled.stack, (y, leaves, "", False, "tanh", kind, way))
 
 
 @pytest.mark.parametrize("make", [hdnn.H1, hdnn.H2])
@@ -533,7 +529,7 @@ def test_compiled_under_autocast_an_X_is_not_read_as_what_it_is_not():
 
 def test_a_compiled_stack_takes_checkpoints_where_states_are_many(monkeypatch):
     torch._dynamo.reset()
-    calls._known.clear()
+    prepared._known.clear()
     monkeypatch.setattr(dispatch, "_MACHINE", 20 * 32 * 5 * 2 * 2 * 8)  # for 20 samples
     net = hdnn.H2(4, 5, dtype=F64)
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -543,7 +539,7 @@ def test_a_compiled_stack_takes_checkpoints_where_states_are_many(monkeypatch):
             torch.autograd.grad(f(y).sum(), list(net.parameters())) for f in (compiled, net)
         )
         torch.testing.assert_close(found, wanted)
-    calls._known.clear()
+    prepared._known.clear()
 
 
 def test_exported_programs_hold_no_operator_of_ours():
@@ -563,19 +559,20 @@ def test_transforms_can_be_compiled(transform):
 @pytest.mark.parametrize("h", [0.1, "each"])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
-    from hdnn.engine import compiled
-
     _, weights = stack("h2", Random(0), 2, 3, 6)
     steps = weights[4] if h == "each" else h
     y, sigma = Random(1)(2, 5, 4), hdnn.activations.get("tanh")
     for engine_, backprop in ((None, "reversible"), ("fused", None)):
-        call = compiled.make(y, sigma, engine_, backprop, "same", 6, splitting.VERLET, inverse)
-        assert call is not None
-        ours = call(y, tuple(weights[:4]), None, steps)
+        call = Call(splitting.VERLET, "same", inverse, y, tuple(weights[:4]), None, steps, sigma)
+        run = compiled.choose(call, engine_, backprop)
+        assert run is not None
+        ours = run(call)
         expected = functional.verlet(y, *weights[:4], steps, inverse=inverse)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    K, b = torch.zeros(6, 3, 4), torch.zeros(6, 3)
+    euler = Call(None, "canonical", False, y, (K, b), None, 0.1, sigma)
     with pytest.raises(OptionError, match="explicit inverse"):
-        compiled.make(y, sigma, "fused", "reversible", "canonical", 6, None, False)
+        compiled.choose(euler, "fused", "reversible")
 
 
 @pytest.mark.parametrize(
@@ -631,37 +628,48 @@ def test_products_are_as_precise_as_asked_or_as_pytorch_is_set(
     asked, dtype, matmul, expected, monkeypatch
 ):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
-    monkeypatch.setattr(stacks.Run, "ready", lambda run, device: run)
-    ask = engine.Settings(precision=asked, deterministic=True)
-    run = stacks.Run("tanh", "canonical", 10)
-    run = calls.lay_out(run, "fused", "checkpoint", ask, on_a_gpu(dtype), learned=True)
-    assert run.options == (expected,)
-    assert run.backward_options == (expected, True, True)
-    assert run.segment == 3
+    settings = engine.Settings(precision=asked)
+    assert dispatch.precision(settings, on_a_gpu(dtype)) == expected
 
 
-def test_p_and_q_that_take_turns_are_told_to_the_gpu(monkeypatch):
-    monkeypatch.setattr(stacks.Run, "ready", lambda run, device: run)
-    run = stacks.Run("tanh", "same", 10, (0, 1))
-    y = on_a_gpu(torch.float32)
-    run = calls.lay_out(run, "fused", "reversible", engine.Settings(), y, learned=False)
-    assert run.options == ("ieee", True)
-    assert run.backward_options == ("ieee", False, False, True)
+@pytest.mark.parametrize("turns", [(0, 1), ()])
+def test_kernels_of_a_gpu_are_as_precise_and_as_ordered_as_asked(turns, monkeypatch):
+    made = []
+
+    def record(stack, precision, deterministic):
+        made.append((bool(stack.turns), stack.layers, precision, deterministic))
+
+    monkeypatch.setitem(dispatch.FUSED_KERNELS, "cuda", ((record, record), "triton", "gpu"))
+    rows, cuda = (4, 4) if turns else (4,), torch.device("cuda", 0)
+    stack = Stack("tanh", "general", 10, turns, False, 9, 8, rows, torch.float32, cuda)
+    settings = engine.Settings(precision="tf32x3", deterministic=True)
+    dispatch.method(stack, "fused", "checkpoint", settings)
+    assert sorted(made) == [(bool(turns), layers, "tf32x3", True) for layers in (1, 3)]
 
 
 def test_calls_are_forgotten_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(calls, "_known", {})
-    monkeypatch.setattr(calls, "REMEMBERED", 2)
+    monkeypatch.setattr(prepared, "_known", {})
+    monkeypatch.setattr(prepared, "REMEMBERED", 2)
     function, weights = stack("h2", Random(0), 2, 2, 3)
     for batch in range(1, 6):
         function(Random(1)(batch, 4), *weights, backprop="reversible")
-        assert 1 <= len(calls._known) <= 2
+        assert 1 <= len(prepared._known) <= 2
+
+
+@pytest.mark.parametrize("make", [hdnn.H1, hdnn.H2])
+def test_what_inference_has_prepared_serves_training(make, monkeypatch):
+    monkeypatch.setattr(prepared, "_known", {})
+    net, y = make(4, 5), Random(0)(3, 4).float()
+    with torch.inference_mode():
+        wanted = net(y)
+    out = net(y)
+    out.sum().backward()
+    assert torch.equal(out, wanted)
+    assert all(p.grad is not None for p in net.parameters())
 
 
 def test_short_kernels_leave_threads_alone_that_kept_them_waiting(monkeypatch):
     pytest.importorskip("numba")
-    from hdnn.engine.kernels import cpu
-
     work = cpu._Work("split_forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu, "_openmp", lambda *a: time.sleep(2e-3))

@@ -15,7 +15,11 @@ from torch import Tensor
 
 import hdnn
 from hdnn import activations, functional
+from hdnn.engine import dispatch
 from hdnn.engine.kernels import cpu, tiles
+from hdnn.engine.kernels.blas import BlasEuler, BlasShears
+from hdnn.engine.kernels.cpu import CpuEuler, CpuShears
+from hdnn.engine.kernels.protocol import Stack, schedule
 from hdnn.integrators import splitting
 from strategies import ACTIVATIONS, Random, seeds
 
@@ -37,15 +41,22 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype, samples: int = 1) -
     return bool(((found - wanted).abs().max() <= TOLERANCE[dtype] * scale).item())
 
 
+CPU = torch.device("cpu")
+
+
+def shears(path: str, *description) -> CpuShears | BlasShears:
+    return {"tiles": CpuShears, "blas": BlasShears}[path](Stack(*description))
+
+
 class Split:
     """A random shear stack, and the reference for it by autograd in float64."""
 
-    def __init__(self, normal: Random, m, r_p, r_q, N, B, kind, half, layer) -> None:
+    def __init__(self, normal: Random, m, r_p, r_q, N, B, kind, turns, inverse=False) -> None:
         if kind == "identity":
             r_p = r_q = m
-        self.kind = kind
-        self.half = torch.tensor(half, dtype=torch.int64)
-        self.layer = torch.tensor(layer, dtype=torch.int64)
+        self.kind, self.turns, self.inverse, self.rows = kind, tuple(turns), inverse, (r_p, r_q)
+        half, layer = schedule(self.turns, N, inverse)
+        self.order = list(zip(half.tolist(), layer.tolist(), strict=True))
         weights = [normal(N, r, m) / m**0.5 for r in (r_p, r_q)]
         biases = [normal(N, r) for r in (r_p, r_q)]
         moves = [normal(N, r, m) / m**0.5 for r in (r_p, r_q)] if kind == "general" else []
@@ -57,7 +68,7 @@ class Split:
         K_p, K_q, b_p, b_q, *V, coef = tensors
         sigma = activations.get(activation)
         p, q = y.chunk(2, -1)
-        for half, j, c in zip(self.half.tolist(), self.layer.tolist(), coef, strict=True):
+        for (half, j), c in zip(self.order, coef, strict=True):
             K, b, source = (K_p, b_p, p) if half else (K_q, b_q, q)
             z = sigma(source @ K[j].mT + b[j])
             if self.kind != "identity":
@@ -65,26 +76,29 @@ class Split:
             p, q = (p, q + c * z) if half else (p + c * z, q)
         return torch.cat([p, q], -1)
 
-    def arguments(self, dtype: torch.dtype) -> list[Tensor | None]:
+    def arguments(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         *weights, coef = [t.to(dtype) for t in self.tensors]
         V = weights[4:] or [None, None]
-        return [*weights[:4], *V, self.half, self.layer, coef]
+        return *weights[:4], *V, coef
 
-    def check(self, dtype: torch.dtype, activation: str) -> None:
+    def kernel(self, path: str, dtype: torch.dtype, activation: str) -> CpuShears | BlasShears:
+        N, sizes = len(self.tensors[0]), (len(self.y), self.y.shape[1], self.rows)
+        how = (activation, self.kind, N, self.turns, self.inverse)
+        return shears(path, *how, *sizes, dtype, CPU)
+
+    def check(self, path: str, dtype: torch.dtype, activation: str) -> None:
         # The reference starts from the same rounded numbers.
         leaves = [t.to(dtype).double().clone().requires_grad_() for t in (self.y, *self.tensors)]
         y_N = self.run(leaves[0], activation, leaves[1:])
         wanted = torch.autograd.grad(
             y_N, leaves, self.g.to(dtype).double(), allow_unused=True, materialize_grads=True
         )
-        arguments = self.arguments(dtype)
-        how = (*arguments, activation, self.kind)
-        found, kept = cpu.split_forward(self.y.to(dtype), *how, keep=True)
+        tensors, kernel = self.arguments(dtype), self.kernel(path, dtype, activation)
+        found, kept = kernel.forward(self.y.to(dtype), tensors, True)
         assert close(found, y_N.detach(), dtype)
-        y_0, *undone = cpu.split_backward(y_N.detach().to(dtype), self.g.to(dtype), *how)
+        y_0, undone = kernel.undo(y_N.detach().to(dtype), self.g.to(dtype), tensors)
         assert close(y_0, leaves[0].detach(), dtype)
-        nothing, *stored = cpu.split_backward(None, self.g.to(dtype), *how, kept=kept)
-        assert nothing is None
+        stored = kernel.backward(kept, self.g.to(dtype), tensors)
         for grads in (undone, stored):
             present = [g for g in grads if g is not None]
             assert len(present) == (8 if self.kind == "general" else 6)
@@ -93,30 +107,20 @@ class Split:
 
 
 @st.composite
-def schedules(draw) -> tuple[int, list[int], list[int]]:
-    N = draw(st.integers(1, 5))
-    shears = draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, N - 1)), max_size=9))
-    return N, [half for half, _ in shears], [j for _, j in shears]
+def schedules(draw) -> tuple[int, list[int], bool]:
+    """Layers, which half moves in each of their shears, and whether the last runs first."""
+    turns = draw(st.lists(st.integers(0, 1), min_size=1, max_size=7))
+    return draw(st.integers(0, 5)), turns, draw(st.booleans())
 
 
-def of_scheme(shears: tuple[splitting.Shear, ...], N: int) -> tuple[list[int], list[int]]:
-    """Half and layer of each shear of N layers of a scheme."""
-    half = [0 if which == "p" else 1 for which, _ in shears] * N
-    return half, [j for j in range(N) for _ in shears]
+def of_scheme(shears: tuple[splitting.Shear, ...]) -> list[int]:
+    """Which half moves in each shear of a layer of a scheme."""
+    return [int(which == "q") for which, _ in shears]
 
 
 @pytest.fixture(params=["tiles", "blas"])
-def on_path(request, monkeypatch) -> str:
-    monkeypatch.setattr(cpu, "path", lambda *sizes: request.param)
-    monkeypatch.setattr(cpu, "_sizes", cpu._Sizes)  # which would remember another path
+def path(request) -> str:
     return request.param
-
-
-def force(path: str) -> pytest.MonkeyPatch:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(cpu, "path", lambda *sizes: path)
-    patch.setattr(cpu, "_sizes", cpu._Sizes)
-    return patch
 
 
 @given(
@@ -127,37 +131,37 @@ def force(path: str) -> pytest.MonkeyPatch:
 def test_any_schedule_of_shears_has_the_values_and_gradients_of_the_definition(
     seed, m, r_p, r_q, B, schedule, dtype, kind, path, activation
 ):
-    stack = Split(Random(seed), m, r_p, r_q, schedule[0], B, kind, *schedule[1:])
-    patch = force(path)
-    try:
-        stack.check(dtype, activation)
-    finally:
-        patch.undo()
+    N, turns, inverse = schedule
+    stack = Split(Random(seed), m, r_p, r_q, N, B, kind, turns, inverse)
+    stack.check(path, dtype, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shears", [splitting.SEMI_IMPLICIT_EULER, splitting.YOSHIDA4])
-def test_every_activation_is_exact_over_several_layers(shears, activation, dtype, on_path):
-    stack = Split(Random(7), 3, 4, 5, 3, 70, "same", *of_scheme(shears, 3))
-    stack.check(dtype, activation)
+def test_every_activation_is_exact_over_several_layers(shears, activation, dtype, path):
+    stack = Split(Random(7), 3, 4, 5, 3, 70, "same", of_scheme(shears))
+    stack.check(path, dtype, activation)
 
 
 @pytest.mark.parametrize("name", ["h2", "verlet", "yoshida4", "ms3"])
-def test_schemes_are_schedules_of_shears(name, on_path):
-    shears = {found: key for key, (found, _) in splitting.NAMES.items()}[name]
+def test_schemes_are_schedules_of_shears(name, path):
+    scheme = {found: key for key, (found, _) in splitting.NAMES.items()}[name]
     normal, m, N, h = Random(3), 3, 4, 0.3
     K_p, K_q, b_p, b_q = normal(N, 4, m), normal(N, 2, m), normal(N, 4), normal(N, 2)
     y = normal(130, 2 * m)
-    half, layer = of_scheme(shears, N)
-    signed = [-h * part if which == "p" else h * part for which, part in shears]
-    coef = torch.tensor(signed * N, dtype=torch.float64)
-    found, _ = cpu.split_forward(
-        y, K_p, K_q, b_p, b_q, None, None, torch.tensor(half), torch.tensor(layer), coef,
-        "tanh", "same",
-    )  # fmt: skip
-    wanted = functional.split(y, K_p, K_q, b_p, b_q, h, shears=shears)
+    signed = [-h * part if which == "p" else h * part for which, part in scheme]
+    coef, turns = torch.tensor(signed * N, dtype=torch.float64), tuple(of_scheme(scheme))
+    kernel = shears(path, "tanh", "same", N, turns, False, 130, 6, (4, 2), torch.float64, CPU)
+    found, _ = kernel.forward(y, (K_p, K_q, b_p, b_q, None, None, coef), False)
+    wanted = functional.split(y, K_p, K_q, b_p, b_q, h, shears=scheme)
     assert close(found, wanted, torch.float64)
+
+
+def euler(path: str, kind: str, y: Tensor, K: Tensor, activation: str) -> CpuEuler | BlasEuler:
+    N, r, n = K.shape
+    made = {"tiles": CpuEuler, "blas": BlasEuler}[path]
+    return made(Stack(activation, kind, N, (), False, len(y), n, (r,), y.dtype, CPU))
 
 
 def euler_reference(y: Tensor, K, b, h, V, activation: str) -> Tensor:
@@ -194,13 +198,10 @@ def test_any_euler_stack_has_the_values_and_gradients_of_the_definition(
     )
     y, K, b, h, *V = (t.detach().to(dtype) for t in leaves)
     V = V[0] if V else None
-    patch = force(path)
-    try:
-        found, kept = cpu.euler_forward(y, K, b, V, h, activation, kind, True)
-        last, nothing = cpu.euler_forward(y, K, b, V, h, activation, kind, False)
-        g_0, dK, db, dV, dh = cpu.euler_backward(kept, g, K, b, V, h, activation, kind)
-    finally:
-        patch.undo()
+    kernel, tensors = euler(path, kind, y, K, activation), (K, b, V, h)
+    found, kept = kernel.forward(y, tensors, True)
+    last, nothing = kernel.forward(y, tensors, False)
+    g_0, dK, db, dV, dh = kernel.backward(kept, g, tensors)
     assert nothing is None
     assert close(found, states[-1].detach(), dtype)
     assert close(last, found, dtype)
@@ -211,33 +212,34 @@ def test_any_euler_stack_has_the_values_and_gradients_of_the_definition(
 
 
 @pytest.mark.parametrize("name", ["h1", "ms2"])
-def test_h1_and_ms2_are_euler_stacks(name, on_path):
+def test_h1_and_ms2_are_euler_stacks(name, path):
     normal, n, N, h = Random(5), 6, 5, 0.2
     y, K, b = normal(70, n), normal(N, n, n), normal(N, n)
     steps = torch.full((N,), h, dtype=torch.float64)
+
+    def last(kind: str, V: Tensor | None) -> Tensor:
+        return euler(path, kind, y, K, "tanh").forward(y, (K, b, V, steps), True)[0]
+
     if name == "h1":
         wanted = functional.h1(y, K, b, h, engine="reference")
-        found, _ = cpu.euler_forward(y, K, b, None, steps, "tanh", "canonical", True)
-        assert close(found, wanted, torch.float64)
+        assert close(last("canonical", None), wanted, torch.float64)
         V = torch.cat([-K[..., n // 2 :], K[..., : n // 2]], -1)  # K J^T
-        found, _ = cpu.euler_forward(y, K, b, V, steps, "tanh", "general", True)
+        assert close(last("general", V), wanted, torch.float64)
     else:
         K = K - K.mT
         wanted = functional.ms2(y, K, b, h, engine="reference")
-        found, _ = cpu.euler_forward(y, K, b, None, steps, "tanh", "identity", True)
-    assert close(found, wanted, torch.float64)
+        assert close(last("identity", None), wanted, torch.float64)
 
 
 @pytest.mark.parametrize("m", [2, 8, 32])
-def test_float32_gradients_of_64_layers_are_within_1e_5(m, on_path):
-    stack = Split(
-        Random(m), m, m, m, 64, 125, "same", *of_scheme(splitting.SEMI_IMPLICIT_EULER, 64)
-    )
+def test_float32_gradients_of_64_layers_are_within_1e_5(m, path):
+    stack = Split(Random(m), m, m, m, 64, 125, "same", [0, 1])
     stack.tensors[-1] = torch.tensor([-0.1, 0.1] * 64, dtype=torch.float64)
     arguments = stack.arguments(torch.float32)
     y, g = stack.y.float(), torch.ones_like(stack.y.float())
-    _, kept = cpu.split_forward(y, *arguments, "tanh", "same", keep=True)
-    _, *found = cpu.split_backward(None, g, *arguments, "tanh", "same", kept=kept)
+    kernel = stack.kernel(path, torch.float32, "tanh")
+    _, kept = kernel.forward(y, arguments, True)
+    found = kernel.backward(kept, g, arguments)
     leaves = [t.float().double().requires_grad_() for t in (stack.y, *stack.tensors)]
     out = stack.run(leaves[0], "tanh", leaves[1:])
     wanted = torch.autograd.grad(out, leaves, g.double())
@@ -248,21 +250,27 @@ def test_float32_gradients_of_64_layers_are_within_1e_5(m, on_path):
 # Activations alone: identity weights and one layer, so that y_1 - y_0 is sigma(y_0)
 
 
+def alone(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """sigma(x) and its slope, by the tiles, for x (B, 1)."""
+    one, zero = torch.ones(1, 1, 1, dtype=x.dtype), torch.zeros(1, 1, dtype=x.dtype)
+    y = torch.cat([torch.zeros_like(x), x], 1)
+    tensors = (one, one, zero, zero, None, None, torch.ones(1, dtype=x.dtype))
+    sizes = (len(x), 2, (1, 1), x.dtype, CPU)
+    kernel = shears("tiles", activation, "identity", 1, (0,), False, *sizes)
+    z, kept = kernel.forward(y, tensors, True)
+    g = torch.tensor([[1.0, 0.0]], dtype=x.dtype).repeat(len(y), 1)
+    return z[:, :1], kernel.backward(kept, g, tensors)[0][:, 1:]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_and_slopes_are_exact_to_rounding(activation, dtype):
     x = torch.cat([torch.linspace(-30, 30, 40001), torch.logspace(-12, 3, 500)]).to(dtype)
     x = torch.cat([x, -x]).unsqueeze(1)
-    one, zero = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    y = torch.cat([torch.zeros_like(x), x], 1)
-    schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
-    arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
-    z = cpu.split_forward(y, *arguments)[0][:, 0]
-    g = torch.tensor([[1.0, 0.0]], dtype=dtype).repeat(len(y), 1)
-    slope = cpu.split_backward(y, g, *arguments)[1][:, 1]
+    z, slope = alone(x, activation)
     sigma, x = activations.get(activation), x.double()
     ulps = 8 * torch.finfo(dtype).eps
-    for found, wanted in ((z, sigma(x)[:, 0]), (slope, sigma.slope(x)[:, 0])):
+    for found, wanted in ((z, sigma(x)), (slope, sigma.slope(x))):
         assert ((found - wanted).abs() <= ulps * wanted.abs().clamp_min(1.0)).all()
 
 
@@ -270,13 +278,9 @@ def test_activations_and_slopes_are_exact_to_rounding(activation, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_values_keep_their_digits(activation, dtype):
     x = torch.logspace(-12, -1, 300).to(dtype).unsqueeze(1)
-    one, zero = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    y = torch.cat([torch.zeros_like(x), x], 1)
-    schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
-    arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
-    z, _ = cpu.split_forward(y, *arguments)
+    z, _ = alone(x, activation)
     wanted = activations.get(activation)(x.double())
-    assert torch.allclose(z[:, :1].double(), wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
+    assert torch.allclose(z.double(), wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -285,16 +289,10 @@ def test_activations_and_slopes_are_right_at_huge_arguments(activation, dtype):
     largest = torch.finfo(dtype).max
     x = torch.logspace(2, math.log10(largest), 200, dtype=torch.float64).clamp_max(largest)
     x = torch.cat([x, -x]).to(dtype).unsqueeze(1)
-    one, zero = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    y = torch.cat([torch.zeros_like(x), x], 1)
-    schedule = torch.tensor([0]), torch.tensor([0]), torch.ones(1, dtype=dtype)
-    arguments = (one, one, zero, zero, None, None, *schedule, activation, "identity")
-    z, kept = cpu.split_forward(y, *arguments, keep=True)
-    g = torch.tensor([[1.0, 0.0]], dtype=dtype).repeat(len(y), 1)
-    slope = cpu.split_backward(None, g, *arguments, kept=kept)[1][:, 1]
+    z, slope = alone(x, activation)
     sigma, size = activations.get(activation), torch.finfo(dtype).eps
-    assert torch.allclose(z[:, 0].double(), sigma(x.double())[:, 0], rtol=8 * size, atol=1e-30)
-    assert torch.allclose(slope.double(), sigma.slope(x.double())[:, 0], rtol=8 * size, atol=1e-30)
+    assert torch.allclose(z.double(), sigma(x.double()), rtol=8 * size, atol=1e-30)
+    assert torch.allclose(slope.double(), sigma.slope(x.double()), rtol=8 * size, atol=1e-30)
 
 
 @pytest.mark.parametrize("B", [1, 63, 64, 65])
@@ -314,19 +312,18 @@ def test_lanes_without_a_sample_add_nothing_to_the_gradients(B):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_not_finite_stays_so(activation, value, dtype, on_path):
-    stack = Split(Random(0), 2, 2, 2, 2, 70, "same", [0, 1, 0, 1], [0, 0, 1, 1])
-    y = stack.y.to(dtype)
-    clean, _ = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
+def test_what_is_not_finite_stays_so(activation, value, dtype, path):
+    stack = Split(Random(0), 2, 2, 2, 2, 70, "same", [0, 1])
+    y, tensors = stack.y.to(dtype), stack.arguments(dtype)
+    kernel = stack.kernel(path, dtype, activation)
+    clean, _ = kernel.forward(y, tensors, False)
     y[3, 1] = value
-    y_N, _ = cpu.split_forward(y, *stack.arguments(dtype), activation, "same")
+    y_N, _ = kernel.forward(y, tensors, False)
     assert not y_N[3].isfinite().all()
     others = torch.arange(70) != 3
     assert torch.equal(y_N[others], clean[others])
     if value != value:
-        _, g_0, dK_p, *_ = cpu.split_backward(
-            y_N, torch.ones_like(y), *stack.arguments(dtype), activation, "same"
-        )
+        _, (g_0, dK_p, *_) = kernel.undo(y_N, torch.ones_like(y), tensors)
         assert dK_p.isnan().any()
         assert g_0[others].isfinite().all()
 
@@ -335,15 +332,15 @@ def test_what_is_not_finite_stays_so(activation, value, dtype, on_path):
 
 
 def gradients(stack: Split) -> list[Tensor]:
-    arguments = stack.arguments(torch.float32)
-    y_N, kept = cpu.split_forward(stack.y.float(), *arguments, "tanh", "same", keep=True)
-    found = cpu.split_backward(None, stack.g.float(), *arguments, "tanh", "same", kept=kept)
+    kernel, tensors = stack.kernel("tiles", torch.float32, "tanh"), stack.arguments(torch.float32)
+    y_N, kept = kernel.forward(stack.y.float(), tensors, True)
+    found = kernel.backward(kept, stack.g.float(), tensors)
     return [y_N, *(t for t in found if t is not None)]
 
 
 @pytest.fixture
 def stack() -> Split:
-    return Split(Random(1), 6, 6, 6, 8, 2000, "same", *of_scheme(splitting.VERLET, 8))
+    return Split(Random(1), 6, 6, 6, 8, 2000, "same", of_scheme(splitting.VERLET))
 
 
 @pytest.fixture
@@ -385,12 +382,11 @@ def test_a_forked_process_runs_stacks_too():
 import os, sys, warnings
 import torch
 sys.path[:0] = ["tests", "tests/engine"]
-from hdnn.engine.kernels import cpu
 from strategies import Random
 import test_engine_cpu as tests
 torch.set_num_threads(2)
-schedule = tests.of_scheme(tests.splitting.VERLET, 8)
-stack = tests.Split(Random(1), 6, 6, 6, 8, 2000, "same", *schedule)
+turns = tests.of_scheme(tests.splitting.VERLET)
+stack = tests.Split(Random(1), 6, 6, 6, 8, 2000, "same", turns)
 wanted = tests.gradients(stack)
 child = os.fork()
 if child == 0:
@@ -402,7 +398,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_nothing_is_compiled_again_for_new_sizes():
     for m, B, N in ((2, 5, 2), (3, 100, 4), (5, 300, 1)):
-        Split(Random(0), m, m, m, N, B, "same", [0, 1], [0, 0]).check(torch.float32, "tanh")
+        Split(Random(0), m, m, m, N, B, "same", [0, 1]).check("tiles", torch.float32, "tanh")
         if m == 2:
             before = dict(tiles._compiled)
     assert tiles._compiled == before
@@ -413,13 +409,27 @@ def test_importing_the_module_does_not_import_numba():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_blas_runs_only_few_samples_of_wide_layers():
-    assert cpu.path(2, 2, 125, torch.float32) == "tiles"
-    assert cpu.path(256, 256, 1000, torch.float32) == "tiles"
-    assert cpu.path(256, 256, 1, torch.float32) == "blas"
-    assert cpu.path(256, 256, 0, torch.float32) == "tiles"
-    assert cpu.path(256, 256, 1, torch.float64) == "blas"
-    assert cpu.path(16, 16, 1, torch.float64) == "tiles"
+@pytest.mark.parametrize(
+    ("width", "samples", "dtype", "faster"),
+    [
+        (2, 125, torch.float32, False),
+        (256, 1000, torch.float32, False),
+        (256, 1, torch.float32, True),
+        (256, 0, torch.float32, False),
+        (256, 1, torch.float64, True),
+        (16, 1, torch.float64, False),
+    ],
+)
+def test_blas_runs_only_few_samples_of_wide_layers(width, samples, dtype, faster):
+    stack = Stack("tanh", "same", 3, (0, 1), False, samples, 2 * width, (2, width), dtype, CPU)
+    assert dispatch.blas_is_faster(stack) == faster
+    made = dispatch.kernel(stack, "fused", hdnn.engine.Settings())
+    assert type(made) is (BlasShears if faster else CpuShears)
+
+
+def test_gradients_of_weights_that_no_shear_uses_are_zero(path):
+    stack = Split(Random(0), 2, 3, 3, 2, 40, "same", [0])
+    stack.check(path, torch.float64, "tanh")
 
 
 def test_without_a_place_on_disk_kernels_are_compiled_all_the_same(monkeypatch):

@@ -17,6 +17,8 @@ import torch
 
 from hdnn import activations, interconnection
 from hdnn.engine.kernels import triton as engine
+from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, schedule
+from hdnn.engine.kernels.triton import TritonEuler, TritonShears
 from hdnn.errors import OptionError, ShapeError
 
 SCHEMES = {
@@ -29,9 +31,10 @@ SCHEMES = {
 TOLERANCE = {"ieee": 1e-5, "tf32x3": 1e-5, "tf32": 3e-3, "bf16": 5e-2}
 
 
-def split_reference(y, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef, activation, kind):
+def split_reference(y, K_p, K_q, b_p, b_q, V_p, V_q, coef, turns, activation, kind):
     sigma = activations.get(activation)
     p, q = y.chunk(2, -1)
+    half, layer = schedule(turns, len(K_p), False)
     for s, (turn, j) in enumerate(zip(half.tolist(), layer.tolist(), strict=True)):
         source, K, b, V = (p, K_p, b_p, V_p) if turn else (q, K_q, b_q, V_q)
         z = sigma(source @ K[j].T + b[j])
@@ -54,11 +57,18 @@ def euler_reference(y, K, b, V, h, activation, kind):
     return y
 
 
-def schedule(scheme, N, h):
-    shears = SCHEMES[scheme] * N
-    half = torch.tensor([turn for turn, _ in shears], dtype=torch.int32)
-    layer = torch.arange(N, dtype=torch.int32).repeat_interleave(len(SCHEMES[scheme]))
-    return half, layer, torch.tensor([h * fraction for _, fraction in shears])
+def shears(y, tensors, scheme, activation="tanh", kind="same", *options):
+    """The kernel of a scheme for such tensors."""
+    K_p, K_q = tensors[:2]
+    turns, rows = tuple(turn for turn, _ in SCHEMES[scheme]), (K_p.shape[1], K_q.shape[1])
+    sizes = (*y.shape, rows, y.dtype, y.device)
+    return TritonShears(Stack(activation, kind, len(K_p), turns, False, *sizes), *options)
+
+
+def euler(y, K, activation="tanh", kind="general", *options):
+    N, r, _ = K.shape
+    sizes = (*y.shape, (r,), y.dtype, y.device)
+    return TritonEuler(Stack(activation, kind, N, (), False, *sizes), *options)
 
 
 def error(got, wanted):
@@ -87,7 +97,7 @@ def gradients(function, tensors, g):
 
 def split_errors(
     B, m, r_p, r_q, N, *, activation="tanh", kind="same", precision="ieee", scheme="h2",
-    deterministic=False, device="cpu", h=0.1, weights="float32",
+    deterministic=False, device="cpu", h=0.1,
 ):  # fmt: skip
     random = torch.Generator().manual_seed(B + m + N)
 
@@ -98,46 +108,41 @@ def split_errors(
     V_p, V_q = None, None
     if kind == "general":
         V_p, V_q = draw(N, r_p, m) / math.sqrt(m), draw(N, r_q, m) / math.sqrt(m)
-    dtype = getattr(torch, weights)
-    given = (K_p, K_q, 0.1 * draw(N, r_p), 0.1 * draw(N, r_q), V_p, V_q)
-    tensors = (draw(B, 2 * m), *(None if w is None else w.to(dtype) for w in given))
-    g, (half, layer, coef) = draw(B, 2 * m), schedule(scheme, N, h)
+    weights = (K_p, K_q, 0.1 * draw(N, r_p), 0.1 * draw(N, r_q), V_p, V_q)
+    coef = torch.tensor([h * fraction for _, fraction in SCHEMES[scheme]] * N)
+    tensors, g = (draw(B, 2 * m), *weights, coef), draw(B, 2 * m)
+    turns = tuple(turn for turn, _ in SCHEMES[scheme])
 
     def reference(*leaves):
-        *inputs, c = leaves
-        return split_reference(*inputs, half, layer, c, activation, kind)
+        return split_reference(*leaves, turns, activation, kind)
 
-    y_N, wanted = gradients(reference, (*tensors, coef), g)
-    y, *others = (None if t is None else t.to(device) for t in (*tensors, half, layer, coef))
-    options = {"alternating": scheme in ("h2", "ms1")}
-    out, nothing = engine.split_forward(y, *others, activation, kind, precision, **options)
+    y_N, wanted = gradients(reference, tensors, g)
+    y, *others = (None if t is None else t.to(device) for t in tensors)
+    kernel = shears(y, others, scheme, activation, kind, precision, deterministic)
+    out, nothing = kernel.forward(y, others, False)
     assert nothing is None
-    same, kept = engine.split_forward(y, *others, activation, kind, precision, **options, keep=True)
+    same, kept = kernel.forward(y, others, True)
     assert torch.equal(out, same)
-    settings = (activation, kind, precision, deterministic)
-    got = engine.split_backward(out, g.to(device), *others, *settings, **options)
-    stored = engine.split_backward(None, g.to(device), *others, *settings, **options, kept=kept)
-    assert stored[0] is None
+    y_0, got = kernel.undo(out, g.to(device), others)
+    stored = kernel.backward(kept, g.to(device), others)
     names = ("y_N", "y_0", "g_0", "dK_p", "dK_q", "db_p", "db_q", "dV_p", "dV_q", "dcoef")
-    undone = compare(names, (out, *got), (y_N, tensors[0].double(), *wanted))
-    found = compare(names[2:], stored[1:], wanted)
+    undone = compare(names, (out, y_0, *got), (y_N, tensors[0].double(), *wanted))
+    found = compare(names[2:], stored, wanted)
     return undone | {f"{name}, stored": error for name, error in found.items()}
 
 
 def euler_errors(
     B, n, r, N, *, activation="tanh", kind="general", precision="ieee", deterministic=False,
-    device="cpu", h=0.1, weights="float32",
+    device="cpu", h=0.1,
 ):  # fmt: skip
     random = torch.Generator().manual_seed(B + n + N)
 
     def draw(*shape):
         return torch.randn(*shape, generator=random)
 
-    dtype = getattr(torch, weights)
     V = draw(N, r, n) / math.sqrt(n) if kind == "general" else None
-    given = (draw(N, r, n) / math.sqrt(n), 0.1 * draw(N, r), V)
-    rounded = (None if w is None else w.to(dtype) for w in given)
-    tensors = (draw(B, n), *rounded, torch.full((N,), h))
+    weights = (draw(N, r, n) / math.sqrt(n), 0.1 * draw(N, r), V)
+    tensors = (draw(B, n), *weights, torch.full((N,), h))
     g = draw(B, n)
 
     def reference(*leaves):
@@ -145,11 +150,11 @@ def euler_errors(
 
     y_N, wanted = gradients(reference, tensors, g)
     y, *others = (None if t is None else t.to(device) for t in tensors)
-    settings = (activation, kind, precision)
-    out, _ = engine.euler_forward(y, *others, *settings)
-    last, kept = engine.euler_forward(y, *others, *settings, keep=True)
+    kernel = euler(y, others[0], activation, kind, precision, deterministic)
+    out, _ = kernel.forward(y, others, False)
+    last, kept = kernel.forward(y, others, True)
     assert torch.equal(kept.view(N + 1, B, n)[0], y)
-    got = engine.euler_backward(kept, g.to(device), *others, *settings, deterministic)
+    got = kernel.backward(kept, g.to(device), others)
     names = ("y_N", "last state", "g_0", "dK", "db", "dV", "dh")
     return compare(names, (out, last, *got), (y_N, y_N, *wanted))
 
@@ -203,21 +208,11 @@ GROUPS = {
     ],
     "activations": [
         (stack, sizes, {"activation": activation, **options})
-        for activation in engine.ACTIVATIONS
+        for activation in ACTIVATIONS
         for stack, sizes, options in (
             ("split", (20, 4, 4, 4, 2), {}),
             ("euler", (20, 4, 4, 2), {}),
             ("euler", (20, 4, 5, 2), {"kind": "canonical"}),
-        )
-    ],
-    "half weights": [
-        (stack, sizes, {"weights": dtype, **options})
-        for dtype in ("bfloat16", "float16")
-        for stack, sizes, options in (
-            ("split", (20, 5, 5, 6, 2), {"kind": "general"}),
-            ("split", (20, 16, 16, 16, 2), {}),
-            ("euler", (20, 10, 12, 2), {}),
-            ("euler", (20, 32, 32, 2), {"kind": "canonical"}),
         )
     ],
 }
@@ -294,22 +289,24 @@ def test_deterministic_gradients_are_equal_to_the_last_bit():
         return torch.randn(*shape, generator=random, device="cuda")
 
     weights = (draw(20, 16, 16) / 4, draw(20, 16, 16) / 4, draw(20, 16), draw(20, 16), None, None)
-    shears = tuple(t.cuda() for t in schedule("yoshida", 20, 0.1))
+    coef = torch.tensor([0.1 * part for _, part in SCHEMES["yoshida"]] * 20).cuda()
     y, g = draw(5000, 32), draw(5000, 32)
-    runs = [engine.split_backward(y, g, *weights, *shears, deterministic=True) for _ in range(3)]
+    kernel = shears(y, weights, "yoshida", "tanh", "same", "tf32", True)
+    runs = [kernel.undo(y, g, (*weights, coef))[1] for _ in range(3)]
     for other in runs[1:]:
         assert all(a is b or torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
 def h2_on_gpu(device="cuda"):
-    """y, the weights and the schedule of a small H2 stack."""
+    """y, the tensors of a small H2 stack, and its kernel."""
     random = torch.Generator(device).manual_seed(0)
 
     def draw(*shape):
         return torch.randn(*shape, generator=random, device=device)
 
-    weights = (draw(4, 16, 16) / 4, draw(4, 16, 16) / 4, draw(4, 16), draw(4, 16))
-    return draw(100, 32), weights, tuple(t.to(device) for t in schedule("h2", 4, 0.1))
+    weights = (draw(4, 16, 16) / 4, draw(4, 16, 16) / 4, draw(4, 16), draw(4, 16), None, None)
+    y, tensors = draw(100, 32), (*weights, torch.tensor([-0.1, 0.1] * 4).to(device))
+    return y, tensors, shears(y, tensors, "h2")
 
 
 def shifted(t):
@@ -319,22 +316,22 @@ def shifted(t):
 
 @pytest.mark.gpu
 def test_repeated_calls_look_again_at_where_the_tensors_lie():
-    y, (K_p, *rest), shears = h2_on_gpu()
-    wanted = engine.split_forward(y, K_p, *rest, None, None, *shears)[0]
+    y, (K_p, *rest), kernel = h2_on_gpu()
+    wanted = kernel.forward(y, (K_p, *rest), False)[0]
     for state, K in [(shifted(y), K_p), (y, shifted(K_p)), (y.clone(), K_p.clone())] * 2:
-        assert torch.equal(engine.split_forward(state, K, *rest, None, None, *shears)[0], wanted)
+        assert torch.equal(kernel.forward(state, (K, *rest), False)[0], wanted)
 
 
 @pytest.mark.gpu
 def test_kernels_run_on_the_current_stream():
-    y, weights, shears = h2_on_gpu()
-    wanted = engine.split_forward(y, *weights, None, None, *shears)[0]
+    y, tensors, kernel = h2_on_gpu()
+    wanted = kernel.forward(y, tensors, False)[0]
     late, stream = torch.zeros_like(y), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late.copy_(y)
-        out = engine.split_forward(late, *weights, None, None, *shears)[0]
+        out = kernel.forward(late, tensors, False)[0]
     stream.synchronize()
     assert torch.equal(out, wanted)
 
@@ -344,10 +341,10 @@ def test_kernels_run_on_the_current_stream():
 def test_kernels_run_where_their_tensors_are():
     results = []
     for device in ("cuda:0", "cuda:1", "cuda:1"):
-        y, weights, shears = h2_on_gpu(device)
+        y, tensors, kernel = h2_on_gpu(device)
         y = y * 0 + 0.1
-        weights = tuple(w * 0 + 0.1 for w in weights)
-        results.append(engine.split_forward(y, *weights, None, None, *shears)[0].cpu())
+        tensors = tuple(None if t is None else t * 0 + 0.1 for t in tensors)
+        results.append(kernel.forward(y, tensors, False)[0].cpu())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -355,53 +352,50 @@ def test_kernels_run_where_their_tensors_are():
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [16, 5])
 def test_autograd_takes_gradients_as_they_are(m):
-    _, _, shears = h2_on_gpu()
+    coef = torch.tensor([-0.1, 0.1] * 4, device="cuda")
     shapes = [(20, 2 * m), (4, m, m), (4, m, m), (4, m), (4, m)]
     leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
-    returned = []
+    returned, kernel = [], shears(leaves[0], leaves[1:], "h2")
 
-    class Stack(torch.autograd.Function):
+    class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, y, *weights):
-            y_N = engine.split_forward(y, *weights, None, None, *shears)[0]
+            y_N = kernel.forward(y, (*weights, None, None, coef), False)[0]
             ctx.save_for_backward(y_N, *weights)
             return y_N
 
         @staticmethod
         def backward(ctx, g):
             y_N, *weights = ctx.saved_tensors
-            _, *d, _, _, _ = engine.split_backward(y_N, g, *weights, None, None, *shears)
+            _, (*d, _, _, _) = kernel.undo(y_N, g, (*weights, None, None, coef))
             returned.extend(t.data_ptr() for t in d)
             return tuple(d)
 
-    Stack.apply(*leaves).backward(torch.ones(20, 2 * m, device="cuda"))
+    Function.apply(*leaves).backward(torch.ones(20, 2 * m, device="cuda"))
     assert [leaf.grad.data_ptr() for leaf in leaves] == returned
 
 
-def arguments(y):
-    n = y.shape[-1]
-    K = torch.zeros(1, n, n)
-    return y, K, torch.zeros(1, n), K, torch.zeros(1)
-
-
 def test_wrong_options_are_named():
+    y, K = torch.zeros(2, 4), torch.zeros(1, 4, 4)
     with pytest.raises(OptionError, match="precision 'fp8' is not known"):
-        engine.euler_forward(*arguments(torch.zeros(2, 4)), precision="fp8")
+        euler(y, K, "tanh", "general", "fp8")
     with pytest.raises(OptionError, match="kind 'some' is not known"):
-        engine.euler_forward(*arguments(torch.zeros(2, 4)), kind="some")
+        euler(y, K, "tanh", "some")
     with pytest.raises(OptionError, match="activation 'tahn' is not known"):
-        engine.euler_forward(*arguments(torch.zeros(2, 4)), "tahn")
+        euler(y, K, "tahn")
 
 
-def test_what_no_kernel_takes_is_an_error():
-    with pytest.raises(OptionError, match=r"in float32, but the state is torch\.float64"):
-        engine.euler_forward(*arguments(torch.zeros(2, 4, dtype=torch.float64)))
-    with pytest.raises(ShapeError, match="up to 256 features, but y has 300"):
-        engine.euler_forward(*arguments(torch.zeros(2, 300)))
-    with pytest.raises(ShapeError, match="even number of features, but has 3"):
-        engine.euler_forward(*arguments(torch.zeros(2, 3)), kind="canonical")
-    with pytest.raises(ShapeError, match="contiguous"):
-        engine.euler_forward(*arguments(torch.zeros(4, 2).T))
+@pytest.mark.parametrize(
+    ("y", "kind", "error", "message"),
+    [
+        (torch.zeros(2, 4).double(), "same", OptionError, r"but the state is torch\.float64"),
+        (torch.zeros(2, 300), "same", ShapeError, "up to 256 features, but y has 300"),
+        (torch.zeros(2, 3), "canonical", ShapeError, "even number of features, but has 3"),
+    ],
+)
+def test_what_no_kernel_takes_is_an_error(y, kind, error, message):
+    with pytest.raises(error, match=message):
+        euler(y, torch.zeros(1, 4, y.shape[1]), "tanh", kind)
 
 
 if __name__ == "__main__":

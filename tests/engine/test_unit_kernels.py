@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import hdnn
 from hdnn.engine import dispatch, units
 from hdnn.engine import drift as reversal
+from hdnn.engine.drift import ReversalWarning
 from hdnn.engine.kernels import pixels
-from hdnn.engine.stacks import ReversalWarning
 from hdnn.errors import TrainingError
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.unit import HamiltonianUnit

@@ -323,7 +323,7 @@ def test_what_cannot_be_trained_is_refused():
     quick(frozen, solver="joint")
 
 
-@pytest.mark.filterwarnings("ignore::hdnn.engine.stacks.ReversalWarning")  # no wonder
+@pytest.mark.filterwarnings("ignore::hdnn.engine.drift.ReversalWarning")  # no wonder
 @pytest.mark.parametrize("solver", ["newton", "joint"])
 def test_a_diverging_training_stops_and_names_the_epoch(solver):
     model = model_of(activation="relu", step=10.0, layers=8)

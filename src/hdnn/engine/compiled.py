@@ -1,73 +1,157 @@
-"""Inside `torch.compile`, a stack that other engines run becomes one operator."""
+"""Inside `torch.compile`, a stack that other engines run is one operator of the graph.
+
+Exporters see the layers one by one: their formats know no such operator.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.activations import Activation
-from hdnn.base.shapes import Step
-from hdnn.engine import Settings, dispatch
-from hdnn.integrators import splitting
+from hdnn.engine import Settings, autograd, dispatch
+from hdnn.engine.backprop import Stored, between
+from hdnn.engine.call import Call, coefficients, with_V
+from hdnn.engine.kernels.protocol import Stack
+from hdnn.engine.tracing import transformed
 
 
 @dataclass
-class Compiled:
-    """A stack as one operator of the graph."""
+class CompiledCall:
+    """As `prepared.PreparedCall`, for the compiler to trace."""
 
-    activation: str
-    kind: str
-    layers: int
-    shears: tuple[splitting.Shear, ...] | None
-    inverse: bool
-    how: str  # engine and backprop
+    engine: str
+    backprop: str
 
-    def __call__(
-        self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step
-    ) -> Tensor:
-        """As the calls in `hdnn.engine.calls`; kernels read no products that autocast rounded."""
-        with torch.autocast(y.device.type, enabled=False):
-            return self._run(y, weights, link, h)
+    def __call__(self, call: Call) -> Tensor:
+        # Kernels read no products that autocast rounded.
+        with torch.autocast(call.y.device.type, enabled=False):
+            return self._run(call)
 
-    def _run(self, y: Tensor, weights: tuple[Tensor, ...], link: Tensor | None, h: Step) -> Tensor:
-        from hdnn.engine import calls, operators
-
-        fused = self.how.startswith("fused")
-        wide = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype
+    def _run(self, call: Call) -> Tensor:
+        y, link = call.y, call.link
+        wide = torch.float32 if self.engine == "fused" and y.dtype in dispatch.HALF else y.dtype
         link = None if link is None else link.to(wide)
-        moving = calls.moving(tuple(w.to(wide) for w in weights), link)
-        halves, parts = calls.turns(self.shears, self.inverse)
-        coef = calls.coefficients(parts, h, self.layers, self.inverse, wide, y.device)
-        tensors = [t.contiguous() for t in (*moving, coef) if t is not None]
+        weights = with_V(tuple([w.to(wide) for w in call.weights]), link)
+        sizes = (len(call.weights[0]), call.inverse, wide, y.device)
+        coef = coefficients(call.fractions, call.h, *sizes)
+        tensors = [t.contiguous() for t in (*weights, coef) if t is not None]
         flat = y.reshape(-1, y.shape[-1]).to(wide).contiguous()
-        turns = "".join([str(half) for half in halves])
-        how = (turns, self.inverse, self.activation, self.kind, self.how)
-        return operators.stack(flat, tensors, *how)[0].reshape(y.shape).to(y.dtype)
+        turns = "".join([str(half) for half in call.turns])
+        how = (turns, call.inverse, call.sigma.name, call.kind, f"{self.engine} {self.backprop}")
+        return stack(flat, tensors, *how)[0].reshape(y.shape).to(y.dtype)
 
 
-def make(
-    y: Tensor,
-    sigma: Activation,
-    engine: str | None,
-    backprop: str | None,
-    kind: str,
-    N: int,
-    shears: tuple[splitting.Shear, ...] | None,
-    inverse: bool,
-) -> Compiled | None:
+def choose(call: Call, engine: str | None, backprop: str | None) -> CompiledCall | None:
     """The operator, or None if the compiler is to see each layer, as exporters always do."""
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
-    traced = _exporting() or dispatch.transformed() or not activations.is_registered(sigma)
-    plan = dispatch.plan_of_call(settings, y, sigma.name, N, shears, traced)
-    if plan.is_reference:
-        return None
-    return Compiled(sigma.name, kind, N, shears, inverse, f"{plan.engine} {plan.backprop}")
+    traced = _exporting() or transformed() or not activations.is_registered(call.sigma)
+    plan = dispatch.plan_of_call(settings, call, traced=traced)
+    return None if plan.is_reference else CompiledCall(plan.engine, plan.backprop)
 
 
 def _exporting() -> bool:
     """Whether the graph is for another program, which has no such operator."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)
     return True if is_exporting is None else is_exporting()  # PyTorch before 2.7 cannot tell
+
+
+# The operator
+
+
+def _describe(
+    y: Tensor, tensors: Sequence[Tensor], turns: str, inverse: bool, activation: str, kind: str
+) -> Stack:
+    (batch, n), (N, r, _) = y.shape, tensors[0].shape
+    halves = tuple([int(half) for half in turns])
+    rows = (r, tensors[1].shape[1]) if halves else (r,)
+    return Stack(activation, kind, N, halves, inverse, batch, n, rows, y.dtype, y.device)
+
+
+def _method(y: Tensor, tensors: Sequence[Tensor], *how: Any) -> Stored:
+    *options, names = how
+    engine, backprop = names.split()
+    settings = Settings(precision=dispatch.precision(Settings(), y))
+    return dispatch.method(_describe(y, tensors, *options), engine, backprop, settings)
+
+
+def _all(tensors: Sequence[Tensor], turns: str) -> tuple[Tensor | None, ...]:
+    """The tensors of a stack, with None for V where it is K or nothing."""
+    *weights, coef = tensors
+    full = 6 if turns else 3
+    return *weights, *[None] * (full - len(weights)), coef
+
+
+@torch.library.custom_op("hdnn::stack", mutates_args=())
+def stack(
+    y: Tensor,
+    tensors: Sequence[Tensor],
+    turns: str,
+    inverse: bool,
+    activation: str,
+    kind: str,
+    how: str,
+) -> tuple[Tensor, Tensor]:
+    """y_N, and what gradients come back from; `turns` is "01" if p moves first, then q."""
+    method = _method(y, tensors, turns, inverse, activation, kind, how)
+    return method.forward(y, _all(tensors, turns))
+
+
+@stack.register_fake
+def _(y, tensors, turns, inverse, activation, kind, how):
+    _, backprop = how.split()
+    N = tensors[0].shape[0]
+    if backprop == "reversible":
+        kept = y.shape
+    elif backprop == "checkpoint":
+        kept = (math.ceil(N / between(N)) - 1, *y.shape)
+    else:
+        shears, euler = dispatch.FUSED_KERNELS[y.device.type][0]
+        described = _describe(y, tensors, turns, inverse, activation, kind)
+        kept = ((shears if turns else euler).kept_size(described),)
+    return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(kept)
+
+
+@torch.library.custom_op("hdnn::stack_backward", mutates_args=())
+def stack_backward(
+    g: Tensor,
+    y: Tensor,
+    kept: Tensor,
+    tensors: Sequence[Tensor],
+    turns: str,
+    inverse: bool,
+    activation: str,
+    kind: str,
+    how: str,
+) -> list[Tensor]:
+    """The gradients of y and of all tensors."""
+    method = _method(y, tensors, turns, inverse, activation, kind, how)
+    with torch.no_grad():
+        grads = autograd.gradients(method, y, kept, g, _all(tensors, turns))
+    # Copies, because what a kernel returns may be pieces of one buffer, and an operator may not.
+    return [grad.clone() for grad in grads if grad is not None]
+
+
+@stack_backward.register_fake
+def _(g, y, kept, tensors, *_):
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (y, *tensors)]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    y, tensors, *ctx.how = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(y, output[1], *tensors)
+
+
+def _backward(ctx: Any, g: Tensor, _: Any) -> Any:
+    y, kept, *tensors = ctx.saved_tensors
+    g_0, *grads = stack_backward(g, y, kept, tensors, *ctx.how)
+    return g_0, grads, *[None] * 5
+
+
+stack.register_autograd(_backward, setup_context=_setup_context)

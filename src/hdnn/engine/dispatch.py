@@ -1,21 +1,33 @@
-"""Which engine runs a stack, and why."""
+"""Which engine runs a stack, and why; by which kernels, and from which states back."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
 
 from hdnn.base import memory
+from hdnn.base.shapes import autocasting
 from hdnn.engine import Settings
+from hdnn.engine.backprop import METHODS, Stored
+from hdnn.engine.call import Call
+from hdnn.engine.fixed import FixedShears
+from hdnn.engine.kernels.blas import BlasEuler, BlasShears
+from hdnn.engine.kernels.cpu import CpuEuler, CpuShears
+from hdnn.engine.kernels.plain import PlainEuler, PlainShears
+from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, installed
+from hdnn.engine.kernels.triton import TritonEuler, TritonShears
+from hdnn.engine.kernels.vectors import VECTOR_BYTES
+from hdnn.engine.tracing import constant, transformed, watched
 from hdnn.errors import MissingExtraError, OptionError
-from hdnn.integrators import splitting
 
-FUSED = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+__all__ = ["FUSED", "Plan", "kernel", "method", "plan", "stored_limit", "transformed", "watched"]
+
+FUSED = ACTIVATIONS
 HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
 NOT_REVERSIBLE = (
     'backprop="reversible" needs layers with an explicit inverse (H2, MS1, MS3, Verlet, Yoshida), '
@@ -68,11 +80,9 @@ def plan(
         raise OptionError(NOT_REVERSIBLE)
     if settings.state == "fixed":
         return _fixed_plan(settings, reversible)
-    missing = _why_not_fused(device, dtype, n, activation)
+    missing, error = _why_not_fused(device, dtype, n, activation)
     if engine == "fused" and missing:
-        raise (MissingExtraError if "install" in missing else OptionError)(
-            f'engine="fused" cannot run here: {missing}.'
-        )
+        raise error(f'engine="fused" cannot run here: {missing}.')
     if engine == "auto":
         worth, why = _worth_fusing(device, n, batch, reversible)
         if traced:
@@ -92,29 +102,23 @@ def plan(
     return Plan(engine, backprop, why)
 
 
-def plan_of_call(
-    settings: Settings,
-    y: Tensor,
-    activation: str,
-    N: int,
-    shears: tuple[splitting.Shear, ...] | None,
-    traced: bool,
-) -> Plan:
-    """The plan for a state y and N layers of shears, or of forward Euler."""
-    n = y.shape[-1]
+def plan_of_call(settings: Settings, call: Call, *, traced: bool) -> Plan:
+    """The plan for a call."""
+    y, n = call.y, call.y.shape[-1]
     return plan(
         settings,
-        reversible=shears is not None,
+        reversible=call.shears is not None,
         device=y.device,
         dtype=y.dtype,
         n=n,
         batch=y.numel() // n if n else 0,
-        steps=N * (1 if shears is None else len(shears)),
-        activation=activation,
+        steps=len(call.weights[0]) * (1 if call.shears is None else len(call.shears)),
+        activation=call.sigma.name,
         traced=traced,
     )
 
 
+@constant
 def stored_limit(device: torch.device) -> float:
     """How many bytes of states `auto` stores at most for one stack or unit on that device."""
     if device.type == "cuda":
@@ -136,39 +140,26 @@ def _fixed_plan(settings: Settings, reversible: bool) -> Plan:
     return Plan("reference", "reversible", 'state="fixed" is asked for')
 
 
-def _why_not_fused(device: torch.device, dtype: torch.dtype, n: int, activation: str) -> str:
-    """What is missing for a fused kernel, or nothing."""
+def _why_not_fused(
+    device: torch.device, dtype: torch.dtype, n: int, activation: str
+) -> tuple[str, type[OptionError] | type[MissingExtraError]]:
+    """What is missing for a fused kernel, or nothing, and the error that this is if asked for."""
     if activation not in FUSED:
-        return f"the kernels do not know the activation {activation!r}"
-    if device.type == "cpu":
-        if dtype not in (torch.float32, torch.float64, *HALF):
-            return f"the CPU kernel is not for {dtype}"
-        if not _installed("numba"):
-            return "numba is not installed: pip install 'hdnn[fast]'"
-        return ""
-    if device.type == "cuda":
-        if dtype not in (torch.float32, *HALF):
-            return f"the GPU kernel is for float32 and half precision, not {dtype}"
-        if n > 256:
-            return f"the GPU kernel is for up to 256 features, not {n}"
-        if not _installed("triton"):
-            return "triton is not installed: pip install 'hdnn[gpu]'"
-        return ""
-    return f"there is no kernel for {device.type}"
+        return f"the kernels do not know the activation {activation!r}", OptionError
+    if device.type not in FUSED_KERNELS:
+        return f"there is no kernel for {device.type}", OptionError
+    (shears, _), module, extra = FUSED_KERNELS[device.type]
+    why = shears.why_not(dtype, n)
+    if not why and not installed(module):
+        return f"{module} is not installed: pip install 'hdnn[{extra}]'", MissingExtraError
+    return why, OptionError
 
 
-def has_triton() -> bool:
-    """Whether kernels for a GPU can be compiled here."""
-    return _installed("triton")
-
-
-def _installed(module: str) -> bool:
-    return _found(module)
-
-
-@cache
-def _found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+FUSED_KERNELS: dict[str, tuple[tuple[Any, Any], str, str]] = {
+    "cpu": ((CpuShears, CpuEuler), "numba", "fast"),
+    "cuda": ((TritonShears, TritonEuler), "triton", "gpu"),
+}
+"""By device: the kernels of shears and of forward Euler, what compiles them, and its extra."""
 
 
 def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
@@ -184,38 +175,67 @@ def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) ->
     return True, "one kernel for all layers is faster than one an operation"
 
 
-def traced(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch is compiling or transforming the call, or some tensor is no plain one."""
-    plain = (Tensor, nn.Parameter, type(None))
-    return (
-        torch.compiler.is_compiling()
-        or any(type(t) not in plain or (t is not None and t.is_meta) for t in tensors)
-        or watched()
-        or transformed()
+# Kernels
+
+
+@lru_cache(maxsize=1024)
+def method(stack: Stack, engine: str, backprop: str, settings: Settings) -> Stored:
+    """How a stack of such sizes runs, by a plan: its kernels, and from which states back.
+
+    Of the settings, the precision must be resolved.
+    """
+    if settings.state == "fixed":
+        return Stored(stack, FixedShears)
+    return METHODS[backprop](stack, _maker(engine, settings), check=settings.check)
+
+
+def _maker(engine: str, settings: Settings) -> Callable[[Stack], Any]:
+    def make(stack: Stack) -> Any:
+        return kernel(stack, engine, settings)
+
+    return make
+
+
+def kernel(stack: Stack, engine: str, settings: Settings) -> Any:
+    """The kernel that runs a stack."""
+    euler = not stack.turns
+    if engine == "reference":
+        return (PlainShears, PlainEuler)[euler](stack)
+    if stack.device.type == "cpu" and blas_is_faster(stack):
+        return (BlasShears, BlasEuler)[euler](stack)
+    made = FUSED_KERNELS[stack.device.type][0][euler]
+    if stack.device.type == "cpu":
+        return made(stack)
+    return made(stack, settings.precision, settings.deterministic)
+
+
+# Where BLAS wins: weights of at least so many elements, where tiles are padded at least so much.
+BLAS_FROM = {
+    torch.float32: ((2**16, 1.5), (2**13, 3.0)),
+    torch.float64: ((2**13, 4.0),),
+}
+
+
+def blas_is_faster(stack: Stack) -> bool:
+    """Whether matrix products one by one beat the tiles of the CPU kernels.
+
+    Full tiles are faster at every width measured, up to 512. A last tile costs as much as a full
+    one, so that few samples and wide layers are left to BLAS.
+    """
+    lanes = VECTOR_BYTES // stack.dtype.itemsize
+    padded, elements = -(-stack.samples // lanes) * lanes, max(stack.rows) * stack.width
+    return any(
+        elements >= least and padded > waste * stack.samples
+        for least, waste in BLAS_FROM[stack.dtype]
     )
 
 
-def watched() -> bool:
-    """Whether PyTorch follows each operation: traced, counted, or with derivatives forwards."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def transformed() -> bool:
-    """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def batched(g: Tensor) -> bool:
-    """Whether g is many gradients at once, by `vmap` or `torch.autograd.grad(is_grads_batched)`."""
-    return transformed() or torch._C._functorch.is_legacy_batchedtensor(g)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-# `torch.compile` asks these while it traces, as torch.compiler.assume_constant_result has it, which
-# would import the compiler now. A PyTorch that does not know the mark sees a transform everywhere,
-# and so the layers one by one.
-for ask in (transformed, stored_limit, _installed):
-    ask._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+def precision(settings: Settings, y: Tensor) -> str:
+    """How a GPU multiplies: as asked, else as the dtype or PyTorch's own setting says."""
+    if settings.precision != "auto" or not y.is_cuda:
+        return settings.precision
+    dtype = torch.get_autocast_dtype("cuda") if autocasting(y.device) else y.dtype
+    if dtype in HALF:
+        return "bf16" if dtype == torch.bfloat16 else "tf32"
+    wanted = torch.get_float32_matmul_precision()
+    return {"high": "tf32", "medium": "bf16"}.get(wanted, "ieee")

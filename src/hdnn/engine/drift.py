@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.engine.dispatch import transformed
+from hdnn.engine.tracing import transformed
 from hdnn.errors import TrainingError
 
 WORTHLESS = 0.1  # of a state, by which the rebuilt one is off

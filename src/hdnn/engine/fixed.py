@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from hdnn import activations
-from hdnn.engine.kernels.plain import Shears, out, split_gradients
+from hdnn.engine.kernels.plain import PlainShears, moved_by, out
+from hdnn.engine.kernels.protocol import Tensors
 from hdnn.errors import TrainingError
 
 GRID = 2.0**40
@@ -36,35 +36,40 @@ def from_grid(Y: Tensor, dtype: torch.dtype) -> Tensor:
     return (Y.double() / GRID).to(dtype)
 
 
-def split_forward(y: Tensor, stack: Shears) -> Tensor:
-    """The integers of y_N, int64 (B, n), from y_0."""
-    sigma = activations.get(stack.activation)
-    Y, sizes = list(to_grid(y).chunk(2, -1)), [_largest(y)]
-    moves = []
-    for half, j, c in zip(stack.half.tolist(), stack.layer.tolist(), stack.coef, strict=True):
-        K, b, V = stack.part(half)
-        z = sigma(torch.addmm(b[j], from_grid(Y[1 - half], y.dtype), K[j].mT))
-        move = c * out(z, K, V, j, stack.kind)
-        Y[half] = Y[half] + to_grid(move)
-        moves.append(_largest(move))
-        sizes.append(_largest(from_grid(Y[half], torch.float64)) + moves[-1])
-    _check_limit(torch.stack(sizes))
-    _check_grain(sizes[0], torch.stack(moves))
-    return torch.cat(Y, -1)
+class FixedShears(PlainShears):
+    """A shear stack on the grid; what it keeps are the integers of y_N, int64 (B, n)."""
 
+    def forward(
+        self, y: Tensor, tensors: Tensors, keep: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        halves, sizes, moves = list(to_grid(y).chunk(2, -1)), [_largest(y)], []
+        for (half, j), c in zip(self.order, tensors[-1], strict=True):
+            K, b, V = moved_by(half, tensors)
+            z = self.sigma(torch.addmm(b[j], from_grid(halves[1 - half], y.dtype), K[j].mT))
+            move = c * out(z, K, V, j, self.stack.kind)
+            halves[half] = halves[half] + to_grid(move)
+            moves.append(_largest(move))
+            sizes.append(_largest(from_grid(halves[half], torch.float64)) + moves[-1])
+        _check_limit(torch.stack(sizes))
+        _check_grain(sizes[0], torch.stack(moves))
+        Y_N = torch.cat(halves, -1)
+        return from_grid(Y_N, y.dtype), Y_N if keep else None
 
-def split_backward(Y: Tensor, g: Tensor, stack: Shears) -> tuple[Tensor | None, ...]:
-    """As `plain.split_backward`, from the integers of y_N; y_0 comes back as integers too."""
-    parts = list(Y.chunk(2, -1))
+    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
+        return self.undo(kept, g, tensors)[1]
 
-    def undo(half: int, increment: Tensor) -> None:
-        parts[half] = parts[half] - to_grid(increment)
+    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
+        """As of `PlainShears`, but y_N and y_0 are integers."""
+        halves = list(y_N.chunk(2, -1))
 
-    def source(s: int, half: int) -> Tensor:
-        return from_grid(parts[half], g.dtype)
+        def undo(half: int, increment: Tensor) -> None:
+            halves[half] = halves[half] - to_grid(increment)
 
-    gradients = split_gradients(g, stack, source, undo)
-    return torch.cat(parts, -1), *gradients
+        def source(s: int, half: int) -> Tensor:
+            return from_grid(halves[half], g.dtype)
+
+        gradients = self.gradients(g, tensors, source, undo)
+        return torch.cat(halves, -1), gradients
 
 
 def _largest(x: Tensor) -> Tensor:

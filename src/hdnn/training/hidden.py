@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hdnn.engine.apart import Apart
+from hdnn.engine.direct import DirectGradients
 from hdnn.training.processes.parallel import Team
 
 
@@ -15,8 +15,8 @@ class HiddenLayers:
         self, net: nn.Module, y_0: Tensor, parameters: list[nn.Parameter], members: Team
     ) -> None:
         self.net, self.parameters, self.team = net, parameters, members
-        apart = Apart(net)
-        self.apart = apart if apart.usable(y_0) else None
+        direct = DirectGradients(net)
+        self.direct = direct if direct.usable(y_0) else None
         self.y = y_0
 
     def forward(self, y_0: Tensor) -> Tensor:
@@ -28,13 +28,13 @@ class HiddenLayers:
         self.team.gradients(self._backward, g, self.parameters)
 
     def _forward(self, y_0: Tensor) -> Tensor:
-        if self.apart is not None:
-            return self.apart.forward(y_0)
+        if self.direct is not None:
+            return self.direct.forward(y_0)
         self.y = self.net(y_0)
         return self.y.detach()
 
     def _backward(self, g: Tensor) -> None:
-        if self.apart is not None:
-            self.apart.backward(g)
+        if self.direct is not None:
+            self.direct.backward(g)
         elif self.y.requires_grad:
             self.y.backward(g)

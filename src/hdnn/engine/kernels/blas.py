@@ -1,22 +1,21 @@
-"""Stacks of few samples and wide layers: matrix products in place, a layer at a time.
-
-The interface of `cpu.py`, which calls these where BLAS is faster than its own kernels; pairs of
-weights have those that move p first.
-"""
+"""Stacks of few samples and wide layers: matrix products in place, a layer at a time."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hdnn import activations
+from hdnn.engine.kernels import cpu
+from hdnn.engine.kernels.protocol import Stack, Tensors, schedule
 
-Maybe = Tensor | None
-Grads = tuple[Maybe, Tensor, Tensor, Tensor, Tensor, Tensor, Maybe, Maybe, Maybe]
 
-
-def _value_and_slope(a: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
-    """sigma(a) and, unless the value says it all, sigma'(a). May overwrite a."""
+def _value_and_slope(
+    a: Tensor, activation: str, *, slope: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """sigma(a) and, if asked for and unless the value says it all, sigma'(a). May overwrite a."""
     if activation == "tanh":
         return a.tanh_(), None
     if activation == "relu":
@@ -24,7 +23,7 @@ def _value_and_slope(a: Tensor, activation: str) -> tuple[Tensor, Tensor | None]
     if activation == "identity":
         return a, None
     found = activations.get(activation)
-    return found.sigma(a), found.slope(a)
+    return found.sigma(a), found.slope(a) if slope else None
 
 
 def _times_slope(w: Tensor, z: Tensor, slope: Tensor | None, activation: str) -> Tensor:
@@ -34,12 +33,6 @@ def _times_slope(w: Tensor, z: Tensor, slope: Tensor | None, activation: str) ->
     if activation == "relu":
         return torch.ops.aten.threshold_backward.grad_input(w, z, 0, grad_input=w)
     return w if slope is None else w.mul_(slope)
-
-
-def _value(a: Tensor, activation: str) -> Tensor:
-    if activation in ("tanh", "relu"):
-        return a.tanh_() if activation == "tanh" else a.relu_()
-    return activations.get(activation).sigma(a)
 
 
 def _step(target: Tensor, z: Tensor, V: Tensor | None, c: float) -> None:
@@ -84,135 +77,135 @@ def _shear_back(
     return dc
 
 
-def _steps(kept: Tensor | None, steps: int, like: Tensor) -> Tensor | None:
+def _steps(kept: Tensor, steps: int, like: Tensor) -> Tensor:
     """The room for what each step reads: (steps, *like.shape)."""
-    return None if kept is None else kept[: steps * like.numel()].view(steps, *like.shape)
+    return kept[: steps * like.numel()].view(steps, *like.shape)
 
 
-@torch.no_grad()
-def split_forward(
-    y: Tensor,
-    K: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
-    V: tuple[Tensor | None, Tensor | None],
-    half: Tensor,
-    layer: Tensor,
-    coef: Tensor,
-    activation: str,
-    kept: Tensor | None,
-) -> Tensor:
-    """`split_forward`, with the weights that move p first; writes into `kept`."""
-    halves = [part.contiguous() for part in y.chunk(2, -1)]
-    room = [y.new_empty(len(y), weights.shape[1]) for weights in K]
-    sources = _steps(kept, len(half), halves[0])
-    for s, (i, j, c) in enumerate(zip(half.tolist(), layer.tolist(), coef.tolist(), strict=True)):
-        if sources is not None:
-            sources[s].copy_(halves[1 - i])
-        a = torch.addmm(b[i][j], halves[1 - i], K[i][j].mT, out=room[i])
-        Vi = V[i]
-        _step(halves[i], _value(a, activation), None if Vi is None else Vi[j], c)
-    return torch.cat(halves, -1)
+class BlasShears:
+    """A shear stack; pairs of weights have those that move p first."""
 
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        half, layer = schedule(stack.turns, stack.layers, stack.inverse)
+        self.order = list(zip(half.tolist(), layer.tolist(), strict=True))
 
-@torch.no_grad()
-def split_backward(
-    y: Tensor | None,
-    g: Tensor,
-    K: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
-    V: tuple[Tensor | None, Tensor | None],
-    half: Tensor,
-    layer: Tensor,
-    coef: Tensor,
-    activation: str,
-    kind: str,
-    kept: Tensor | None,
-) -> Grads:
-    gx = [part.clone() for part in g.chunk(2, -1)]
-    x = [None, None] if y is None else [part.clone() for part in y.chunk(2, -1)]
-    sources = _steps(kept, len(half), gx[0])
-    room = [tuple(g.new_empty(2, len(g), weights.shape[1])) for weights in K]
-    ones = g.new_ones(len(g))
-    dK, db = ([torch.zeros_like(t) for t in weights] for weights in (K, b))
-    dV = {"same": dK, "general": [torch.zeros_like(t) for t in K]}.get(kind, [None, None])
-    dcoef = []
-    schedule = list(zip(half.tolist(), layer.tolist(), coef.tolist(), strict=True))
-    for s, (i, j, c) in reversed(list(enumerate(schedule))):
-        Vi, dVi = V[i], dV[i]
-        source, undone = (x[1 - i], x[i]) if sources is None else (sources[s], None)
-        assert source is not None
-        dcoef.append(
-            _shear_back(
-                *(source, undone, gx[1 - i], gx[i]),
-                *(K[i][j], b[i][j], None if Vi is None else Vi[j], c),
-                (dK[i][j], db[i][j], None if dVi is None else dVi[j]),
-                *(activation, room[i], ones),
+    @torch.no_grad()
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        K, b, V = self._pairs(tensors)
+        halves = [part.contiguous() for part in y.chunk(2, -1)]
+        room = [y.new_empty(len(y), weights.shape[1]) for weights in K]
+        kept = y.new_empty(self.kept_size(self.stack)) if keep else None
+        sources = None if kept is None else _steps(kept, len(self.order), halves[0])
+        for s, ((i, j), c) in enumerate(zip(self.order, tensors[-1].tolist(), strict=True)):
+            if sources is not None:
+                sources[s].copy_(halves[1 - i])
+            a = torch.addmm(b[i][j], halves[1 - i], K[i][j].mT, out=room[i])
+            z, _ = _value_and_slope(a, self.stack.activation, slope=False)
+            Vi = V[i]
+            _step(halves[i], z, None if Vi is None else Vi[j], c)
+        return torch.cat(halves, -1), kept
+
+    @torch.no_grad()
+    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
+        return self._gradients(None, kept, g, tensors)[1]
+
+    @torch.no_grad()
+    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
+        halves, gradients = self._gradients(y_N, None, g, tensors)
+        return torch.cat(halves, -1), gradients
+
+    def _gradients(
+        self, y: Tensor | None, kept: Tensor | None, g: Tensor, tensors: Tensors
+    ) -> tuple[list[Tensor], Tensors]:
+        """The halves of y_0, if they are rebuilt from y_N, and the gradients."""
+        (K, b, V), kind, coef = self._pairs(tensors), self.stack.kind, tensors[-1]
+        gx = [part.clone() for part in g.chunk(2, -1)]
+        x = [] if y is None else [part.clone() for part in y.chunk(2, -1)]
+        sources = None if kept is None else _steps(kept, len(self.order), gx[0])
+        room = [tuple(g.new_empty(2, len(g), weights.shape[1])) for weights in K]
+        ones = g.new_ones(len(g))
+        dK, db = ([torch.zeros_like(t) for t in weights] for weights in (K, b))
+        dV = {"same": dK, "general": [torch.zeros_like(t) for t in K]}.get(kind, [None, None])
+        dcoef, steps = [], coef.tolist()
+        for s in reversed(range(len(self.order))):
+            i, j = self.order[s]
+            Vi, dVi = V[i], dV[i]
+            source, undone = (x[1 - i], x[i]) if sources is None else (sources[s], None)
+            dcoef.append(
+                _shear_back(
+                    *(source, undone, gx[1 - i], gx[i]),
+                    *(K[i][j], b[i][j], None if Vi is None else Vi[j], steps[s]),
+                    (dK[i][j], db[i][j], None if dVi is None else dVi[j]),
+                    *(self.stack.activation, room[i], ones),
+                )
             )
-        )
-    dV_p, dV_q = (dV[1], dV[0]) if kind == "general" else (None, None)
-    dc = torch.stack(dcoef[::-1]) if dcoef else torch.zeros_like(coef)
-    y_0 = None if sources is not None else torch.cat(x, -1)  # pyright: ignore
-    return y_0, torch.cat(gx, -1), dK[1], dK[0], db[1], db[0], dV_p, dV_q, dc
+        dV_p, dV_q = (dV[1], dV[0]) if kind == "general" else (None, None)
+        dc = torch.stack(dcoef[::-1]) if dcoef else torch.zeros_like(coef)
+        return x, (torch.cat(gx, -1), dK[1], dK[0], db[1], db[0], dV_p, dV_q, dc)
+
+    def _pairs(self, tensors: Tensors) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Any]:
+        K_p, K_q, b_p, b_q, V_p, V_q, _ = tensors
+        same, none = (K_q, K_p), (None, None)
+        V = {"same": same, "identity": none}.get(self.stack.kind, (V_q, V_p))
+        return (K_q, K_p), (b_q, b_p), V
+
+    # As much as the tiles keep, since a compiled graph does not know which of the two will run.
+    kept_size = staticmethod(cpu.kept_size)
+    why_not = staticmethod(cpu.why_not)
 
 
-def moves(K: Tensor, V: Tensor | None, kind: str) -> Tensor | None:
-    """V of an Euler stack of that kind."""
-    if kind == "canonical":
-        K_p, K_q = K.chunk(2, -1)
-        return torch.cat([-K_q, K_p], -1)  # K J^T
-    return {"same": K, "identity": None}.get(kind, V)
+class BlasEuler:
+    """An Euler stack."""
 
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
 
-@torch.no_grad()
-def euler_forward(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    V: Tensor | None,
-    h: Tensor,
-    activation: str,
-    kept: Tensor | None,
-) -> Tensor:
-    """y_N; writes y_0 .. y_{N-1} into `kept`."""
-    x, states = y.clone(), _steps(kept, len(K), y)
-    room = y.new_empty(len(y), K.shape[1])
-    for j, c in enumerate(h.tolist()):
-        if states is not None:
-            states[j].copy_(x)
-        z = _value(torch.addmm(b[j], x, K[j].mT, out=room), activation)
-        _step(x, z, None if V is None else V[j], c)
-    return x
+    @torch.no_grad()
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        K, b, V, h = tensors
+        x, V = y.clone(), self._moves(K, V)
+        kept = y.new_empty(self.kept_size(self.stack)) if keep else None
+        states = None if kept is None else _steps(kept, len(K), y)
+        room = y.new_empty(len(y), K.shape[1])
+        for j, c in enumerate(h.tolist()):
+            if states is not None:
+                states[j].copy_(x)
+            a = torch.addmm(b[j], x, K[j].mT, out=room)
+            z, _ = _value_and_slope(a, self.stack.activation, slope=False)
+            _step(x, z, None if V is None else V[j], c)
+        return x, kept
 
-
-@torch.no_grad()
-def euler_backward(
-    kept: Tensor,
-    g: Tensor,
-    K: Tensor,
-    b: Tensor,
-    V: Tensor | None,
-    h: Tensor,
-    activation: str,
-    kind: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    gx, spare = g.clone(), torch.empty_like(g)
-    states = kept[: len(K) * g.numel()].view(len(K), *g.shape)
-    room = tuple(g.new_empty(2, len(g), K.shape[1]))
-    ones = g.new_ones(len(g))
-    dK, db = torch.zeros_like(K), torch.zeros_like(b)
-    dV = dK if kind == "same" else None if V is None else torch.zeros_like(K)
-    dh = []
-    for j, c in reversed(list(enumerate(h.tolist()))):
-        gy = spare.copy_(gx)  # gx grows while gy is still needed
-        dh.append(
-            _shear_back(
-                *(states[j], None, gx, gy, K[j], b[j], None if V is None else V[j], c),
-                (dK[j], db[j], None if dV is None else dV[j]),
-                *(activation, room, ones),
+    @torch.no_grad()
+    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
+        (K, b, V, h), kind = tensors, self.stack.kind
+        V = self._moves(K, V)
+        gx, spare, states = g.clone(), torch.empty_like(g), _steps(kept, len(K), g)
+        room = tuple(g.new_empty(2, len(g), K.shape[1]))
+        ones = g.new_ones(len(g))
+        dK, db = torch.zeros_like(K), torch.zeros_like(b)
+        dV = dK if kind == "same" else None if V is None else torch.zeros_like(K)
+        dh = []
+        for j, c in reversed(list(enumerate(h.tolist()))):
+            gy = spare.copy_(gx)  # gx grows while gy is still needed
+            dh.append(
+                _shear_back(
+                    *(states[j], None, gx, gy, K[j], b[j], None if V is None else V[j], c),
+                    (dK[j], db[j], None if dV is None else dV[j]),
+                    *(self.stack.activation, room, ones),
+                )
             )
-        )
-    if kind == "canonical" and dV is not None:
-        dV_p, dV_q = dV.chunk(2, -1)
-        dK += torch.cat([dV_q, -dV_p], -1)
-    dh = torch.stack(dh[::-1]) if dh else torch.zeros_like(h)
-    return gx, dK, db, dV if kind == "general" else None, dh
+        if kind == "canonical" and dV is not None:
+            dV_p, dV_q = dV.chunk(2, -1)
+            dK += torch.cat([dV_q, -dV_p], -1)
+        dh = torch.stack(dh[::-1]) if dh else torch.zeros_like(h)
+        return gx, dK, db, dV if kind == "general" else None, dh
+
+    def _moves(self, K: Tensor, V: Tensor | None) -> Tensor | None:
+        if self.stack.kind == "canonical":
+            K_p, K_q = K.chunk(2, -1)
+            return torch.cat([-K_q, K_p], -1)  # K J^T
+        return {"same": K, "identity": None}.get(self.stack.kind, V)
+
+    kept_size = staticmethod(cpu.kept_size)
+    why_not = staticmethod(cpu.why_not)

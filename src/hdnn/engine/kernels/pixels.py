@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdnn import activations, engine
-from hdnn.engine import dispatch
-from hdnn.engine.kernels import triton as stacks
+from hdnn.engine.kernels import triton as triton_stacks
+from hdnn.engine.kernels.protocol import installed
+from hdnn.engine.tracing import traced
 from hdnn.errors import require
 
 Step: TypeAlias = tuple[float, Tensor | None]  # c, and a factor of it for each image (B,)
@@ -27,8 +28,8 @@ TILE = 2048  # entries at once
 
 tl: Any = None
 constexpr: TypeAlias = Any
-_sigma: Any = None
-_slope: Any = None
+kernel_sigma: Any = None
+kernel_slope: Any = None
 
 
 # Inside of a kernel
@@ -66,7 +67,7 @@ def _activate_kernel(
     if SCALED:
         v *= _channel(scale, C, CB)
     v += _channel(shift, C, CB)
-    tl.store(z + first + at, _sigma(v, ACT, False), mask=inside)
+    tl.store(z + first + at, kernel_sigma(v, ACT, False), mask=inside)
 
 
 def _of_image(c, factors, rows, size, RB: constexpr, EACH: constexpr):  # pragma: kernel
@@ -137,7 +138,7 @@ def _slope_kernel(
         first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
         v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32) + plus
         u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-        u *= _slope(v, _sigma(v, ACT, False), ACT)
+        u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
         tl.store(d + first + at, u, mask=inside)
         total += u
     _put_sum(total, partial + tl.program_id(0) * C, C, CB)
@@ -261,7 +262,7 @@ def _norm_sums_kernel(
         one = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
         v = one * by + plus
         u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-        u *= _slope(v, _sigma(v, ACT, False), ACT)
+        u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
         total += u
         product += u * (one - m) * r
     at = partial + tl.program_id(0) * 2 * C
@@ -297,7 +298,7 @@ def _norm_slope_kernel(
     by = _channel(scale, C, CB)
     v = one * by + _channel(shift, C, CB)
     u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-    u *= _slope(v, _sigma(v, ACT, False), ACT)
+    u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
     normal = (one - _channel(mean, C, CB)) * _channel(rstd, C, CB)
     u -= (_channel(sums, C, CB) + normal * _channel(sums + C, C, CB)) / rows
     tl.store(d + first + at, by * u, mask=inside)
@@ -311,10 +312,10 @@ _HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair", "_of_image")
 @functools.cache
 def _load() -> dict[str, Any]:
     """Import Triton and compile what is above, at the first call."""
-    stacks._load()  # sigma and its slope are the same
+    triton_stacks.load()  # sigma and its slope are the same
     triton, here = require("triton", extra="gpu"), globals()
-    for name in ("tl", "constexpr", "_sigma", "_slope"):
-        here[name] = getattr(stacks, name)
+    for name in ("tl", "constexpr", "kernel_sigma", "kernel_slope"):
+        here[name] = getattr(triton_stacks, name)
     for name in _HELPERS:
         here[name] = triton.jit(here[name])
     kernels = [name for name in here if name.endswith("_kernel")]
@@ -442,8 +443,8 @@ def fuse(x: Tensor) -> bool:
         and x.numel() > 0
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and engine.current().engine != "reference"
-        and dispatch.has_triton()
-        and not dispatch.traced(x)
+        and installed("triton")
+        and not traced(x)
     )
 
 

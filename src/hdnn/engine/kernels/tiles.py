@@ -20,7 +20,6 @@ import torch
 from hdnn.engine.kernels import vectors
 from hdnn.errors import require
 
-ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
 KINDS = ("same", "identity", "general", "canonical")
 SAME, IDENTITY, GENERAL, CANONICAL = range(4)
 
@@ -707,21 +706,31 @@ def _euler_backward(args):  # pragma: kernel
         group = claim(args, 1)
 
 
-def _add(to, x, count, one):  # pragma: kernel
-    """to += x, so many elements."""
+def _add(to, x, count, fresh, one):  # pragma: kernel
+    """to += x, so many elements, or to = 0 + x where `to` is fresh, with nothing in it yet."""
     lanes, size = lanes_of(one), bytes_of(one)
     whole = count - count % lanes
     for i in range(whole // lanes):
-        store(to, i, load(to, i, one) + load(x, i, one))
+        before = splat(0.0, one)
+        if not fresh:
+            before = load(to, i, one)
+        store(to, i, before + load(x, i, one))
     to, x = to + whole * size, x + whole * size
     for i in range(count - whole):
-        put(to, i, at(to, i, one) + at(x, i, one))
+        start = one - one
+        if not fresh:
+            start = at(to, i, one)
+        put(to, i, start + at(x, i, one))
 
 
 def _collect(args):  # pragma: kernel
-    """Add up the groups, in order, and add the sums of each step to the gradients of its layer."""
-    one, given = unit(args), arguments(args, 17)
+    """Add up the groups, in order, and add the sums of each step to the gradients of its layer.
+
+    Where the gradients are fresh, each is the sum of one step alone.
+    """
+    one, given = unit(args), arguments(args, 18)
     grads, groups, total, M, m, r_p, r_q, half, layer = given[:9]
+    fresh = given[17]
     size = bytes_of(one)
     for i in range(total // lanes_of(one)):
         s = load(grads, i, one)
@@ -733,7 +742,7 @@ def _collect(args):  # pragma: kernel
     sums_c = sums_b + M * R * size
     sums_V = sums_c + M * size
     if given[13]:
-        _add(given[13], sums_c, M, one)
+        _add(given[13], sums_c, M, 1, one)
     for s in range(M):
         r, dK, db, dV = r_p, given[9], given[11], given[14]
         if half and integer(half, s) == 0:
@@ -741,10 +750,10 @@ def _collect(args):  # pragma: kernel
         j = s
         if half:
             j = integer(layer, s)
-        _add(dK + j * r * m * size, grads + s * R * m * size, r * m, one)
-        _add(db + j * r * size, sums_b + s * R * size, r, one)
+        _add(dK + j * r * m * size, grads + s * R * m * size, r * m, fresh, one)
+        _add(db + j * r * size, sums_b + s * R * size, r, fresh, one)
         if given[16]:
-            _add(dV + j * r * m * size, sums_V + s * R * m * size, r * m, one)
+            _add(dV + j * r * m * size, sums_V + s * R * m * size, r * m, fresh, one)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -9,11 +9,11 @@ A shear with r hidden units is the sum of shears with a part of them, which move
 the same source: kernels walk over (shear, block of rows of K), so r has no limit and K needs no
 more room than one block.
 
-A kernel is chosen, cut up and compiled once for tensors of some shapes (`_Recipe`). Later calls
-with such tensors only allocate what they return and launch it.
+A kernel is chosen, cut up and compiled once for a stack (`_Recipe`). Later calls only allocate what
+they return and launch it.
 
 Triton is imported when a kernel is first asked for. It reads the names that a kernel uses from this
-module, which is why `tl` is one of them and why `_load` replaces each kernel by its compiled form.
+module, which is why `tl` is one of them and why `load` replaces each kernel by its compiled form.
 """
 
 # Kernels branch on what is known when they are compiled, which pyright cannot follow.
@@ -30,11 +30,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, Tensors, schedule
 from hdnn.errors import OptionError, ShapeError, choose, require
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 KINDS = ("same", "general", "identity", "canonical")
-ACTIVATIONS = ("gelu", "identity", "relu", "sigmoid", "silu", "sin", "softplus", "tanh")
 MAX_WIDTH = 256
 """The widest state y, in features."""
 
@@ -48,7 +48,7 @@ constexpr: TypeAlias = Any
 # Inside of a kernel
 
 
-def _sigma(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
+def kernel_sigma(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
     if ACT == "tanh":
         if FAST:  # relative error 2^-11, that of a tf32 operand
             z = tl.inline_asm_elementwise(
@@ -76,7 +76,7 @@ def _sigma(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
     return z
 
 
-def _slope(x, z, ACT: constexpr):  # pragma: kernel
+def kernel_slope(x, z, ACT: constexpr):  # pragma: kernel
     if ACT == "tanh":
         d = 1.0 - z * z
     elif ACT == "relu":
@@ -347,7 +347,7 @@ def _split_forward_kernel(
                     tl.store(kept + step + in_kept, source, mask=inside & starts)
             bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
             a = _times_transposed(source, K, bias, BT, BR, BM, PREC)
-            z = c * _sigma(a, ACT, FAST)
+            z = c * kernel_sigma(a, ACT, FAST)
             if KIND == "identity":
                 target += z
             else:
@@ -520,8 +520,8 @@ def _split_backward_kernel(
                 t = g_target
             else:
                 t = _times_transposed(g_target, V, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
-            z = _sigma(a, ACT, FAST)
-            u = c * _slope(a, z, ACT) * t
+            z = kernel_sigma(a, ACT, FAST)
+            u = c * kernel_slope(a, z, ACT) * t
             cz = c * z
             g_source = _times(u, K, g_source, BT, BR, BM, PREC)
             if not KEEP:
@@ -621,7 +621,7 @@ def _euler_forward_kernel(
 
         start = tl.zeros((BT, BR), tl.float32) + bias[None, :]
         a = _times_transposed(y, W, start, BT, BR, BM, PREC)
-        z = c * _sigma(a, ACT, FAST)
+        z = c * kernel_sigma(a, ACT, FAST)
         if KIND == "identity":
             new += z
         elif KIND == "canonical":
@@ -714,8 +714,8 @@ def _euler_backward_kernel(
             t = g
         else:
             t = _times_transposed(g_zK, U, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
-        z = _sigma(a, ACT, FAST)
-        u = c * _slope(a, z, ACT) * t
+        z = kernel_sigma(a, ACT, FAST)
+        u = c * kernel_slope(a, z, ACT) * t
         new = _times(u, W, new, BT, BR, BM, PREC)
 
         block = k % RB
@@ -759,8 +759,8 @@ class _Kernels(NamedTuple):
 
 
 _HELPERS = (
-    "_sigma",
-    "_slope",
+    "kernel_sigma",
+    "kernel_slope",
     "_rounded",
     "_ordered",
     "_dot",
@@ -780,7 +780,7 @@ _HELPERS = (
 
 
 @functools.cache
-def _load() -> _Kernels:
+def load() -> _Kernels:
     """Import Triton and compile what is above, at the first call."""
     triton = require("triton", extra="gpu")
     here = globals()
@@ -892,41 +892,26 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-class _Stack(NamedTuple):
-    """What a kernel depends on besides the values of its arguments."""
+class _Call(NamedTuple):
+    """What one launch of a kernel depends on besides the values of its arguments."""
 
-    name: str  # "split" or "euler"
-    backward: bool
-    y: tuple[int, ...]
-    layers: int
-    rows: tuple[int, ...]  # of K, or of K_q and K_p
-    steps: int
-    arguments: tuple[tuple[torch.dtype, int], ...]  # dtype and device of each, y first
-    activation: str
-    kind: str
+    stack: Stack
     precision: str
-    alternating: bool = False
-    keep: bool = False
-    deterministic: bool = False
-    step_gradient: bool = False
+    backward: bool
+    keep: bool
+    deterministic: bool
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of K, or of K_q and K_p: kernels count q first."""
+        return self.stack.rows[::-1]
 
 
-def _arguments(*tensors: Tensor | None) -> tuple[tuple[torch.dtype, int], ...]:
-    """The dtype and the device of each, after a look at how they lie."""
-    seen = []
-    for tensor in tensors:
-        if tensor is not None:
-            if not tensor.is_contiguous():
-                raise ShapeError("the Triton engine takes contiguous tensors; call .contiguous().")
-            seen.append((tensor.dtype, tensor.get_device()))
-    return tuple(seen)
-
-
-def _check(stack: _Stack) -> None:
+def _check(stack: Stack, precision: str) -> None:
     choose("activation", stack.activation, ACTIVATIONS)
-    choose("kind", stack.kind, KINDS[:3] if stack.name == "split" else KINDS)
-    choose("precision", stack.precision, PRECISIONS)
-    dtype, n = stack.arguments[0][0], stack.y[-1]
+    choose("kind", stack.kind, KINDS[:3] if stack.turns else KINDS)
+    choose("precision", precision, PRECISIONS)
+    dtype, n = stack.dtype, stack.features
     if dtype != torch.float32:
         raise OptionError(
             f"the Triton engine computes in float32, but the state is {dtype}; "
@@ -937,28 +922,27 @@ def _check(stack: _Stack) -> None:
             f"the Triton engine takes up to {MAX_WIDTH} features, but y has {n}; "
             "choose engine='reference'."
         )
-    if n % 2 and (stack.name == "split" or stack.kind == "canonical"):
+    if n % 2 and (stack.turns or stack.kind == "canonical"):
         raise ShapeError(f"y = (p, q) needs an even number of features, but has {n}.")
 
 
 class _Recipe:
     """A stack's kernel, cut up for its sizes: made once, and then called again and again."""
 
-    def __init__(self, stack: _Stack) -> None:
-        _check(stack)
-        (B, n), r, split = stack.y, max(stack.rows), stack.name == "split"
-        width = n // 2 if split else n
+    def __init__(self, call: _Call) -> None:
+        stack, rows = call.stack, call.rows
+        split, width, r, name = bool(stack.turns), stack.width, max(rows), _name(stack)
         BM = _padded(width)
-        BT, BR, warps = plan(
-            stack.name, stack.kind, BM, r, stack.precision, backward=stack.backward
-        )
+        BT, BR, warps = plan(name, stack.kind, BM, r, call.precision, backward=call.backward)
         self.unit = stack.kind == "identity" and BM > 128  # z in blocks, times a unit matrix
         if stack.kind == "identity" and not self.unit:
             BR = BM
-        self.tiles, self.blocks = -(-B // BT), -(-r // BR)
-        self.empty = B == 0 or stack.steps == 0
-        self.steps, self.rows = stack.steps, stack.rows
-        precision = stack.precision
+        self.tiles, self.blocks = -(-stack.samples // BT), -(-r // BR)
+        self.empty = stack.samples == 0 or stack.steps == 0
+        self.steps, self.rows = stack.steps, rows
+        # p and q take turns, which the kernel likes, but not where it adds in order.
+        alternating = sorted(stack.turns) == [0, 1] and not call.deterministic
+        precision = call.precision
         if interpreted():
             precision = _INTERPRETED.get(precision, precision)
         constants = {
@@ -966,34 +950,34 @@ class _Recipe:
             "KIND": "general" if self.unit else stack.kind,
             "PREC": precision,
             "WPREC": _weight_precision(precision),
-            "FAST": _load().fast and precision in ("tf32", "bf16"),
-            "EVEN": width == BM and all(rows == self.blocks * BR for rows in stack.rows),
+            "FAST": load().fast and precision in ("tf32", "bf16"),
+            "EVEN": width == BM and all(each == self.blocks * BR for each in rows),
             "GAP": stack.kind == "canonical" and width < BM,
-            "ALT": stack.alternating and self.blocks == 1,
-            "KEEP": stack.keep,
-            "DET": stack.deterministic,
-            "STEP": stack.step_gradient,
+            "ALT": alternating and self.blocks == 1,
+            "KEEP": call.keep,
+            "DET": call.deterministic,
+            "STEP": stack.learned,
             "OUTER": stack.kind == "general",
             "RB": self.blocks,
             "BT": BT,
             "BM": BM,
             "BR": BR,
         }
-        self.gradients = _Gradients(stack)
+        self.gradients = _Gradients(stack, rows)
         if split:
-            sizes = (width, *stack.rows[::-1])
-            if stack.backward:
+            sizes = (width, *stack.rows)
+            if call.backward:
                 sizes += (self.gradients.starts[1],)
         else:
             sizes = (width, r, 0 if self.unit else r * width)
-        self.B, self.sizes = B, sizes
-        self.kernel = getattr(_load(), f"{stack.name}_{'back' if stack.backward else 'for'}ward")
+        self.B, self.sizes = stack.samples, sizes
+        self.kernel = getattr(load(), f"{name}_{'back' if call.backward else 'for'}ward")
         self.constants = {
             name: constants[name] for name in self.kernel.arg_names if name in constants
         }
         # To fuse products and sums is Triton's default, but only for now.
         self.options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-        self.device = stack.arguments[0][1]
+        self.device = -1 if stack.device.type == "cpu" else stack.device.index
         self.rest = (*self.sizes, *self.constants.values())
         self.direct: Any = None
 
@@ -1014,13 +998,10 @@ class _Recipe:
         compiled = self.kernel[grid](
             *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
         )
-        if aligned and _load().direct:
-            # Triton compiles for aligned pointers, and for what _Stack tells apart.
+        if aligned and load().direct:
+            # Triton compiles for aligned pointers, and for what _Call tells apart.
             self.direct = compiled[grid]
         return None
-
-
-_recipe = functools.lru_cache(maxsize=1024)(_Recipe)
 
 
 class _Gradients:
@@ -1030,27 +1011,25 @@ class _Gradients:
     takes what is for none of them.
     """
 
-    def __init__(self, stack: _Stack) -> None:
-        N, width = stack.layers, stack.y[1] // (2 if stack.name == "split" else 1)
+    def __init__(self, stack: Stack, rows: tuple[int, ...]) -> None:
+        N, width = stack.layers, stack.width
         self.starts, self.spare = [], 0
-        for r in stack.rows:
+        for r in rows:
             self.starts.append(self.spare)
             self.spare = _aligned(self.spare + N * r)
-        self.most = max(stack.rows)
+        self.most = max(rows)
         tails = [(width,), (), (width,)] if stack.kind == "general" else [(width,), ()]
         self.widths = [math.prod(tail) for tail in tails]
         self.offsets = [0]
         self.places: list[tuple[tuple[int, ...], tuple[int, ...], int] | None] = []
         for tail, w in zip(tails, self.widths, strict=True):
-            for r, start in zip(stack.rows, self.starts, strict=True):
+            for r, start in zip(rows, self.starts, strict=True):
                 strides = (r * w, w, 1)[: 2 + len(tail)]
                 self.places.append(((N, r, *tail), strides, self.offsets[-1] + start * w))
             self.offsets.append(_aligned(self.offsets[-1] + (self.spare + 1) * w))
-        self.places += [None] * (3 * len(stack.rows) - len(self.places))
-        self.places.append(
-            ((stack.steps,), (1,), self.offsets[-1]) if stack.step_gradient else None
-        )
-        self.size = self.offsets[-1] + stack.steps * stack.step_gradient
+        self.places += [None] * (3 * len(rows) - len(self.places))
+        self.places.append(((stack.steps,), (1,), self.offsets[-1]) if stack.learned else None)
+        self.size = self.offsets[-1] + stack.steps * stack.learned
 
     def new(self, like: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """The buffer, and dK, db, dV (of q and of p each) and dstep in it, all zero."""
@@ -1094,137 +1073,98 @@ def _targets(parts: list[Any]) -> tuple[Any, Any, Any, Any]:
     return dK, db, dK if dV is None else dV, db if dstep is None else dstep
 
 
-def kept_size(split: bool, steps: int, B: int, width: int, dtype: torch.dtype) -> int:
-    """How many numbers the forward functions keep: what each step reads; Euler's also y_N."""
-    return (steps if split else steps + 1) * B * width
+def _name(stack: Stack) -> str:
+    return "split" if stack.turns else "euler"
 
 
-def split_forward(
-    y: Tensor,
-    K_p: Tensor,
-    K_q: Tensor,
-    b_p: Tensor,
-    b_q: Tensor,
-    V_p: Tensor | None,
-    V_q: Tensor | None,
-    half: Tensor,
-    layer: Tensor,
-    coef: Tensor,
-    activation: str = "tanh",
-    kind: str = "same",
-    precision: str = "tf32",
-    alternating: bool = False,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """y_N from y_0 (B, 2m) by the shears `target += coef[s] sigma(source K^T + b) V`.
+def why_not(dtype: torch.dtype, features: int) -> str:
+    """Why no kernel takes such states, or nothing; half precision comes as float32."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the GPU kernel is for float32 and half precision, not {dtype}"
+    if features > MAX_WIDTH:
+        return f"the GPU kernel is for up to {MAX_WIDTH} features, not {features}"
+    return ""
 
-    Shear s moves p by K_q (half[s] = 0) or q by K_p (half[s] = 1), with the weights of layer[s];
-    coef (M,) is float32, half and layer are int32. `kind`: V is K ("same"), given ("general",
-    V_p and V_q (N, r, m)), or left out ("identity", r = m). The weights may be of half precision.
-    `alternating` promises that p and q take turns and M is even, which saves a few instructions.
-    `keep` also returns what `split_backward` needs of the states: the half (M B m) that each shear
-    reads.
+
+class _TritonStack:
+    """The kernels of a stack; each is cut up when it is first asked for.
+
+    `deterministic` adds up the tiles in a fixed order, in at most PARTIAL_BYTES. Gradients are
+    float32 and contiguous.
     """
-    recipe = _recipe(
-        _Stack(
-            "split",
-            False,
-            y.shape,
-            K_p.shape[0],
-            (K_q.shape[1], K_p.shape[1]),
-            half.shape[0],
-            _arguments(y, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
-            activation,
-            kind,
-            precision,
-            alternating,
-            keep,
+
+    def __init__(self, stack: Stack, precision: str = "tf32", deterministic: bool = False) -> None:
+        _check(stack, precision)
+        self.stack, self.precision, self.deterministic = stack, precision, deterministic
+        self._recipes: dict[tuple[bool, bool], _Recipe] = {}
+
+    def recipe(self, backward: bool, keep: bool) -> _Recipe:
+        """How to launch; `keep`: states are written forwards, or read backwards."""
+        found = self._recipes.get((backward, keep))
+        if found is None:
+            call = _Call(self.stack, self.precision, backward, keep, self.deterministic)
+            found = self._recipes[backward, keep] = _Recipe(call)
+        return found
+
+    why_not = staticmethod(why_not)
+
+
+class TritonShears(_TritonStack):
+    """A shear stack, as one kernel each way."""
+
+    def __init__(self, stack: Stack, precision: str = "tf32", deterministic: bool = False) -> None:
+        super().__init__(stack, precision, deterministic)
+        self.schedule = schedule(stack.turns, stack.layers, stack.inverse, stack.device)
+
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        recipe = self.recipe(False, keep)
+        kept = y.new_empty(self.kept_size(self.stack)) if keep else None
+        if recipe.empty:
+            return y.clone(), kept
+        out = torch.empty_like(y)
+        recipe.launch(
+            (y, out, out if kept is None else kept, *self._weights(tensors)), recipe.steps
         )
-    )
-    kept = y.new_empty(recipe.steps * y.numel() // 2) if keep else None
-    if recipe.empty:
-        return y.clone(), kept
-    out = torch.empty_like(y)
-    V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
-    weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
-    recipe.launch((y, out, out if kept is None else kept, *weights), recipe.steps)
-    return out, kept
+        return out, kept
 
+    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
+        return self._gradients(kept, g, tensors, keep=True)[1]
 
-def split_backward(
-    y_N: Tensor | None,
-    g_N: Tensor,
-    K_p: Tensor,
-    K_q: Tensor,
-    b_p: Tensor,
-    b_q: Tensor,
-    V_p: Tensor | None,
-    V_q: Tensor | None,
-    half: Tensor,
-    layer: Tensor,
-    coef: Tensor,
-    activation: str = "tanh",
-    kind: str = "same",
-    precision: str = "tf32",
-    deterministic: bool = False,
-    coef_gradient: bool = True,
-    alternating: bool = False,
-    kept: Tensor | None = None,
-) -> tuple[
-    Tensor | None,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-]:
-    """(y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef) from g_N = dL/dy_N.
+    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
+        y_0, gradients = self._gradients(y_N, g, tensors, keep=False)
+        assert y_0 is not None
+        return y_0, gradients
 
-    And from what `split_forward` has kept, or from y_N: then the shears are undone, down to y_0,
-    which is None otherwise. Gradients are float32 and contiguous. `deterministic` adds up the tiles
-    in a fixed order, in at most PARTIAL_BYTES; `coef_gradient=False` leaves dcoef out, which takes
-    time.
-    """
-    start = y_N if kept is None else kept
-    assert start is not None
-    recipe = _recipe(
-        _Stack(
-            "split",
-            True,
-            g_N.shape,
-            K_p.shape[0],
-            (K_q.shape[1], K_p.shape[1]),
-            half.shape[0],
-            _arguments(g_N, start, K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef),
-            activation,
-            kind,
-            precision,
-            alternating,
-            kept is not None,
-            deterministic,
-            coef_gradient,
-        )
-    )
-    copy = torch.clone if deterministic or recipe.empty else torch.empty_like
-    y_0, g_0 = None if kept is not None else copy(start), copy(g_N)
-    buffer, parts = recipe.gradients.new(g_N)
-    V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
-    weights = (K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef)
-    if recipe.empty:
-        pass
-    elif deterministic:
-        rows = _rows_of_shears(half, layer, recipe)
-        states = (start, g_0, g_0, g_0) if y_0 is None else (y_0, g_0, y_0, g_0)
-        recipe.gradients.add_in_order(buffer, rows, recipe, (*states, *weights))
-    else:
-        targets = _targets(parts[::2])
-        states = (start, g_N, g_0 if y_0 is None else y_0, g_0)
-        recipe.launch((*states, *weights, *targets), 0, recipe.steps)
-    dK_q, dK_p, db_q, db_p, dV_q, dV_p, dcoef = parts
-    return y_0, g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef  # pyright: ignore[reportReturnType]
+    def _gradients(
+        self, start: Tensor, g: Tensor, tensors: Tensors, *, keep: bool
+    ) -> tuple[Tensor | None, Tensors]:
+        """From what was kept, or from y_N: then the shears are undone, down to y_0."""
+        recipe, in_order = self.recipe(True, keep), self.deterministic
+        copy = torch.clone if in_order or recipe.empty else torch.empty_like
+        y_0, g_0 = None if keep else copy(start), copy(g)
+        buffer, parts = recipe.gradients.new(g)
+        weights = self._weights(tensors)
+        if recipe.empty:
+            pass
+        elif in_order:
+            rows = _rows_of_shears(*self.schedule, recipe)
+            states = (start, g_0, g_0, g_0) if y_0 is None else (y_0, g_0, y_0, g_0)
+            recipe.gradients.add_in_order(buffer, rows, recipe, (*states, *weights))
+        else:
+            targets = _targets(parts[::2])
+            states = (start, g, g_0 if y_0 is None else y_0, g_0)
+            recipe.launch((*states, *weights, *targets), 0, recipe.steps)
+        dK_q, dK_p, db_q, db_p, dV_q, dV_p, dcoef = parts
+        return y_0, (g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef)
+
+    def _weights(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
+        V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
+        return K_p, K_q, b_p, b_q, V_p, V_q, *self.schedule, coef
+
+    @staticmethod
+    def kept_size(stack: Stack) -> int:
+        return stack.steps * stack.samples * stack.width
 
 
 def _rows_of_shears(half: Tensor, layer: Tensor, recipe: _Recipe) -> Tensor:
@@ -1236,98 +1176,41 @@ def _rows_of_shears(half: Tensor, layer: Tensor, recipe: _Recipe) -> Tensor:
     return torch.where(i < r, into.starts[1] * is_p + layer.long()[:, None] * r + i, into.spare)
 
 
-def euler_forward(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    V: Tensor | None,
-    h: Tensor,
-    activation: str = "tanh",
-    kind: str = "general",
-    precision: str = "tf32",
-    keep: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """y_N by `y += h[j] sigma(y K[j]^T + b[j]) V[j]`; with `keep` also all states, (N + 1) B n.
+class TritonEuler(_TritonStack):
+    """An Euler stack, as one kernel each way."""
 
-    `kind`: V (N, r, n) is given ("general"), is K ("same"), is K J^T with the canonical J
-    ("canonical"), or left out ("identity", r = n). The weights may be of half precision.
-    """
-    (B, n), (N, r, _) = y.shape, K.shape
-    recipe = _recipe(
-        _Stack(
-            "euler",
-            False,
-            (B, n),
-            N,
-            (r,),
-            N,
-            _arguments(y, K, b, V, h),
-            activation,
-            kind,
-            precision,
-            keep=keep,
-        )
-    )
-    out = y.new_empty((N + 1, B, n) if keep else (B, n))
-    if recipe.empty:
-        out.copy_(y)
-    else:
-        recipe.launch((y, out, *_euler_weights(K, b, V, h, recipe)), N)
-    return (out[-1].clone(), out.view(-1)) if keep else (out, None)
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        recipe = self.recipe(False, keep)
+        out = y.new_empty((recipe.steps + 1, *y.shape) if keep else y.shape)
+        if recipe.empty:
+            out.copy_(y)
+        else:
+            recipe.launch((y, out, *_euler_weights(tensors, recipe)), recipe.steps)
+        return (out[-1].clone(), out.view(-1)) if keep else (out, None)
+
+    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
+        # The kernel knows no other way than to read the states, and has no option for it.
+        recipe, in_order = self.recipe(True, False), self.deterministic
+        g_0 = g.clone() if in_order or recipe.empty else torch.empty_like(g)
+        buffer, parts = recipe.gradients.new(g)
+        weights = _euler_weights(tensors, recipe)
+        if recipe.empty:
+            pass
+        elif in_order:
+            N, r = tensors[1].shape
+            rows = torch.arange(N * r, device=g.device).view(N, r)
+            recipe.gradients.add_in_order(buffer, rows, recipe, (kept, g_0, g_0, *weights))
+        else:
+            recipe.launch((kept, g, g_0, *weights, *_targets(parts)), 0, recipe.steps)
+        return g_0, *parts
+
+    @staticmethod
+    def kept_size(stack: Stack) -> int:
+        return (stack.steps + 1) * stack.samples * stack.width  # y_N as well
 
 
-def euler_backward(
-    states: Tensor,
-    g_N: Tensor,
-    K: Tensor,
-    b: Tensor,
-    V: Tensor | None,
-    h: Tensor,
-    activation: str = "tanh",
-    kind: str = "general",
-    precision: str = "tf32",
-    deterministic: bool = False,
-    step_gradient: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(g_0, dK, db, dV, dh) from the states that `euler_forward` has kept and g_N = dL/dy_N.
-
-    Gradients are float32 and contiguous. With kind "same" or "canonical", dK holds both parts and
-    dV is None; `step_gradient=False` leaves dh out, which takes time.
-    """
-    (B, n), (N, r, _) = g_N.shape, K.shape
-    recipe = _recipe(
-        _Stack(
-            "euler",
-            True,
-            (B, n),
-            N,
-            (r,),
-            N,
-            _arguments(g_N, states, K, b, V, h),
-            activation,
-            kind,
-            precision,
-            deterministic=deterministic,
-            step_gradient=step_gradient,
-        )
-    )
-    g_0 = g_N.clone() if deterministic or recipe.empty else torch.empty_like(g_N)
-    buffer, parts = recipe.gradients.new(g_N)
-    weights = _euler_weights(K, b, V, h, recipe)
-
-    if recipe.empty:
-        pass
-    elif deterministic:
-        rows = torch.arange(N * r, device=K.device).view(N, r)
-        recipe.gradients.add_in_order(buffer, rows, recipe, (states, g_0, g_0, *weights))
-    else:
-        recipe.launch((states, g_N, g_0, *weights, *_targets(parts)), 0, N)
-    return g_0, *parts  # pyright: ignore[reportReturnType]
-
-
-def _euler_weights(
-    K: Tensor, b: Tensor, V: Tensor | None, h: Tensor, recipe: _Recipe
-) -> tuple[Tensor, ...]:
+def _euler_weights(tensors: Tensors, recipe: _Recipe) -> tuple[Tensor, ...]:
+    K, b, V, h = tensors
     if recipe.unit:
         return K, b, torch.eye(K.shape[1], dtype=K.dtype, device=K.device), h
     return K, b, K if V is None else V, h

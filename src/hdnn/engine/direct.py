@@ -1,4 +1,4 @@
-"""A network and its gradients, apart from autograd: what that costs is more than a small stack."""
+"""A network and its gradients without autograd, which costs more than a small stack itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdnn.engine import calls, stacks
+from hdnn.engine import autograd, prepared
 
 
-class Apart:
+class DirectGradients:
     """y_N of a network that runs as one call; then, from its gradient, those of all parameters.
 
     Where the kernels take the parameters as they are stored, they are called straight away. Where
@@ -29,7 +29,7 @@ class Apart:
         call, tensors = self.known.get(y.shape) or self._find(y)
         y = y.contiguous()
         with torch.no_grad():
-            y_N, kept = stacks.ahead(call.run, y, tensors)
+            y_N, kept = call.method.forward(y, tensors)
         self.last = (call, tensors, y, kept)
         return y_N
 
@@ -37,7 +37,7 @@ class Apart:
         """Set the gradient of each parameter, given that of y_N."""
         call, tensors, y, kept = self.last
         with torch.no_grad():
-            grads = stacks.behind(call.run, y, kept, g, tensors)[1:]
+            grads = autograd.gradients(call.method, y, kept, g, tensors)[1:]
         made, theirs = [], []
         for tensor, grad in zip(tensors, grads, strict=True):
             if tensor is None or not tensor.requires_grad:
@@ -51,13 +51,12 @@ class Apart:
             torch.autograd.backward(made, theirs)
 
     def _find(self, y: Tensor) -> Any:
-        with torch.enable_grad(), calls.recorded() as record:
+        with torch.enable_grad(), prepared.recorded() as record:
             y_N = self.net(y)
         # A call that is recorded gives back what it takes: so nothing is done before it or after.
         if len(record) != 1 or y_N is not y:
             return None
-        call, weights, coef = record[0]
-        tensors = (*weights, coef)
+        call, tensors = record[0]
         leaves = [t for t in tensors if t is not None and t.is_leaf]
         shared = len({id(t) for t in leaves}) < len(leaves)
         if call.converting or shared or _hooked(self.net) or any(_hooked(t) for t in leaves):

@@ -1,10 +1,10 @@
-"""A stack and its gradients apart from autograd are those of autograd."""
+"""A stack and its gradients without autograd are those of autograd."""
 
 import pytest
 import torch
 
 import hdnn
-from hdnn.engine.apart import Apart
+from hdnn.engine.direct import DirectGradients
 
 pytest.importorskip("numba")
 
@@ -36,11 +36,11 @@ def test_states_and_gradients_are_those_of_autograd(name):
     g = torch.Generator().manual_seed(0)
     net = NETWORKS[name](init="paper", T=1.0, generator=g, dtype=torch.float64)
     y, v = (torch.randn(7, net.features, generator=g, dtype=torch.float64) for _ in range(2))
-    apart = Apart(net)
-    assert apart.usable(y)
+    direct = DirectGradients(net)
+    assert direct.usable(y)
     for _ in range(2):  # parameters change in place between steps
-        y_N = apart.forward(y)
-        apart.backward(v)
+        y_N = direct.forward(y)
+        direct.backward(v)
         found = {k: p.grad.clone() for k, p in net.named_parameters()}
         net.zero_grad()
         wanted = net(y)
@@ -57,9 +57,9 @@ def test_states_and_gradients_are_those_of_autograd(name):
 def test_frozen_parameters_get_no_gradient():
     net = hdnn.H2(4, 3)
     net.K_p.requires_grad_(False)
-    apart = Apart(net)
-    apart.forward(torch.ones(2, 4))
-    apart.backward(torch.ones(2, 4))
+    direct = DirectGradients(net)
+    direct.forward(torch.ones(2, 4))
+    direct.backward(torch.ones(2, 4))
     assert net.K_p.grad is None
     assert net.K_q.grad is not None
 
@@ -68,7 +68,7 @@ def test_frozen_parameters_get_no_gradient():
     "net", [hdnn.MLP(4, 3), hdnn.ImplicitH2(4, 2), hdnn.H2(4, 3, engine="reference")]
 )
 def test_networks_that_run_layer_by_layer_are_left_to_autograd(net):
-    assert not Apart(net).usable(torch.ones(2, 4))
+    assert not DirectGradients(net).usable(torch.ones(2, 4))
 
 
 class Doubled(hdnn.H2):
@@ -100,16 +100,16 @@ def _with_hook(add):
     ],
 )
 def test_what_is_more_than_one_call_is_left_to_autograd(net):
-    assert not Apart(net).usable(torch.ones(2, 4))
+    assert not DirectGradients(net).usable(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("y", [torch.randn(4, 7).mT, torch.randn(4).expand(6, 4)])
 def test_states_may_lie_in_memory_in_any_order(y):
     net = hdnn.H2(4, 3)
-    apart = Apart(net)
-    assert apart.usable(y)
-    torch.testing.assert_close(apart.forward(y), net(y).detach())
-    apart.backward(torch.ones(y.shape))
+    direct = DirectGradients(net)
+    assert direct.usable(y)
+    torch.testing.assert_close(direct.forward(y), net(y).detach())
+    direct.backward(torch.ones(y.shape))
     found = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
     net(y).sum().backward()

@@ -1,0 +1,128 @@
+"""What the backward pass of a stack starts from: stored states, checkpoints, or y_N alone.
+
+Each of the three runs a stack forwards (`last`: y_N alone; `forward`: with what must be kept) and
+backwards. What is kept is never y_N itself: whoever changes that in place changes no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.engine.drift import check_reversal, drift_of
+from hdnn.engine.kernels.protocol import Stack, Tensors
+
+MakeKernel = Callable[[Stack], Any]
+
+
+class Stored:
+    """Keeps what every layer reads."""
+
+    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
+        self.stack, self.make, self.check = stack, make, check
+        self.kernel = make(stack)
+
+    def with_samples(self, samples: int) -> Stored:
+        """The same for another number of samples."""
+        return type(self)(replace(self.stack, samples=samples), self.make, check=self.check)
+
+    def last(self, y: Tensor, tensors: Tensors) -> Tensor:
+        """y_N from y_0 (B, n)."""
+        return self.kernel.forward(y, tensors, False)[0]
+
+    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        """y_N, and what gradients come back from besides y_0."""
+        return self.kernel.forward(y, tensors, True)
+
+    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
+        """The gradients of y_0 and of all tensors."""
+        return self.kernel.backward(kept, g, tensors)
+
+
+class Checkpoints(Stored):
+    """Keeps the state once every few layers, and runs those between a second time."""
+
+    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
+        self.stack, self.make, self.check = stack, make, check
+        N, size = stack.layers, between(stack.layers)
+        cuts = [(first, min(first + size, N)) for first in range(0, N, size)]
+        kernels = {count: make(replace(stack, layers=count)) for count in {b - a for a, b in cuts}}
+        # In the order in which they run.
+        self.segments = [(a, b, kernels[b - a]) for a, b in (cuts[::-1] if stack.inverse else cuts)]
+
+    def last(self, y: Tensor, tensors: Tensors) -> Tensor:
+        for first, last, kernel in self.segments:
+            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
+        return y
+
+    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        states = []
+        for first, last, kernel in self.segments:
+            states.append(y)
+            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
+        return y, torch.stack(states[1:]) if len(states) > 1 else y.new_empty(0, *y.shape)
+
+    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
+        found, starts = [], [y, *kept.unbind(0)]
+        for (first, last, kernel), start in reversed([*zip(self.segments, starts, strict=True)]):
+            part = self.stack.part(tensors, first, last)
+            states = kernel.forward(start, part, True)[1]
+            g, *grads = kernel.backward(states, g, part)
+            del states
+            found.append(grads)
+        return g, *_joined(found[::-1], self.stack.inverse)
+
+
+class Reversible(Stored):
+    """Keeps y_N, and undoes the layers: down to y_1, which is known, so that this is checked.
+
+    The layer that ran first reads y_0 itself: what is exactly 0 there stays so.
+    """
+
+    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
+        super().__init__(stack, make, check=check)
+        self.first, self.others = (make(replace(stack, layers=k)) for k in (1, stack.layers - 1))
+
+    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        y_N = self.last(y, tensors)
+        return y_N, y_N.clone()
+
+    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
+        N, y_N, part = self.stack.layers, kept, self.stack.part
+        spans = ((N - 1, N), (0, N - 1)) if self.stack.inverse else ((0, 1), (1, N))
+        of_first, of_others = (part(tensors, *span) for span in spans)
+        y_1, states = self.first.forward(y, of_first, True)
+        rebuilt, (g, *late) = self.others.undo(y_N, g, of_others)
+        g, *early = self.first.backward(states, g, of_first)
+        found = [g, *_joined([early, late], self.stack.inverse)]
+        if self.check and y.numel():
+            found = check_reversal(drift_of(y_1, rebuilt, y_N), found)
+        return found
+
+
+METHODS = {"stored": Stored, "checkpoint": Checkpoints, "reversible": Reversible}
+
+
+def between(N: int) -> int:
+    """Layers from one checkpoint to the next."""
+    return max(1, math.isqrt(N))
+
+
+def _joined(found: list[Any], inverse: bool) -> list[Tensor | None]:
+    """The gradients of whole stacks, from those of their parts in the order in which they ran.
+
+    Weights are ordered by layer, and c as the steps run.
+    """
+    by_layer = found[::-1] if inverse else found
+    *weights, _ = (_cat(pieces) for pieces in zip(*by_layer, strict=True))
+    return [*weights, _cat([grads[-1] for grads in found])]
+
+
+def _cat(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    present = [piece for piece in pieces if piece is not None]
+    return torch.cat(present) if present else None

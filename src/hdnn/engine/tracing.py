@@ -1,0 +1,53 @@
+"""Whether PyTorch itself follows a call: compiles, traces, transforms or watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """Mark a function that `torch.compile` asks while it traces, instead of tracing it too.
+
+    `torch.compiler.assume_constant_result` does this as well, but would import the compiler now. A
+    PyTorch that does not know the mark sees a transform everywhere, and so the layers one by one.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def traced(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch is compiling or transforming the call, or some tensor is no plain one."""
+    plain = (Tensor, nn.Parameter, type(None))
+    return (
+        torch.compiler.is_compiling()
+        or any(type(t) not in plain or (t is not None and t.is_meta) for t in tensors)
+        or watched()
+        or transformed()
+    )
+
+
+def watched() -> bool:
+    """Whether PyTorch follows each operation: traced, counted, or with derivatives forwards."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+@constant
+def transformed() -> bool:
+    """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def batched(g: Tensor) -> bool:
+    """Whether g is many gradients at once, by `vmap` or `torch.autograd.grad(is_grads_batched)`."""
+    return transformed() or torch._C._functorch.is_legacy_batchedtensor(g)  # pyright: ignore[reportAttributeAccessIssue]
