@@ -283,9 +283,9 @@ def _become(
         os.close(opened)
     os.environ.update(environment)
     if version is not None:
-        import hdnn
+        from hdnn.distributed.messages import handshake
 
-        hdnn.__version__ = version
+        handshake.__version__ = version
     if fault is not None:
         _arm(*fault)
 
