@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -584,13 +585,25 @@ def test_the_bar_shows_loss_accuracy_and_gradient(monkeypatch, capsys):
 
 
 def test_a_sign_of_life_appears_for_who_waits(monkeypatch):
-    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
-    for wait in (0.0, 1000.0):
-        monkeypatch.setattr(progress, "WAIT", wait)
-        with progress.waiting("working"):
+    shown = threading.Event()
+
+    class Status:
+        def start(self):
+            shown.set()
+
+        def stop(self):
             pass
+
+    monkeypatch.setattr("rich.console.Console.status", lambda *_: Status())
+    monkeypatch.setattr(terminal, "at_terminal", lambda: True)
+    monkeypatch.setattr(progress, "WAIT", 1000.0)
+    with progress.waiting("working"):
+        assert not shown.is_set()
+    monkeypatch.setattr(progress, "WAIT", 0.0)
     with progress.waiting("working", False):
-        pass
+        assert not shown.is_set()
+    with progress.waiting("working"):
+        assert shown.wait(60)
 
 
 # What goes wrong

@@ -10,11 +10,9 @@ from typing import Any
 
 from hdnn.analysis.certificate import number_text
 from hdnn.app import terminal
+from hdnn.app.runfiles import SCORES
 
 ROUNDING = 1e-12  # of a norm in float64
-MEASURES = tuple(
-    f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "rmse", "r2")
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,18 +27,15 @@ def finish(results: list[Result], *, as_json: bool) -> None:
     """Print what one training came to, or several of them with mean and spread."""
     found = [result.metrics for result in results]
     if len(found) == 1:
-        text = results[0].to_text
-        print(terminal.json_text(found[0])) if as_json else terminal.print_text(text(found[0]))
-        return
-    summary = spread(found)
-    if as_json:
-        print(terminal.json_text({"runs": found, "summary": summary}))
+        told, text = found[0], results[0].to_text(found[0])
     else:
-        terminal.print_text(spread_text(found, summary))
+        summary = spread(found)
+        told, text = {"runs": found, "summary": summary}, spread_text(found, summary)
+    print(terminal.json_text(told)) if as_json else terminal.print_text(text)
 
 
 def measures(result: dict[str, Any]) -> dict[str, float]:
-    return {name: result[name] for name in MEASURES if result.get(name) is not None}
+    return {name: result[name] for name in SCORES if result.get(name) is not None}
 
 
 def measure_text(name: str, value: float) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hdnn.base.config import BaseConfig
 from hdnn.base.files import parse_json, read_bytes, read_json
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, as_float, quoted
@@ -100,6 +101,7 @@ OF_IMAGES: dict[str, Kind] = {
     "certificates": each(CERTIFICATE),
     "no_certificate_because": maybe(text),
 }
+OF_KIND = {"table": OF_TABLES, "images": OF_IMAGES}
 OTHERS: dict[str, Kind] = {**dict.fromkeys(SCORES, maybe(number)), "no_pictures_because": text}
 OF_GRAPHS: dict[str, Kind] = {
     **dict.fromkeys(("parts", "nodes", "layers", "messages", "bytes"), whole),
@@ -171,9 +173,9 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return metrics
 
 
-def check_complete(path: Path, metrics: dict[str, Any], config: Any, images: bool) -> None:
+def check_complete(path: Path, metrics: dict[str, Any], config: BaseConfig) -> None:
     """Refuse metrics that lack something, or that are of another run than the config."""
-    check(path, metrics, {**METRICS, **(OF_IMAGES if images else OF_TABLES)}, {})
+    check(path, metrics, {**METRICS, **OF_KIND[config.kind]}, {})
     for name in SAME:
         if metrics[name] != getattr(config, name):
             raise CheckpointError(

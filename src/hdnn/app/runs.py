@@ -136,9 +136,8 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """What it came to, all of it, if it is complete."""
-        metrics, config = self.metrics(), self.config()
-        images = config.data in IMAGE_SETS
-        runfiles.check_complete(self.metrics_file, metrics, config, images)
+        metrics = self.metrics()
+        runfiles.check_complete(self.metrics_file, metrics, self.config())
         return metrics
 
     def log(self) -> list[dict[str, Any]]:

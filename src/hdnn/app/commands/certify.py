@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from hdnn.app import progress, terminal
-from hdnn.app.options import argument, option
+from hdnn.app.options import argument, json_flag, option
 from hdnn.errors import OptionError
 
 EXAMPLES = (
@@ -24,7 +24,7 @@ def certify(
         str | None, option("points to look at; default: the run's own test points")
     ] = None,
     samples: Annotated[int, option("of them, at the most")] = 1000,
-    as_json: Annotated[bool, option("print one JSON object", "--json")] = False,
+    as_json: Annotated[bool, json_flag()] = False,
 ) -> int:
     """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
     from hdnn.app.tasks import kinds

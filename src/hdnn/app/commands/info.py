@@ -10,7 +10,7 @@ from typing import Annotated
 
 from hdnn import __version__
 from hdnn.app import terminal
-from hdnn.app.options import option
+from hdnn.app.options import json_flag
 
 EXAMPLES = (
     "hdnn info",
@@ -32,7 +32,7 @@ EXTRAS = {
 
 
 def info(
-    as_json: Annotated[bool, option("print one JSON object", "--json")] = False,
+    as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Show versions, devices, engines, extras and data: what is here and what is missing."""
     result = _about()

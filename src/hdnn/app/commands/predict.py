@@ -8,7 +8,7 @@ import sys
 from typing import Annotated, Any
 
 from hdnn.app import progress, terminal
-from hdnn.app.options import option
+from hdnn.app.options import json_flag, option, overwrite_flag
 from hdnn.app.results import measure_text
 
 EXAMPLES = (
@@ -30,8 +30,8 @@ def predict(
     ],
     out: Annotated[str | None, option("CSV to write; default: print it")] = None,
     proba: Annotated[bool, option("probability of each class", "--proba")] = False,
-    overwrite: Annotated[bool, option("replace that file", "--overwrite")] = False,
-    as_json: Annotated[bool, option("print one JSON object", "--json")] = False,
+    overwrite: Annotated[bool, overwrite_flag()] = False,
+    as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Predict the target for each row of a table, or test image, as CSV in their order."""
     from hdnn.app.runs import Run

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hdnn.app import progress, terminal
-from hdnn.app.options import argument, option
+from hdnn.app.options import argument, option, overwrite_flag
 
 EXAMPLES = (
     "hdnn report",
@@ -22,7 +22,7 @@ def report(
     results: Annotated[
         str, option("folder with what was reproduced of the paper, if it is there")
     ] = "docs/results",
-    overwrite: Annotated[bool, option("replace that file", "--overwrite")] = False,
+    overwrite: Annotated[bool, overwrite_flag()] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
     from hdnn.app import report

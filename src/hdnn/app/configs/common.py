@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -55,3 +57,9 @@ def find_device(name: str) -> str:
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise OptionError(f"there is no device {name!r} here: PyTorch finds {gpus} GPUs.")
     return name
+
+
+def plain_name(place: str, otherwise: str) -> str:
+    """The name of a data set or a file, with no letters that a folder should not have."""
+    name = re.sub(r"[^\w.-]+", "_", Path(place).stem, flags=re.ASCII)
+    return name.strip("._-")[:64] or otherwise

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import MISSING, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from hdnn import activations
-from hdnn.app.configs.common import DTYPES, IMAGE_SETS, check_time, check_training, is_table
+from hdnn.app.configs.common import (
+    DTYPES,
+    IMAGE_SETS,
+    check_time,
+    check_training,
+    is_table,
+    plain_name,
+)
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.portable import portable
 from hdnn.data import planar, table
@@ -195,9 +200,7 @@ class TableConfig(BaseConfig):
 
     def run_name(self) -> str:
         """The name of the run's folder, such as swiss_roll-h2-64-0."""
-        stem = Path(self.data).stem if self.is_table else self.data
-        stem = re.sub(r"[^\w.-]+", "_", stem, flags=re.ASCII).strip("._-") or "data"
-        return f"{stem[:64]}-{self.network}-{self.layers}-{self.seed}"
+        return f"{plain_name(self.data, 'data')}-{self.network}-{self.layers}-{self.seed}"
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from hdnn import activations
 from hdnn.app import results, runfiles, terminal
+from hdnn.app.configs.common import plain_name
 from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
 from hdnn.app.graphs import block_entries
 from hdnn.app.runs import Run
@@ -155,9 +155,7 @@ def ask(
     resume: bool = False,
 ) -> GraphTask:
     """What these options ask for: those of `run.Config` and of its training, by their names."""
-    begun = resume and out is not None and (Path(out) / "config.json").is_file()
-    if begun:
-        assert out is not None
+    if resume and out is not None and (Path(out) / "config.json").is_file():
         return _resumed(Path(out), given, graph, nodes)
     if graph is None and nodes is None:
         if resume and out is not None:
@@ -167,8 +165,9 @@ def ask(
     config = _config(table, given)
     found = patterns_of(table, graph or "the ring").graph()
     _check(config, found)
-    stem = f"ring{nodes}" if graph is None else Path(graph).stem
-    folder = Path("runs") / _name(stem, config) if out is None else Path(out)
+    names = (plain_name(place, "graph") for place in (graph or f"ring{nodes}", config.data))
+    name = "-".join([*names, config.network, str(config.layers), str(config.seed)])
+    folder = Path("runs") / name if out is None else Path(out)
     if resume and (folder / "config.json").is_file():
         return _resumed(folder, given, graph, nodes)
     return GraphTask(config, found, folder, resume)
@@ -240,13 +239,6 @@ def _resumed(
     return GraphTask(config, found, folder, True)
 
 
-def _name(stem: str, config: run.Config) -> str:
-    data = config.data if config.data in planar.SETS else Path(config.data).stem
-    plain = (re.sub(r"[^\w.-]+", "_", s, flags=re.ASCII).strip("._-")[:64] for s in (stem, data))
-    stem, data = (text or "graph" for text in plain)
-    return f"{stem}-{data}-{config.network}-{config.layers}-{config.seed}"
-
-
 def _check(config: run.Config, graph: Graph) -> None:
     """Raise what the processes would raise, and refuse what they could not hold."""
     graph.tree()
@@ -282,6 +274,7 @@ def _check_busiest(graph: Graph) -> None:
 
 
 def _check_folder(home: Path, sizes: Sequence[int]) -> None:
+    """Refuse a folder of data that lacks the file of a node, or has one of another shape."""
     if not home.is_dir():
         known = ", ".join(planar.SETS)
         raise DataError(f"{home} is neither one of {known} nor a folder of node files.")

@@ -148,10 +148,8 @@ class TableTask(Task):
             "parallel": processes.several,
             "progress": False,
         }
-        model, data = (
-            self.model.to(device),
-            (problem.x_train.to(device), problem.t_train.to(device)),
-        )
+        model = self.model.to(device)
+        data = problem.x_train.to(device), problem.t_train.to(device)
         if config.refinements:
             refinements = config.refinements
             model, histories = fit_multilevel(model, *data, refinements=refinements, **options)
