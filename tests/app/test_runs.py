@@ -18,7 +18,7 @@ from hdnn import serialization
 from hdnn.__main__ import main
 from hdnn.app import runfiles, runs
 from hdnn.app.configs.common import find_device
-from hdnn.app.configs.kinds import read_config
+from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.app.tasks import graph as graph_task
@@ -39,6 +39,31 @@ def test_a_config_is_read_back_from_its_own_file(tmp_path):
     ):
         (tmp_path / "config.toml").write_text(made.to_toml())
         assert TableConfig.of(read_config(tmp_path / "config.toml")) == made
+
+
+@pytest.mark.parametrize(("data", "kind"), [("swiss_roll", "table"), ("mnist", "images")])
+def test_a_run_says_its_kind_and_one_of_before_is_known_by_its_data(data, kind, tmp_path):
+    run, made = Run(tmp_path), config_of({"data": data})
+    run.start(made)
+    text = run.config_file.read_text()
+    assert f'kind = "{kind}"\n' in text
+    assert run.config() == made
+    run.config_file.write_text(text.replace(f'kind = "{kind}"\n', ""))
+    assert run.config() == made
+    run.config_file.write_text(text.replace(f'kind = "{kind}"', 'kind = "graph"'))
+    with pytest.raises(CheckpointError, match=f"kind must be '{kind}' .*, not 'graph'"):
+        run.config()
+
+
+def test_a_graph_says_its_kind_and_one_of_before_is_resumed(tmp_path):
+    made = graph_task.ask({"layers": 2}, nodes=4).config
+    written = json.loads(made.text())
+    assert written.pop("kind") == "graph"
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert graph_task.ask({}, out=str(tmp_path), resume=True).config == made
+    (tmp_path / "config.json").write_text(json.dumps({**written, "kind": "table"}))
+    with pytest.raises(OptionError, match="kind must be 'graph'"):
+        graph_task.ask({}, out=str(tmp_path), resume=True)
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"])))

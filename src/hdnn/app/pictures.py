@@ -28,7 +28,7 @@ def drawn(draw: Callable[[], dict[str, Axes]], folder: Path) -> dict[str, Any]:
 
 
 def save_picture(ax: Axes, path: Path) -> str:
-    """Write the figure of `ax` as a PNG, all of it or nothing."""
+    """Write the figure of `ax` as a PNG."""
     picture = io.BytesIO()
     ax.figure.canvas.print_figure(picture, format="png")
     write_atomically(path, picture.getvalue())

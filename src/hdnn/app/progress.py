@@ -18,7 +18,7 @@ WAIT = 2.0  # seconds before anything is shown
 
 @contextmanager
 def waiting(what: str, wanted: bool = True) -> Iterator[None]:
-    """A sign of life beside something that has no steps to count."""
+    """Show a spinner during something that has no steps to count."""
     if not (wanted and terminal.at_terminal()):
         yield
         return
@@ -37,7 +37,7 @@ def waiting(what: str, wanted: bool = True) -> Iterator[None]:
 
 
 class TrainingBar:
-    """Loss, accuracy and gradient norm beside a bar; called after each step of a training."""
+    """A progress bar with loss, accuracy and gradient norm; a callback of `hdnn.training.fit`."""
 
     def __init__(self, title: str, wanted: bool) -> None:
         self.title, self.on = title, wanted and terminal.at_terminal()
@@ -58,7 +58,7 @@ class TrainingBar:
         self.show(moment.step, moment.steps, values)
 
     def show(self, step: int, steps: int, values: str) -> None:
-        """So many steps are done, with these values; now and then, and at the end."""
+        """Update the bar: steps done, steps in all, and a text; at most ten times a second."""
         now = time.monotonic()
         if now < self.due and not (self.progress and step == steps):
             return
@@ -87,20 +87,20 @@ class TrainingBar:
 
 
 class EpochBar(TrainingBar):
-    """The bar of a training of which the root tells after each epoch."""
+    """The progress bar of a training on a graph, updated after each epoch."""
 
     def __init__(self, title: str, epochs: int, wanted: bool) -> None:
         super().__init__(title, wanted)
         self.epochs, self.loud = epochs, wanted
 
     def open(self, words: str) -> None:
-        """Show that something is on its way, from the beginning."""
+        """Show the bar at once, with these words."""
         if self.on:
             self._open(self.epochs)
             self._show(0, words)
 
     def tell(self, news: dict[str, Any]) -> None:
-        """What the root has told, or the launcher after a fault."""
+        """Show what the root reports after an epoch, or the launcher after a fault."""
         if "restart" in news:
             words = f"restart {news['restart']}, because {news['fault']}"
             if self.on:

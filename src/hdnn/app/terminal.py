@@ -17,11 +17,11 @@ from hdnn.base.files import finite
 from hdnn.errors import CheckpointError, readable
 from hdnn.training.processes import torchrun
 
-LONGEST = 700  # letters of a message
+LONGEST = 700  # characters of a message
 
 
 class StoppedError(Exception):
-    """A command that was stopped by hand, with a word on how to go on."""
+    """A command was stopped by hand; the message says how to go on."""
 
 
 def fail(message: object, code: int = 2) -> int:
@@ -33,7 +33,7 @@ def fail(message: object, code: int = 2) -> int:
 
 
 def say(message: object) -> None:
-    """One line on stderr, whatever is in the message; at a terminal as wide as that is."""
+    """Print one line on stderr, wrapped to the width of a terminal."""
     text = readable(f"hdnn: {' '.join(str(message).split())}")
     if len(text) > LONGEST:  # what is wrong mostly stands at the end
         text = f"{text[: LONGEST // 2]} .. {text[-LONGEST // 2 :]}"
@@ -44,7 +44,7 @@ def say(message: object) -> None:
 
 
 def fail_on_file(error: OSError) -> int:
-    """The exit code after an error of files or of the output, and what is to be said of it."""
+    """Report an error of a file or of the output; return the exit code."""
     forget_output()
     if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
         return 0
@@ -55,24 +55,25 @@ def fail_on_file(error: OSError) -> int:
 
 
 def forget_output() -> None:
-    """Leave nothing in the buffer: Python would complain about it at its end."""
+    """Drop what is still buffered: Python would complain about it when it ends."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def json_text(result: Any) -> str:
+    """A result as JSON, with null for numbers that are not finite."""
     return json.dumps(finite(result), indent=2)
 
 
 def print_text(text: object) -> None:
-    """Text for people; at a terminal no line is wider than that is, and columns stay columns."""
+    """Print text for people, wrapped to the width of a terminal, with its columns kept."""
     width = columns()
     lines = str(text).splitlines()
     print("\n".join(lines if width is None else (fitted(line, width) for line in lines)))
 
 
 def columns() -> int | None:
-    """The width of the terminal; None where nobody asks for one."""
+    """The width of the terminal; None where the output is not one."""
     at_terminal = getattr(sys.stdout, "isatty", lambda: False)
     if not ("COLUMNS" in os.environ or at_terminal()):
         return None
@@ -80,7 +81,7 @@ def columns() -> int | None:
 
 
 def fitted(line: str, width: int) -> str:
-    """One line of a text as several, the further ones under the value of the first."""
+    """A line wrapped to this width, its further lines indented to the column of its value."""
     if len(line) <= width:
         return line
     name = re.match(r"\s{3,}|\s*(\S+( \S+)*\s{2,})?", line)
@@ -97,16 +98,18 @@ def fitted(line: str, width: int) -> str:
 
 
 def rows_text(rows: list[tuple[str, str]]) -> str:
+    """Names and their values in two columns."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
 
 
 def at_terminal() -> bool:
+    """Whether a person sees what is printed on stderr."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 def new_file(out: str, overwrite: bool) -> Path:
-    """The path of a file to write, if nothing is lost by that."""
+    """The path of a file to write, which must not exist unless it may be replaced."""
     path = Path(out)
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder; name a file in it with --out.")
@@ -118,7 +121,7 @@ def new_file(out: str, overwrite: bool) -> Path:
 
 
 def at_home(place: Any) -> Any:
-    """A path, or several, with the folder that ~ stands for."""
+    """A path, or several, with ~ replaced by the home folder."""
     if isinstance(place, list):
         return [at_home(one) for one in place]
     return os.path.expanduser(place) if isinstance(place, str) else place

@@ -115,7 +115,7 @@ class GraphTask:
 
 
 def task_of(given: dict[str, Any]) -> tuple[GraphTask, float, int | None]:
-    """The training that flags ask for, the patience with others, and the steps between shards."""
+    """The training that options ask for, its timeout, and the steps between two shards."""
     known = (*FIELDS, *OPTIONS)
     for name in given:
         if name not in known and name not in types_of(LaunchFlags):

@@ -275,10 +275,10 @@ def test_part(model: ImageModel, name: str) -> ImageData:
 def predict(model: ImageModel, name: str, *, proba: bool = False) -> dict[str, Any]:
     """The classes of all test images, and how many are right."""
     data = test_part(model, name)
-    like = next(model.parameters())
+    dtype = next(model.parameters()).dtype
     model.eval()
     scores = torch.cat(
-        [model(data.normalised(some, like.dtype)) for some in data.images_test.split(EVALUATED)]
+        [model(data.normalised(some, dtype)) for some in data.images_test.split(EVALUATED)]
     )
     found = scores.argmax(1)
     result: dict[str, Any] = {

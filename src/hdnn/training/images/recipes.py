@@ -106,8 +106,8 @@ def is_plain(data: str, network: str, layers: int | None) -> bool:
 def mnist(network: str, epochs: int, seed: int, *, by: str = "ours") -> ImageRecipe:
     """How the hidden network of that name, or "none", is trained on MNIST."""
     options = {name: value for name, value in MNIST[by][network].items() if name != "init"}
-    like: Options = {"epochs": epochs, "seed": seed, "batch": MNIST_BATCH, "optimizer": "adam"}
-    return ImageRecipe(**like, **options)
+    options |= {"epochs": epochs, "seed": seed, "batch": MNIST_BATCH, "optimizer": "adam"}
+    return ImageRecipe(**options)
 
 
 def cifar(network: str, epochs: int, seed: int) -> ImageRecipe:
@@ -121,10 +121,10 @@ def cifar(network: str, epochs: int, seed: int) -> ImageRecipe:
 
 def star(network: str, epochs: int) -> Options | None:
     """The options of a network's Hamiltonian units on CIFAR-10, if it has any."""
-    like = CIFAR_NETWORKS[network]
-    if "star" not in like:
+    known = CIFAR_NETWORKS[network]
+    if "star" not in known:
         return None
-    return {**like["star"], **(like.get("long", {}) if epochs >= LONG else {})}
+    return {**known["star"], **(known.get("long", {}) if epochs >= LONG else {})}
 
 
 def drop(network: str, epochs: int) -> float:
@@ -145,8 +145,8 @@ def hidden(data: str, network: str) -> Options:
         init, step = MNIST["ours"][network]["init"], models.MNIST_STEPS[network]
         return {"layers": LAYERS[data], "step": step, "activation": "tanh", "init": init}
     plain = {"layers": LAYERS[data], "step": 0.1, "activation": "relu", "init": "scaled"}
-    like = CIFAR_NETWORKS[network]["star"]
-    return {name: like.get(name, value) for name, value in plain.items()}
+    units = CIFAR_NETWORKS[network]["star"]
+    return {name: units.get(name, value) for name, value in plain.items()}
 
 
 def build(data: str, network: str, options: Options, seed: int, epochs: int) -> ImageModel:
