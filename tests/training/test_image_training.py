@@ -13,7 +13,7 @@ from hdnn import models
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.experiments import runner, table_cifar, table_mnist
-from hdnn.training import checkpoint
+from hdnn.training import identity
 from hdnn.training.images import ImageRecipe, ImageTraining, next_epoch, run_together
 from hdnn.training.images import recipes as image_recipes
 
@@ -96,13 +96,13 @@ def test_a_training_goes_on_to_the_same_bits(tmp_path):
 
 def test_the_outline_of_a_network_is_not_that_of_the_pytorch_beneath(monkeypatch):
     star = partial(models.hdnn_star, layers=1, channels=(4,), stem_norm=True, norm="after")
-    before = checkpoint.outline(star())
+    before = identity.outline(star())
     for kind in (torch.nn.BatchNorm2d, torch.nn.Conv2d, torch.nn.Linear):
         monkeypatch.setattr(kind.extra_repr, "__code__", (lambda self: "other words").__code__)
     assert "other words" in repr(star())
-    assert checkpoint.outline(star()) == before
+    assert identity.outline(star()) == before
     others = [{"pool": "scaled"}, {"padding": "halves"}, {"step": 0.2}, {"activation": "gelu"}]
-    assert len({before, *(checkpoint.outline(star(**options)) for options in others)}) == 5
+    assert len({before, *(identity.outline(star(**options)) for options in others)}) == 5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import threading
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from hdnn.base import tensorfile
 from hdnn.base.files import read_bytes, reason_of, remove_leftovers, write_atomically
 from hdnn.errors import CheckpointError
-from hdnn.networks import Network
 from hdnn.training.identity import difference
 
 FORMAT = 1
@@ -50,26 +48,6 @@ def save(
         state["callbacks"][key] = {k: part for k, part in parts.items() if k not in found}
     content = tensorfile.packed(tensors, KEY, {"format": FORMAT, **state})
     write_atomically(folder / NAME, content)
-
-
-def outline(model: nn.Module) -> str:
-    """What a network is, in a few words that are the same under every version of PyTorch.
-
-    Its kind, the number of its parameters, and a digest of the kinds of its parts, of what those
-    that are not PyTorch's say of themselves, and of the names and shapes of all that is saved.
-    """
-    parts = [(name, type(part).__name__, _form(part)) for name, part in model.named_modules()]
-    shapes = [(name, tuple(t.shape)) for name, t in model.state_dict().items()]
-    digest = hashlib.sha256(json.dumps([parts, shapes]).encode()).hexdigest()[:8]
-    count = sum(p.numel() for p in model.parameters())
-    return f"{type(model).__name__} with {count:,} parameters, {digest}"
-
-
-def _form(part: nn.Module) -> str:
-    if isinstance(part, Network):
-        return part.form()
-    of_torch = type(part).extra_repr.__module__.partition(".")[0] == "torch"
-    return "" if of_torch else part.extra_repr()
 
 
 class Saved(NamedTuple):

@@ -20,14 +20,9 @@ from hdnn.models import ImageModel
 from hdnn.networks import Network
 
 # Fields that checkpoints of earlier versions do not have; there they are not compared.
-LATER = ("shapes", "parts", "frozen weights", "order of weights", "dtype", "device", "engine")
-LATER += (
-    "matmul precision",
-    "callbacks",
-    "processes",
-    "images",
-    "normalisation",
-    "smooth parts",
+LATER = (
+    *("shapes", "parts", "frozen weights", "order of weights", "dtype", "device", "engine"),
+    *("matmul precision", "callbacks", "processes", "images", "normalisation", "smooth parts"),
     "graphs",
 )
 LONG = 200  # characters, from which on a value is known by its digest alone
@@ -61,6 +56,26 @@ def of_model(model: nn.Module) -> dict[str, Any]:
         "engine": {k: v for k, v in now.items() if v != usual[k] and k != "check"},
         "matmul precision": torch.get_float32_matmul_precision(),
     }
+
+
+def outline(model: nn.Module) -> str:
+    """What a network is, in a few words that are the same under every version of PyTorch.
+
+    Its kind, the number of its parameters, and a digest of the kinds of its parts, of what those
+    that are not PyTorch's say of themselves, and of the names and shapes of all that is saved.
+    """
+    parts = [(name, type(part).__name__, _form(part)) for name, part in model.named_modules()]
+    shapes = [(name, tuple(t.shape)) for name, t in model.state_dict().items()]
+    digest = hashlib.sha256(json.dumps([parts, shapes]).encode()).hexdigest()[:8]
+    count = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__} with {count:,} parameters, {digest}"
+
+
+def _form(part: nn.Module) -> str:
+    if isinstance(part, Network):
+        return part.form()
+    of_torch = type(part).extra_repr.__module__.partition(".")[0] == "torch"
+    return "" if of_torch else part.extra_repr()
 
 
 def of_callbacks(callbacks: Iterable[object]) -> list[Any]:

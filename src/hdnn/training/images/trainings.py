@@ -285,7 +285,7 @@ class ImageTraining:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a training to go on: all that decides its bits."""
         data = self.data
-        known: dict[str, Any] = {"data": data.name, "model": checkpoint.outline(self.model)}
+        known: dict[str, Any] = {"data": data.name, "model": identity.outline(self.model)}
         tensors = (data.images_train, data.t_train, data.images_test, data.t_test)
         known |= {"images": identity.digest(tensors), "shapes": identity.shapes(tensors)}
         known |= {"normalisation": [list(data.mean), list(data.std)], "graphs": self.graphs}
