@@ -57,17 +57,19 @@ class TrainingBar:
         values += f", gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
         self.show(moment.step, moment.steps, values)
 
-    def show(self, step: int, steps: int, values: str) -> None:
+    def show(self, step: int, steps: int, values: str, *, at_once: bool = False) -> None:
         """Update the bar: steps done, steps in all, and a text; at most ten times a second."""
+        from rich.markup import escape
+
         now = time.monotonic()
-        if now < self.due and not (self.progress and step == steps):
+        if now < self.due and not (at_once or (self.progress and step == steps)):
             return
         self.due = now + 0.1
         if self.progress is None:
             self._open(steps)
         assert self.progress is not None
         assert self.task is not None
-        self.progress.update(self.task, completed=step, total=steps, values=values)
+        self.progress.update(self.task, completed=step, total=steps, values=escape(values))
 
     def _open(self, steps: int) -> None:
         from rich import progress
@@ -96,30 +98,18 @@ class EpochBar(TrainingBar):
     def open(self, words: str) -> None:
         """Show the bar at once, with these words."""
         if self.on:
-            self._open(self.epochs)
-            self._show(0, words)
+            self.show(0, self.epochs, words, at_once=True)
 
     def tell(self, news: dict[str, Any]) -> None:
         """Show what the root reports after an epoch, or the launcher after a fault."""
         if "restart" in news:
             words = f"restart {news['restart']}, because {news['fault']}"
-            if self.on:
-                self._show(0, words)
-            elif self.loud:
+            if self.loud and not self.on:
                 terminal.say(words)
-            return
-        if not self.on or (self.progress is None and time.monotonic() < self.due):
-            return
-        if self.progress is None:
-            self._open(self.epochs)
-        words = f"loss {news['loss']:.4f}"
-        if "accuracy" in news:
-            words += f", accuracy {news['accuracy']:.1%}"
-        self._show(news["epoch"], f"{words}, epoch {news['epoch']}/{self.epochs}")
-
-    def _show(self, epoch: int, words: str) -> None:
-        from rich.markup import escape
-
-        assert self.progress is not None
-        assert self.task is not None
-        self.progress.update(self.task, completed=epoch, values=escape(words))
+            self.open(words)
+        elif self.on:
+            words = f"loss {news['loss']:.4f}"
+            if "accuracy" in news:
+                words += f", accuracy {news['accuracy']:.1%}"
+            words += f", epoch {news['epoch']}/{self.epochs}"
+            self.show(news["epoch"], self.epochs, words)
