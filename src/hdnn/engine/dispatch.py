@@ -25,7 +25,16 @@ from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant, transformed, watched
 from hdnn.errors import MissingExtraError, OptionError
 
-__all__ = ["FUSED", "Plan", "kernel", "method", "plan", "stored_limit", "transformed", "watched"]
+__all__ = [
+    "FUSED",
+    "EnginePlan",
+    "kernel",
+    "method",
+    "plan",
+    "stored_limit",
+    "transformed",
+    "watched",
+]
 
 FUSED = ACTIVATIONS
 HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
@@ -46,7 +55,7 @@ _MACHINE = memory.total_bytes()
 
 
 @dataclass(frozen=True)
-class Plan:
+class EnginePlan:
     """What runs, and why."""
 
     engine: str  # "reference" or "fused"
@@ -69,7 +78,7 @@ def plan(
     steps: int,
     activation: str,
     traced: bool = False,
-) -> Plan:
+) -> EnginePlan:
     """Choose for a stack of that size; what was asked for and cannot run is an error.
 
     `steps` are layers of forward Euler, or shears, which read half a state each. By default no
@@ -99,10 +108,10 @@ def plan(
         if engine == "fused" and states * max(4, dtype.itemsize) > stored_limit(device):
             backprop = "checkpoint"
             why += TOO_LARGE
-    return Plan(engine, backprop, why)
+    return EnginePlan(engine, backprop, why)
 
 
-def plan_of_call(settings: Settings, call: Call, *, traced: bool) -> Plan:
+def plan_of_call(settings: Settings, call: Call, *, traced: bool) -> EnginePlan:
     """The plan for a call."""
     y, n = call.y, call.y.shape[-1]
     return plan(
@@ -126,7 +135,7 @@ def stored_limit(device: torch.device) -> float:
     return SHARE * _MACHINE
 
 
-def _fixed_plan(settings: Settings, reversible: bool) -> Plan:
+def _fixed_plan(settings: Settings, reversible: bool) -> EnginePlan:
     if not reversible:
         raise OptionError(
             'state="fixed" makes reversals exact, but forward Euler has none; use state="float".'
@@ -137,7 +146,7 @@ def _fixed_plan(settings: Settings, reversible: bool) -> Plan:
         )
     if settings.backprop not in ("auto", "reversible"):
         raise OptionError(f'state="fixed" is for backprop="reversible", not "{settings.backprop}".')
-    return Plan("reference", "reversible", 'state="fixed" is asked for')
+    return EnginePlan("reference", "reversible", 'state="fixed" is asked for')
 
 
 def _why_not_fused(

@@ -86,7 +86,7 @@ def _key(call: Call, settings: Settings) -> Any:
 class PreparedCall:
     """A stack of certain sizes, ready to run."""
 
-    def __init__(self, call: Call, plan: dispatch.Plan, settings: Settings) -> None:
+    def __init__(self, call: Call, plan: dispatch.EnginePlan, settings: Settings) -> None:
         y, h, fused = call.y, call.h, plan.engine == "fused"
         # The kernels know no half precision: they take such a state, and give it back, by float32.
         self.dtype = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hdnn.engine.drift import check_reversal, drift_of
 from hdnn.engine.kernels.pixels import Pixels, Step, images
+from hdnn.engine.side_stream import SideStream
 from hdnn.operators import conv
 
 IMAGES = 5  # as many as a state is large, that the backward pass of a layer needs
@@ -70,7 +71,7 @@ class Schedule:
         return [images(half) for half in y.chunk(self.count, 1)]
 
 
-class Weights(NamedTuple):
+class KindWeights(NamedTuple):
     """Those of all shears of one kind."""
 
     K: Tensor  # (N, r, n, k, k)
@@ -79,10 +80,10 @@ class Weights(NamedTuple):
     beta: Tensor | None = None
 
 
-def grouped(schedule: Schedule, weights: Sequence[Tensor]) -> list[Weights]:
+def grouped(schedule: Schedule, weights: Sequence[Tensor]) -> list[KindWeights]:
     """The weights by kind, from all of them in a row."""
     each = 4 if schedule.normed else 2
-    return [Weights(*weights[k : k + each]) for k in range(0, len(weights), each)]
+    return [KindWeights(*weights[k : k + each]) for k in range(0, len(weights), each)]
 
 
 class Kept(NamedTuple):
@@ -302,7 +303,7 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
     like: dict[str, Any] = {"dtype": torch.float32, "device": g_N.device}
     rebuilds = schedule.backprop == "reversible"
     # What is rebuilt is soon given away again, which a second stream would have to be waited for.
-    aside = _Aside(None if rebuilds else g_N.device)
+    aside = SideStream(None if rebuilds else g_N.device)
     dK: list[list[Tensor]] = [[] for _ in unit.weights]
     sums: list[list[Tensor]] = [[] for _ in unit.weights]
     rebuilt: list[Tensor] = []
@@ -387,32 +388,6 @@ class _Rebuilt:
         by = unit.step(i, -1)
         self.halves[target] = unit.pixels.move(self.halves[target], w, room, by=by)
         return inner
-
-
-class _Aside:
-    """A second stream, for what nobody waits for before the end: the gradients of the weights.
-
-    It always starts after the work that the first stream has been given, so whatever it allocates
-    anew is free by then.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        there = device is not None and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if there else None
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def join(self) -> None:
-        """Wait for it."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def _joined(halves: list[Tensor], dtype: torch.dtype) -> Tensor:

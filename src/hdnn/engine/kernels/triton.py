@@ -812,7 +812,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """How a kernel is cut up: samples a tile, rows of K a block, warps a program."""
 
     samples: int
@@ -821,63 +821,63 @@ class Plan(NamedTuple):
 
 
 # For the forward and the backward kernel, by the padded width of K; measured on an H200.
-_SPLIT: dict[int, dict[str, tuple[Plan, Plan]]] = {
+_SPLIT: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
     32: {
-        "ieee": (Plan(32, 32, 4), Plan(32, 32, 4)),
-        "tf32": (Plan(64, 32, 4), Plan(64, 32, 4)),
-        "tf32x3": (Plan(16, 32, 2), Plan(32, 32, 2)),
-        "bf16": (Plan(64, 32, 4), Plan(64, 32, 4)),
+        "ieee": (Tiling(32, 32, 4), Tiling(32, 32, 4)),
+        "tf32": (Tiling(64, 32, 4), Tiling(64, 32, 4)),
+        "tf32x3": (Tiling(16, 32, 2), Tiling(32, 32, 2)),
+        "bf16": (Tiling(64, 32, 4), Tiling(64, 32, 4)),
     },
     64: {
-        "ieee": (Plan(32, 32, 4), Plan(32, 32, 4)),
-        "tf32": (Plan(64, 64, 4), Plan(32, 64, 4)),
-        "tf32x3": (Plan(32, 64, 4), Plan(32, 64, 8)),
-        "bf16": (Plan(64, 64, 4), Plan(64, 64, 4)),
+        "ieee": (Tiling(32, 32, 4), Tiling(32, 32, 4)),
+        "tf32": (Tiling(64, 64, 4), Tiling(32, 64, 4)),
+        "tf32x3": (Tiling(32, 64, 4), Tiling(32, 64, 8)),
+        "bf16": (Tiling(64, 64, 4), Tiling(64, 64, 4)),
     },
     128: {
-        "ieee": (Plan(32, 16, 8), Plan(16, 32, 8)),
-        "tf32": (Plan(32, 32, 4), Plan(64, 64, 8)),
-        "tf32x3": (Plan(32, 32, 8), Plan(64, 32, 8)),
-        "bf16": (Plan(64, 64, 8), Plan(64, 64, 8)),
+        "ieee": (Tiling(32, 16, 8), Tiling(16, 32, 8)),
+        "tf32": (Tiling(32, 32, 4), Tiling(64, 64, 8)),
+        "tf32x3": (Tiling(32, 32, 8), Tiling(64, 32, 8)),
+        "bf16": (Tiling(64, 64, 8), Tiling(64, 64, 8)),
     },
 }
-_EULER: dict[int, dict[str, tuple[Plan, Plan]]] = {
+_EULER: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
     32: _SPLIT[32],
     64: {
-        "ieee": (Plan(32, 32, 4), Plan(16, 32, 4)),
-        "tf32": (Plan(64, 64, 8), Plan(64, 64, 8)),
-        "tf32x3": (Plan(32, 64, 4), Plan(32, 64, 8)),
-        "bf16": (Plan(64, 64, 4), Plan(64, 64, 8)),
+        "ieee": (Tiling(32, 32, 4), Tiling(16, 32, 4)),
+        "tf32": (Tiling(64, 64, 8), Tiling(64, 64, 8)),
+        "tf32x3": (Tiling(32, 64, 4), Tiling(32, 64, 8)),
+        "bf16": (Tiling(64, 64, 4), Tiling(64, 64, 8)),
     },
     128: {
-        "ieee": (Plan(32, 16, 8), Plan(16, 32, 8)),
-        "tf32": (Plan(32, 32, 4), Plan(64, 64, 8)),
-        "tf32x3": (Plan(32, 32, 8), Plan(64, 32, 8)),
-        "bf16": (Plan(64, 64, 8), Plan(64, 64, 8)),
+        "ieee": (Tiling(32, 16, 8), Tiling(16, 32, 8)),
+        "tf32": (Tiling(32, 32, 4), Tiling(64, 64, 8)),
+        "tf32x3": (Tiling(32, 32, 8), Tiling(64, 32, 8)),
+        "bf16": (Tiling(64, 64, 8), Tiling(64, 64, 8)),
     },
     256: {
-        "ieee": (Plan(16, 16, 8), Plan(16, 16, 8)),
-        "tf32": (Plan(16, 16, 8), Plan(64, 64, 8)),
-        "tf32x3": (Plan(16, 16, 8), Plan(16, 16, 8)),
-        "bf16": (Plan(64, 32, 8), Plan(64, 32, 8)),
+        "ieee": (Tiling(16, 16, 8), Tiling(16, 16, 8)),
+        "tf32": (Tiling(16, 16, 8), Tiling(64, 64, 8)),
+        "tf32x3": (Tiling(16, 16, 8), Tiling(16, 16, 8)),
+        "bf16": (Tiling(64, 32, 8), Tiling(64, 32, 8)),
     },
 }
 _CANONICAL = {  # Euler with V = K J^T
     **_EULER,
     64: {
-        "ieee": (Plan(32, 64, 4), Plan(16, 64, 4)),
-        "tf32": (Plan(64, 64, 4), Plan(32, 64, 4)),
-        "tf32x3": (Plan(32, 64, 4), Plan(32, 64, 8)),
-        "bf16": (Plan(64, 64, 4), Plan(64, 64, 4)),
+        "ieee": (Tiling(32, 64, 4), Tiling(16, 64, 4)),
+        "tf32": (Tiling(64, 64, 4), Tiling(32, 64, 4)),
+        "tf32x3": (Tiling(32, 64, 4), Tiling(32, 64, 8)),
+        "bf16": (Tiling(64, 64, 4), Tiling(64, 64, 4)),
     },
 }
 
 
-def plan(name: str, kind: str, width: int, r: int, precision: str, *, backward: bool) -> Plan:
+def tiling(name: str, kind: str, width: int, r: int, precision: str, *, backward: bool) -> Tiling:
     """How a kernel over K of this padded width and r rows is cut up."""
     table = _SPLIT if name == "split" else _CANONICAL if kind == "canonical" else _EULER
     samples, rows, warps = table[max(32, width)][precision][backward]
-    return Plan(samples, min(rows, _padded(r)), warps)
+    return Tiling(samples, min(rows, _padded(r)), warps)
 
 
 _INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
@@ -933,7 +933,7 @@ class _Recipe:
         stack, rows = call.stack, call.rows
         split, width, r, name = bool(stack.turns), stack.width, max(rows), _name(stack)
         BM = _padded(width)
-        BT, BR, warps = plan(name, stack.kind, BM, r, call.precision, backward=call.backward)
+        BT, BR, warps = tiling(name, stack.kind, BM, r, call.precision, backward=call.backward)
         self.unit = stack.kind == "identity" and BM > 128  # z in blocks, times a unit matrix
         if stack.kind == "identity" and not self.unit:
             BR = BM
