@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -24,14 +25,20 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
     assert len(example.splitlines()) <= 12
 
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
+GUIDE = (ROOT / "docs" / "distributed.md").read_text()
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-def test_examples_of_the_guide_run(example):
+def test_examples_of_the_guide_run(example, capsys):
     exec(compile(example, "distributed.md", "exec"), {})
+    assert capsys.readouterr().err == ""
 
 
-def test_pictures_and_pages_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", README):
-        assert (Path(__file__).parents[1] / "".join(target)).exists(), target
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_and_pages_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", page.read_text()):
+        if not "".join(target).startswith("http"):
+            assert (page.parent / "".join(target)).exists(), target
