@@ -6,7 +6,7 @@ from hdnn._version import __version__ as __version__
 
 from hdnn.base import interrupted as interrupted  # isort: skip  # first: the rest takes its time
 
-# Imports leave no garbage, and a collection in their midst looks through all of torch for 0.1 s.
+# Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.
 _collecting = gc.isenabled()
 gc.disable()
 try:

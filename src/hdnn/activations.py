@@ -141,7 +141,7 @@ def is_registered(activation: Activation) -> bool:
 
 
 def registered(activation: str | Activation) -> Activation:
-    """The activation, if it can be found again by its name: what networks and files need."""
+    """The activation, if it is registered under its name, as networks and files need."""
     found = get(activation)
     if not is_registered(found):
         raise OptionError(

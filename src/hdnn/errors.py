@@ -15,15 +15,15 @@ from numbers import Integral, Real
 from types import ModuleType
 
 LARGEST = sys.float_info.max
-SENSIBLE = 1e30  # of a rate, a penalty or a time: float32 can still go on with it
-MOST = 2**63 - 1  # that a size, a count or a seed may be: what an index can hold
-QUOTED = 160  # letters of a word in a message: a path or a number may have thousands
+SENSIBLE = 1e30  # the largest rate, penalty or time: float32 can still compute with it
+MOST = 2**63 - 1  # the largest size, count or seed: what an index can hold
+QUOTED = 160  # the longest word in a message: a path or a number may have thousands of letters
 
 
 class HDNNError(ValueError):
     """Base class of every error that `hdnn` raises on purpose."""
 
-    def __str__(self) -> str:  # and not when it is made, which `torch.compile` has to follow
+    def __str__(self) -> str:  # not in __init__, which `torch.compile` would trace
         return readable(super().__str__())
 
 
@@ -72,15 +72,15 @@ class MissingExtraError(HDNNError):
 
 
 def readable(message: str) -> str:
-    """The same with each word that is too long to read cut in its middle."""
+    """The message with the middle cut out of each word that is too long to read."""
     return re.sub(rf"\S{{{QUOTED + 1},}}", lambda word: _cut(word[0]), message)
 
 
 def quoted(value: object) -> str:
-    """What was given, as a message shows it: never more than a line."""
+    """A given value as a message shows it: never more than a line."""
     try:
         return _cut(repr(value))
-    except ValueError:  # Python does not write such numbers
+    except ValueError:  # an int too long for Python to print
         return "a number of thousands of digits"
 
 

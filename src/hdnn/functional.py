@@ -9,8 +9,8 @@ vectors that is sigma(y K^T + b) K. `h` is a float, or a tensor (N,) with a step
 
 Shapes are always checked, values of tensors never (the networks do that once, when made), so that
 `torch.compile` and `vmap` see through every function. `hdnn.reference` defines what is computed;
-`engine` and `backprop` only say how explicit stacks run (see `hdnn.engine`). A call of the same
-shapes and options as an earlier one was checked then, and goes straight to its kernels.
+`engine` and `backprop` only say how explicit stacks run (see `hdnn.engine`). A call with the shapes
+and options of an earlier one needs no new check and goes straight to its kernels.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def ms3(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """H2 with both signs turned   (eq:MS3).
+    """H2 with both signs changed   (eq:MS3).
 
     p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
     q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2); K_1, K_2 (N, r, m), b_1, b_2 (N, r).

@@ -31,7 +31,7 @@ def from_X(X: Tensor) -> Tensor:
 
 
 def times_canonical(g: Tensor) -> Tensor:
-    """J g for rows g (..., n): the canonical J swaps the halves and turns one sign."""
+    """J g for rows g (..., n): the canonical J swaps the halves and changes one sign."""
     g_p, g_q = g.chunk(2, -1)
     return torch.cat([-g_q, g_p], -1)
 
@@ -44,7 +44,7 @@ def block_diagonal(
 
 
 def upper_indices(n: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Where the entries i < j of an n x n matrix lie in it once flattened, row by row."""
+    """The positions of the entries i < j in an n x n matrix flattened row by row."""
     i, j = torch.triu_indices(n, n, 1, device=device)
     return i * n + j
 

@@ -17,7 +17,7 @@ from hdnn.operators import dense
 def weight_decay(weights: Iterable[Tensor] | torch.nn.Module) -> Tensor:
     """R_l = 1/2 the sum of squares of all weights: of tensors, or of a module's parameters.
 
-    The logarithms of learned steps are no weights: pulled to zero, they would pull h to one.
+    Learned steps are left out: they are stored as log h, and decay to zero would pull h to one.
     """
     if isinstance(weights, torch.nn.Module):
         tensors = [p for name, p in weights.named_parameters() if not name.endswith("log_h")]

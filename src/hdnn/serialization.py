@@ -28,18 +28,18 @@ from hdnn.networks.hooks import refresh, target
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
-LITTLE = 2**20  # numbers, for which there is always room
-ENDINGS = ("orig", "mask", "g", "u", "v")  # of what PyTorch computes a weight from
+LITTLE = 2**20  # numbers: so few always fit into memory
+ENDINGS = ("orig", "mask", "g", "u", "v")  # of names of tensors that a weight is made of
 IMAGES = {of.__name__: maker for of, maker in models.MAKERS.items()}
-# What a config that does not fit together, or a shape that no tensor has, makes PyTorch raise.
+# What PyTorch raises for a config that contradicts itself, or for an impossible shape.
 WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
 
 
 def save(model: Model | Network | ImageModel, path: str | os.PathLike[str]) -> None:
     """Write a model or a network to one file, all of it or nothing.
 
-    Of weights that are pruned or parametrised (`torch.nn.utils`) the values are written that the
-    network uses: what is loaded is a plain network with the same outputs.
+    For pruned or parametrised weights (`torch.nn.utils`) the values that the network uses are
+    written: loading gives a plain network with the same outputs.
     """
     write(model, path)
 
@@ -102,7 +102,7 @@ def read_note(path: str | os.PathLike[str]) -> Any:
 
 
 def _config(file: tensorfile.Mapped) -> dict[str, Any]:
-    """What a file says of itself, if this version knows it."""
+    """The config in a file, if this version can read it."""
     try:
         config = file.about("hdnn")
         number = config["format"]
@@ -121,7 +121,7 @@ def _config(file: tensorfile.Mapped) -> dict[str, Any]:
 
 
 def _check_fit(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that the model of a config does not have, before any of it is made."""
+    """Refuse tensors that do not fit the config, before any part of the model is made."""
     numbers = {name for name, t in tensors.items() if t.is_floating_point()}
     wrong = [name for name in tensors if name not in numbers and not name.endswith(COUNTER)]
     if wrong or not numbers:
@@ -142,9 +142,9 @@ def _check_fit(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """All that is saved, by the names that a plain network has for it.
+    """All tensors to be saved, under the names of a plain network.
 
-    Pruned and parametrised weights are given as they are used, in evaluation mode.
+    Pruned and parametrised weights have the values that evaluation mode uses.
     """
     state, modes = model.state_dict(), [(part, part.training) for part in model.modules()]
     try:
@@ -164,7 +164,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(part: nn.Module) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
-    """Weights that a module computes from others: name, value, and what those are called."""
+    """Weights that a module computes from other tensors: name, value, names of the others."""
     if parametrize.is_parametrized(part):
         assert isinstance(part.parametrizations, nn.ModuleDict)
         part.parametrizations.eval()
@@ -220,7 +220,7 @@ def restore(
         return Model(parts.get("augment"), parts["net"], parts["head"])
     own = {name: t for name, t in tensors.items() if name.startswith(prefix)}
     config, constants = description["config"], description.get("constants", {})
-    if kind == "Augment":  # which has no tensors, but as many features as others have weights
+    if kind == "Augment":  # no tensors of its own: its features must fit those of the others
         _check_room(config, constants, tensors)
         return Augment(**config)
     dtype = next((t.dtype for t in own.values() if t.is_floating_point()), None)
@@ -245,7 +245,7 @@ def restore(
 
 
 def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a file that promises more layers than it has tensors: it would be built for hours."""
+    """Refuse a file that claims more layers than it has tensors: building them may take hours."""
     most = sum(len(t) if t.ndim > 2 else 1 for t in tensors.values())
     for name in ("depth", "layers"):
         count = config.get(name, 0)
@@ -256,12 +256,12 @@ def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
 def _check_room(
     config: dict[str, Any], constants: dict[str, list[int]], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a part that is far larger than its weights, before there is any memory for it."""
+    """Refuse a part that is far larger than its weights, before memory is allocated for it."""
     n, there = _whole(config.get("features")), sum(t.numel() for t in tensors.values())
     sparsity = config.get("sparsity")
     nodes = len(sparsity["R"][0]) if isinstance(sparsity, dict) else 1
     if "layers" in config:
-        # K has at least n^2 / 4 entries; of nodes that are not linked at all so many each.
+        # K has at least n^2 / 4 entries, or that divided by the number of nodes if none are linked.
         stored = 1 if config.get("tied") is True else _whole(config["layers"])
         needed = stored * n * max(n // (4 * nodes), 1)
     else:
@@ -272,5 +272,5 @@ def _check_room(
 
 
 def _whole(number: Any) -> int:
-    """A size; what is none is refused where it is used."""
+    """A size, or 1 for anything else, which is refused later where it is used."""
     return number if type(number) is int and number > 0 else 1

@@ -1,6 +1,6 @@
-"""What a training is asked to do: fields with help texts and choices, and their files.
+"""Training configs: fields with help texts and choices, and how they are read and written.
 
-Configs extend `BaseConfig`. The command line makes its options of their fields.
+Configs extend `BaseConfig`. The command line generates its options from their fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 from hdnn.base.files import read_bytes
 from hdnn.errors import OptionError, as_float, choose, quoted
 
-LARGEST = 2**20  # bytes of a config file
+LARGEST = 2**20  # bytes that a config file may have
 
 TYPES: dict[str, Any] = {
     "str": str,
@@ -42,7 +42,7 @@ def option(
     panel: str = "",
     choices: Collection[str] | None = None,
 ) -> Any:
-    """A field with a help text, under a heading of the help, and with the values it may have."""
+    """A field with its help text, the heading of the help it appears under, and its choices."""
     return dataclasses.field(
         default=default, metadata={"help": text, "panel": panel, "choices": choices}
     )
@@ -55,7 +55,7 @@ class BaseConfig:
     kind: ClassVar[str] = ""  # written to the config file of a run
 
     def check_choices(self) -> None:
-        """Refuse a field whose value is none of its choices."""
+        """Raise an error if the value of a field is not one of its choices."""
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata.get("choices")
             if choices is not None:
@@ -67,12 +67,12 @@ class BaseConfig:
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> Self:
-        """The config of which `to_json` made this; files of before do not say their kind."""
+        """The config that `to_json` wrote; older files do not name their kind."""
         return cls(**cls.without_kind(given))
 
     @classmethod
     def without_kind(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The options of a file but for its kind, which must be that of the config."""
+        """The options of a file without its kind, which must be the kind of this config."""
         options = dict(given)
         if (kind := options.pop("kind", cls.kind)) != cls.kind:
             raise OptionError(f"kind must be {cls.kind!r} for such a training, not {quoted(kind)}.")
@@ -86,9 +86,9 @@ class BaseConfig:
 
 
 def types_of(*configs: type) -> dict[str, str]:
-    """The type of each field of these classes by its name, without what says that it may be None.
+    """The types of all fields of these classes by name, with `| None` removed.
 
-    Where several classes have a field of one name, it is that of the first.
+    If several classes have a field of the same name, the first class counts.
     """
     found: dict[str, str] = {}
     for config in configs:
@@ -98,10 +98,10 @@ def types_of(*configs: type) -> dict[str, str]:
 
 
 def read_toml(path: Path, table: str, types: dict[str, str]) -> dict[str, Any]:
-    """The options in one table of a TOML file, by their names with _ for -; each of its type."""
+    """The options in one table of a TOML file: types are checked, and - in a name becomes _."""
     try:
         document = tomllib.loads(read_bytes(path, LARGEST).decode())
-    except (ValueError, RecursionError) as error:  # of which a TOMLDecodeError is one
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         reason = str(error).removeprefix(f"cannot read {path}: ")
         reason = reason.removeprefix(f"{path} cannot be read: ").rstrip(".")
         raise OptionError(f"cannot read the config file {path}: {reason}.") from error
@@ -137,17 +137,17 @@ def _of_type(path: Path, key: str, value: Any, kind: str) -> Any:
 
 
 def to_toml(values: dict[str, Any]) -> str:
-    """A line for each value, as TOML has it."""
+    """The values as TOML, one line each."""
     return "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items())
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML writes it: so little that it is not worth a dependency."""
+    """One value as TOML; so little code that it is not worth a dependency."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(toml_value(entry) for entry in value)}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for the one control character that JSON leaves alone.
+        # TOML escapes strings as JSON does, and also the control character DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -1,6 +1,6 @@
 """Writing files so that a crash, a full disk or a second writer never leaves half of one.
 
-And reading them so that whatever lies there is bounded, and refused in one sentence.
+And reading them with a limit on their size; a bad file is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from hdnn.errors import CheckpointError
 
-MOST = 2**28  # bytes of a file of text
-DEEPEST = 50  # lists in lists of a JSON file
+MOST = 2**28  # bytes that a text file may have
+DEEPEST = 50  # levels of nested lists that a JSON file may have
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -45,7 +45,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
     try:
         path = Path(os.path.realpath(path))  # a link stays a link
         if os.path.exists(path) and not path.is_dir():
-            check_regular(path, "written")  # a rename would put a file in the place of a device
+            check_regular(path, "written")  # a rename would replace a device by a file
         unique = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         descriptor = os.open(unique, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         temporary = unique
@@ -56,7 +56,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         os.replace(temporary, path)
         temporary = None
         _flush_folder(path.parent)
-    except CheckpointError:  # which says all that there is to say
+    except CheckpointError:  # its message is complete already
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -75,14 +75,14 @@ def reason_of(error: object, longest: int = 200) -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill in the middle of a write has left, while nobody else writes there."""
+    """Remove what a killed write has left behind. Nobody else may be writing there."""
     for file in folder.iterdir():
         if re.fullmatch(r"\..+\.[0-9a-f]{32}\.tmp", file.name):
             file.unlink(missing_ok=True)
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make the rename last through a loss of power, where the system can."""
+    """Make the rename survive a power failure, where the system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -92,7 +92,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def check_regular(path: Path, to_be: str = "read") -> None:
-    """Refuse what is no plain file: reading a pipe may never return, and a device may never end."""
+    """Refuse all but plain files: reading a pipe may never return, and a device may never end."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a zero byte in its name
@@ -103,7 +103,7 @@ def check_regular(path: Path, to_be: str = "read") -> None:
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:
-    """The content of a plain file, if it is not larger than all that could be meant."""
+    """The content of a plain file of at most `most` bytes."""
     try:
         check_regular(path)
         with path.open("rb") as file:
@@ -127,7 +127,7 @@ def read_json(path: Path, most: int = MOST) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text, or a ValueError: also for one that nobody can walk through."""
+    """The value of a JSON text; a ValueError if it is not valid, or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -146,7 +146,7 @@ def _holds(value: Any) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for what JSON cannot hold: infinite numbers, and NaN."""
+    """The value with None in place of infinities and NaN, which JSON cannot hold."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

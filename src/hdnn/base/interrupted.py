@@ -22,13 +22,13 @@ def _expect() -> None:
 
 
 def imported() -> None:
-    """All is imported: from here on an interruption is a KeyboardInterrupt again."""
+    """The imports are done: from here on Ctrl-C raises KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended() -> None:
-    """All is written: until Python has put itself away, an interruption changes nothing."""
+    """All output is written: ignore Ctrl-C while Python shuts down."""
     if threading.current_thread() is threading.main_thread() and _is_command():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -41,13 +41,13 @@ def say(message: str) -> None:
 
 
 def exit_code() -> int:
-    """The exit code of a command that was interrupted, after a word about it."""
+    """Say that the command was interrupted, and return its exit code."""
     say("interrupted")
     return 130
 
 
 def _end(*_: Any) -> None:
-    os._exit(exit_code())  # nothing is open yet, and half an import cannot be left in order
+    os._exit(exit_code())  # nothing is open yet, and an unfinished import cannot be cleaned up
 
 
 def _is_command() -> bool:

@@ -11,7 +11,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def total_bytes() -> float:
-    """The bytes that this machine, or the container it runs in, can have; infinite if unknown."""
+    """The memory of this machine, or of its container, in bytes; infinite if unknown."""
     try:
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # pragma: no cover - not on this system
@@ -25,7 +25,7 @@ def total_bytes() -> float:
 
 
 def check_memory(needed: float, what: str, less: str) -> None:
-    """Refuse what this machine cannot hold: it would be killed, not stopped by an error."""
+    """Raise an error for what does not fit into memory: the system would kill the process."""
     most = total_bytes()
     if needed > most:
         raise OptionError(

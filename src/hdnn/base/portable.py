@@ -1,7 +1,7 @@
 """Values as bytes for another process: JSON and safetensors, never pickle.
 
-Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and the dataclasses that were
-registered by `portable`: whoever can send bytes can make nothing else with them.
+Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and dataclasses registered by
+`portable`. Nothing else can be created from bytes that a stranger sends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unpack(content: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """As JSON can hold it: what JSON does not know is a pair of its kind and its content."""
+    """The value as JSON can hold it: other types become a pair of type and content."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

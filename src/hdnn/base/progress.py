@@ -18,7 +18,7 @@ class ProgressLine:
     def show(self, text: str) -> None:
         now = time.monotonic()
         if self.on and now >= self.due:
-            # A line that wraps could not be taken back.
+            # A line that wraps could not be erased.
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write(f"\r\x1b[K{text[:width]}")
             sys.stderr.flush()

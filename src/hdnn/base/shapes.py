@@ -45,7 +45,7 @@ class Shapes:
         if letters is None or any(
             sizes.setdefault(a, k) != k for a, k in zip(letters, tensor.shape, strict=True)
         ):
-            self.sizes = dict(list(sizes.items())[:known])  # what this tensor said does not count
+            self.sizes = dict(list(sizes.items())[:known])  # forget the sizes read from this tensor
             raise ShapeError(self._mismatch(name, tensor, specs))
         if sizes.get("N") == 0:
             raise ShapeError(f"{self.where}: {name} has no layers; N must be at least 1.")
@@ -77,7 +77,7 @@ class Shapes:
 
 
 def autocasting(device: torch.device) -> bool:
-    """Whether PyTorch casts by itself there."""
+    """Whether autocast is on for this device."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
@@ -98,7 +98,7 @@ def layer_steps(where: str, h: Step, N: int) -> Sequence[float | Tensor]:
 
 
 def per_layer(constant: Tensor | None, N: int) -> Sequence[Tensor | None]:
-    """A constant of all layers (a, b), or one for each (N, a, b), as N of them."""
+    """N constants, one a layer, from one for all layers (a, b) or one for each (N, a, b)."""
     if constant is None or constant.ndim == 2:
         return [constant] * N
     return constant.unbind(0)

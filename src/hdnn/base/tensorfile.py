@@ -26,7 +26,7 @@ SUM = "sha256"
 
 
 def packed(tensors: Mapping[str, Tensor], key: str, about: dict[str, Any]) -> bytes:
-    """The content of a file; the same tensors and the same text are the same bytes."""
+    """The content of a file; the same tensors and the same text give the same bytes."""
     # Copies, because parameters may share their storage, and safetensors takes none that do.
     copies = {
         name: t.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -54,10 +54,10 @@ class Mapped(NamedTuple):
     def load(self, about: dict[str, Any] | None = None) -> dict[str, Tensor]:
         """The tensors, if they and the text have the checksum that was written with them.
 
-        Files from before there were checksums have none, and are taken as they are.
+        Old files have no checksum and are read without this check.
         """
         size = sum(t.nbytes for t in self.tensors.values())
-        if size > memory.total_bytes():  # a file with holes can say so, and be small
+        if size > memory.total_bytes():  # a sparse file may be this large and take no space on disk
             raise CheckpointError(f"{self.path} holds {size} bytes, more than there is memory.")
         # Copies: what is mapped would change with the file.
         tensors = {name: t.clone() for name, t in self.tensors.items()}
@@ -73,7 +73,7 @@ class Mapped(NamedTuple):
 
 @contextmanager
 def opened(path: Path, what: str = "a safetensors file") -> Iterator[Mapped]:
-    """Open a file for as long as the block lasts, or say in a sentence why that cannot be."""
+    """Open a file for the duration of a `with` block, or raise an error that says why not."""
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:

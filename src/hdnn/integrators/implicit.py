@@ -45,15 +45,15 @@ def solve(
 ) -> Tensor:
     """The x (*batch, k) with x = c + B sigma(A x + a); A (r, k), B (k, r), a (*batch, r).
 
-    Where `one_solution` says so there is exactly one, which Newton's method finds from the explicit
-    guess c + B sigma(A c + a). Elsewhere it is the one that is connected to x = c by solutions
-    with smaller B; should that curve go to infinity, the nearest to c of those that are found from
-    a few other starts, always the same; or a `ConvergenceError`.
+    If `one_solution` is true, Newton's method finds the only x from the explicit guess
+    c + B sigma(A c + a). Otherwise x is the solution that is connected to x = c by solutions with
+    smaller B. If that curve goes to infinity, x is the nearest to c among the solutions found from
+    a few fixed starts; if there are none, this is a `ConvergenceError`.
 
     `undo` = (X, B', A') makes this the inverse of a layer that solves X = c' + B' sigma(A' X + a')
-    with the same argument of sigma, where X is None if it is x. Of several x the one is taken
-    from which the layer comes to X again. If none does that is a `ConvergenceError`, and if
-    several do a `SeveralSolutionsWarning`.
+    with the same argument of sigma; X is None if it is x itself. Of several x, it returns the one
+    that the layer maps back to X. If none does, this is a `ConvergenceError`; if several do, a
+    `SeveralSolutionsWarning`.
     """
     name = activations.registered(activation).name
     a = a.expand(*c.shape[:-1], a.shape[-1]).to(c.dtype)
@@ -83,13 +83,13 @@ def _solve(
     sigma, k, r = activations.get(activation), c.shape[-1], a.shape[-1]
     work = torch.promote_types(c.dtype, torch.float32)  # no factorisations in half precision
     B, A, chunk = B.to(work), A.to(work), max(1, solutions.CHUNK // (k * k))
-    # By default as close as rounding lets it: seldom, that is not quite 4 units in the last place.
+    # By default 4 units in the last place, with some slack: rounding rarely prevents just that.
     tol, slack = (4 * torch.finfo(work).eps, 8) if tol is None else (tol, 1)
     equation = Equation(B, A, sigma, tol, slack, max_iter, one_solution(B, A, sigma))
     layer = None
     if B_layer is not None and A_layer is not None and not equation.unique:
         B_layer, A_layer = B_layer.to(work), A_layer.to(work)
-        if not one_solution(B_layer, A_layer, sigma):  # both ways have one solution, or neither
+        if not one_solution(B_layer, A_layer, sigma):  # both unique, or neither
             layer = replace(equation, B=B_layer, A=A_layer)
     if layer is not None:
         chunk = max(1, chunk // solutions.STARTS)
@@ -113,7 +113,7 @@ def _solve(
 
 
 def _tell(where: str, count: Tensor, equation: Equation) -> None:
-    """Say what the inverse of a layer could not find, or found more than once."""
+    """Raise or warn where the inverse of a layer found no solution, or several."""
     none, several, B = int((count == 0).sum()), int((count > 1).sum()), len(count)
     factor = f"coupling {float(coupling(equation.A, equation.B, equation.sigma.S)):.3g}"
     advice = "below 1 there is always exactly one: take a smaller h or smaller weights"
@@ -151,7 +151,7 @@ def _(c, B, A, a, activation, tol, max_iter, where, X=None, B_layer=None, A_laye
 
 
 def _linearise(ctx: Any) -> tuple[torch.dtype, tuple[Tensor, ...]]:
-    """What the derivatives at the solution are made of: B, x, sigma, D and M = I - B D A."""
+    """What the derivatives at the solution need: B, x, sigma, D and M = I - B D A."""
     B, A, a, x = ctx.saved_tensors
     sigma = activations.get(ctx.activation)
     dtype, work = x.dtype, torch.promote_types(x.dtype, torch.float32)

@@ -25,7 +25,7 @@ class Equation:
     unique: bool
 
     def newton(self, x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's method from x, and where it came to a solution."""
+        """Newton's method from x, and which samples converged."""
         rest = (self.B, self.A, a, self.sigma, self.tol, self.max_iter)
         x, error = newton_steps(x, c, *rest)
         return x, error <= self.slack * self.tol
@@ -81,7 +81,7 @@ def newton_steps(
 def one_solution(B: Tensor, A: Tensor, sigma: Activation) -> bool:
     """Whether x = c + B sigma(A x + a) is known to have exactly one solution, whatever c and a.
 
-    By the `coupling` below 1; or because u - A B sigma(u), with u = A x + a, is monotone: sigma is
+    If the `coupling` is below 1; or if u - A B sigma(u), with u = A x + a, is monotone: sigma is
     s_min u and a part of slope 0 .. s_max - s_min, so that it is enough that this slope times the
     symmetric part of (I - s_min A B)^-1 A B is below 1. A midpoint step has A B skew, and so one
     solution for any monotone sigma. What holds for A B holds for its transpose.
@@ -89,7 +89,7 @@ def one_solution(B: Tensor, A: Tensor, sigma: Activation) -> bool:
     P = (sigma.S * B.abs()) @ A.abs()
     if bool(P.sum(-1).amax() < 1):  # a norm of P: cheap, and mostly enough
         return True
-    if not bool(torch.isfinite(P).all()):  # there is nothing to choose
+    if not bool(torch.isfinite(P).all()):  # no solution to choose from
         return True
     high = P
     for _ in range(4):
@@ -110,6 +110,6 @@ def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
     """rho(S |B| |A|), entry by entry: below 1, x = c + B sigma(A x + a) has exactly one solution.
 
     B diag(sigma') A lies entry by entry below it, so that the right-hand side is a contraction in
-    some weighted maximum norm. Never above S | |A| | | |B| |, and 0 where no state meets itself.
+    some weighted maximum norm. Never above S | |A| | | |B| |, and 0 if no entry depends on itself.
     """
     return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)

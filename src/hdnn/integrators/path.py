@@ -1,7 +1,7 @@
 """One solution among several: follow x = c + t B sigma(A x + a) from t = 0 to t = 1.
 
 At t = 0 there is one solution, x = c. A curve of solutions (x, t) begins there. It may turn back
-and forth in t, but it does not branch (but for exceptional numbers), and for a bounded sigma it
+and forth in t, but it does not branch (except for rare numbers), and for a bounded sigma it
 always arrives at t = 1. Where it first does is a property of the equation alone: it depends on no
 guess, on no other sample, and on rounding no more than any result does. Newton's method from a
 guess cannot promise that: which of several solutions it meets is a matter of the last digit.
@@ -17,15 +17,15 @@ from torch import Tensor
 from hdnn.activations import Activation
 
 CORRECTIONS = 4  # Newton steps back onto the curve, at each step along it
-LARGEST, SMALLEST = 0.5, 1e-7  # step, in units of what B sigma can come to
-FAR = 1e6  # units, at which a curve is taken to go to infinity
+LARGEST, SMALLEST = 0.5, 1e-7  # step, in units of the size of B sigma
+FAR = 1e6  # units: a curve that gets this far is taken to go to infinity
 _BEND = 0.25  # the largest correction, in steps
 _TURN = 0.8  # the least cosine between the directions before and after a step
 
 
 @dataclass(eq=False)
 class _Curves:
-    """Where the curves of some samples have come to: z = ((x - c) / unit, t), and on they go."""
+    """The points z = ((x - c) / unit, t) that the curves of some samples have reached."""
 
     c: Tensor
     a: Tensor
@@ -61,9 +61,9 @@ class _Equation:
 def follow(
     c: Tensor, B: Tensor, A: Tensor, a: Tensor, sigma: Activation, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """The ends x (batch, k) of the curves, to most digits, and which arrived in so many steps."""
+    """The ends x (batch, k) of the curves, to most digits, and which arrived within `steps`."""
     dtype = c.dtype
-    c, B, A, a = (t.double() for t in (c, B, A, a))  # or a step could seem to go astray
+    c, B, A, a = (t.double() for t in (c, B, A, a))  # else rounding could look like a bad step
     equation = _Equation(B, A, sigma)
     force = sigma(c @ A.mT + a)
     unit = ((force.abs() + sigma.S) @ B.mT.abs()).amax(-1, keepdim=True).clamp_min(1e-300)
@@ -72,7 +72,7 @@ def follow(
     curves.direction, _ = _direction(equation.at(curves, z)[1], curves.direction, curves.sign)
     curves.step *= LARGEST
     ends = c.clone()
-    # Where nothing pulls, x = c for all t.
+    # Where B sigma(A c + a) = 0, x = c for all t.
     arrived = ((force @ B.mT) == 0).all(-1)
     index = (~arrived).nonzero()[:, 0]
     curves = curves.some(index)
@@ -88,7 +88,7 @@ def follow(
 
 
 def _advance(equation: _Equation, curves: _Curves) -> tuple[_Curves, Tensor]:
-    """One step along the curves, or half a step the next time; and which have arrived."""
+    """One step along the curves, and which have arrived; a failed step is halved the next time."""
     z, direction, step = curves.z, curves.direction, curves.step
     # A step that would go beyond t = 1 ends there, and is corrected within that plane.
     last = (z + step * direction)[:, -1:] >= 1
@@ -109,11 +109,11 @@ def _advance(equation: _Equation, curves: _Curves) -> tuple[_Curves, Tensor]:
     good &= (straight > _TURN) & torch.isfinite(point).all(-1, keepdim=True)
     sign, onto = curves.sign, torch.zeros_like(good)
     if bool((step < SMALLEST).any()):
-        # No step is small enough to go round a kink of sigma: over it, and on as H_z says there.
+        # No step is small enough to follow a kink of sigma: step over it, and go on along H_z.
         onto = (step < SMALLEST) & ~good
         there = z + step * direction
         turned, straight = _direction(equation.at(curves, there)[1], direction, sign)
-        # If that is where it came from, two curves cross: straight on, as a symmetry has it.
+        # If that leads straight back, two curves cross, as symmetric equations can: go straight on.
         cross = onto & (straight < -0.999)
         sign, turned = torch.where(cross, -sign, sign), torch.where(cross, -turned, turned)
         point, ahead = torch.where(onto, there, point), torch.where(onto, turned, ahead)

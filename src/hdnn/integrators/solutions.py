@@ -9,7 +9,7 @@ from hdnn.integrators import path
 from hdnn.integrators.newton import Equation
 
 STARTS = 64  # of Newton's method, to find other solutions
-LENGTH = 32  # steps along a curve, in units of what max_iter allows at one point
+LENGTH = 32  # times max_iter / CORRECTIONS: the steps allowed along a curve
 CHUNK = 2**24  # entries of all Newton matrices at a time
 
 
@@ -49,7 +49,7 @@ def _nearest(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_afar(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """All solutions that Newton's method meets from afar, (starts, batch, k), and which are.
+    """Where Newton's method ends from many far starts, (starts, batch, k), and which are solutions.
 
     Half of the starts are c + B s, where for a bounded sigma all solutions lie. The others solve
     the equation with each sigma(u) replaced by 0 or s_max u, as is right for large states of relu
@@ -73,9 +73,9 @@ def from_afar(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]
 def undo(
     equation: Equation, layer: Equation, c: Tensor, a: Tensor, X: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The x from which the layer comes to X, the nearest to c of several; and how many there are.
+    """The x that the layer maps to X, the nearest to c of several; and how many there are.
 
-    X itself is x where none is given.
+    Without an X it is x itself.
     """
     x, solved = search(equation, c, a)
     others, which = from_afar(equation, c, a)

@@ -33,10 +33,10 @@ YOSHIDA4: tuple[Shear, ...] = (
 """Order 4: three Verlet steps, the middle one backwards in time (Yoshida, 1990)."""
 
 MS3: tuple[Shear, ...] = (("p", -1.0), ("q", -1.0))
-"""Semi-implicit Euler with both signs turned (eq:MS3)."""
+"""Semi-implicit Euler with both signs changed (eq:MS3)."""
 
 MS1: tuple[Shear, ...] = (("q", -1.0), ("p", -1.0))
-"""q first, with both signs turned (eq:MS1)."""
+"""q first, with both signs changed (eq:MS1)."""
 
 WEIGHTS = ("K_p", "K_q", "b_p", "b_q")
 NAMES = {

@@ -38,7 +38,7 @@ def gradient(y: Tensor, z: Tensor, K: Tensor, groups: int = 1, padding: Padding 
 
 
 def pixels(K: Tensor, padding: Padding) -> tuple[int, int]:
-    """How many are added on each side: as given, or (k - 1) / 2."""
+    """The pixels added on each side: as given, or (k - 1) / 2."""
     height, width = K.shape[-2:]
     if height % 2 == 0 or width % 2 == 0:
         raise ShapeError(

@@ -25,11 +25,11 @@ from torch import Tensor
 from hdnn.errors import SparsityError, require
 
 EXHAUSTIVE = 12
-"""Up to so many mutual links of S, all T are tried."""
+"""All T are tried if S has at most this many mutual links."""
 CLIQUE_WORK = 50_000
-"""The search around one node ends after looking at so many nodes, with the best that it met."""
+"""The search around one node stops after looking at this many, with the best clique so far."""
 CLIMB_WORK = 3_000_000
-"""A climb ends after looking at so many nodes, where it is."""
+"""A climb stops where it is after looking at this many nodes."""
 
 
 class Budget:
@@ -52,8 +52,8 @@ def heaviest_clique(
 ) -> int:
     """The heaviest set of pairwise near nodes around v; of equals, the one with the first nodes.
 
-    Branch and bound: exact, unless it meets `CLIQUE_WORK` or the end of the budget. Then it is the
-    best clique met so far, which is never lighter than the greedy one.
+    Branch and bound: exact, unless `CLIQUE_WORK` or the budget runs out. Then it is the best
+    clique so far, which is never lighter than the greedy one.
     """
     around = near[v] & within & ~(1 << v)
     best, work = _greedy(near, weight, v, around)
@@ -77,7 +77,7 @@ def heaviest_clique(
 
 
 def _greedy(near: Sequence[int], weight: Sequence[int], v: int, left: int) -> tuple[int, int]:
-    """Around v, again and again the node that keeps most candidates, times its weight."""
+    """A clique grown around v, each time by the node with most candidates left times its weight."""
     clique, work = 1 << v, 0
     while left:
         work += left.bit_count()
@@ -88,7 +88,7 @@ def _greedy(near: Sequence[int], weight: Sequence[int], v: int, left: int) -> tu
 
 
 def _bound(near: Sequence[int], weight: Sequence[int], nodes: int) -> tuple[int, bool]:
-    """No clique is heavier than the heaviest of each colour together; and whether all are one.
+    """A bound on the weight of a clique: the heaviest nodes of all colours; and if all are one.
 
     Nodes of one colour are not near each other, so a clique has one of them at most.
     """
@@ -126,7 +126,7 @@ class Patterns:
         return cls(S, weight, layers, T, linked, near, R, 2 * layers * K + X)
 
     def rank(self) -> tuple[int, list[int], list[int]]:
-        """Most free weights first; then the ones of R, and of T, that come first in their rows."""
+        """For comparison: first the free weights, then how early the ones of R and of T come."""
         return self.free, self.R[::-1], self.T[::-1]
 
     def flip(self, i: int, k: int, budget: Budget) -> Patterns:
@@ -145,8 +145,8 @@ class Patterns:
                 near[a] ^= pairs
                 for v in members(pairs & ~(1 << i | 1 << k)):
                     near[v] ^= 1 << a
-            # Fewer pairs are near: a clique that has none of those lost is still the heaviest.
-            # More are: only a node that has a new pair around it can have a heavier one.
+            # Fewer pairs are near: a clique that has lost no pair is still the heaviest.
+            # More pairs are near: only a node with a new pair around it can have a heavier clique.
             around = self.R if added else near
             for v in members(self.near[i] | near[i] | self.near[k] | near[k]):
                 if any(around[v] >> a & 1 and around[v] & pairs for a, pairs in changed.items()):
@@ -156,10 +156,10 @@ class Patterns:
         return Patterns(S, self.weight, self.layers, T, linked, near, R, free)
 
     def joined(self, budget: Budget) -> Patterns:
-        """With rows of R exchanged until T and R join all nodes that S joins; `free` -1 if none do.
+        """Replace rows of R until T and R join all nodes that S joins; `free` is -1 if none can.
 
-        From a node on, all that hear of each other are a group. Of the nodes next to it, the one
-        whose row loses least by holding a member of the group joins it, again and again.
+        A group starts at one node and holds all that hear of each other. Again and again, it takes
+        in the neighbour whose row loses fewest weights when it must hold a member of the group.
         """
         near, weight, R = self.near, self.weight, list(self.R)
         free, done = self.free, 0
@@ -178,7 +178,7 @@ class Patterns:
         return replace(self, R=R, free=free)
 
     def _group(self, R: Sequence[int], nodes: int) -> int:
-        """All who hear of these nodes through T and R."""
+        """All nodes that hear of these through T and R."""
         before = 0
         while nodes != before:
             before = nodes

@@ -1,7 +1,7 @@
-"""Who needs whom: the locality condition T R^T R + R^T R T <= S on lists of neighbours.
+"""Which node needs which: the locality condition T R^T R + R^T R T <= S on neighbour lists.
 
-The work is counted before it is done. A star makes a complete graph in two steps, so that a graph
-of which a small file tells may need more pairs of nodes than there is memory for.
+The work is counted before it is done: a star becomes a complete graph in two steps, so even a small
+file can describe a graph with more pairs of nodes than fit into memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hdnn.errors import SparsityError
 Links = tuple[tuple[int, ...], ...]  # of each node: the nodes in its row, itself included
 
 WORK = 2 * 10**8  # steps from node to node: half a minute at the most
-CHUNK = 2**20  # of them at once
-DENSE = 4096  # nodes, up to which a product of matrices is quicker than many steps
+CHUNK = 2**20  # steps at once
+DENSE = 4096  # nodes: up to this many, a product of matrices is quicker than many steps
 
 
 class Rows(NamedTuple):
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return np.repeat(np.arange(M) * M, self.sizes) + self.nodes
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Of each node: the sum of the values of those in its row."""
+        """For each node, the sum of the values of the nodes in its row."""
         total = np.concatenate([[0], np.cumsum(values[self.nodes], dtype=np.float64)])
         return total[self.first[1:]] - total[self.first[:-1]]
 
@@ -85,7 +85,7 @@ def once(keys: np.ndarray) -> np.ndarray:
 
 
 def transpose(rows: Rows) -> Rows:
-    """Of each node: the nodes in whose row it is."""
+    """For each node, the nodes whose rows contain it."""
     M = len(rows.first) - 1
     order = np.argsort(rows.nodes, kind="stable")
     owners = np.repeat(np.arange(M), rows.sizes)
@@ -94,7 +94,7 @@ def transpose(rows: Rows) -> Rows:
 
 
 def follow(rows: Rows, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All nodes one link on, and for each the position in `at` from which it was reached."""
+    """All nodes one link further, and for each the position in `at` that it was reached from."""
     counts = rows.sizes_of(at)
     begin = np.cumsum(counts) - counts
     where = np.repeat(rows.first[at] - begin, counts) + np.arange(int(counts.sum()))
@@ -127,7 +127,7 @@ class Breach:
 
 
 class Needs:
-    """T R^T R + R^T R T, node after node, and what of it S does not have."""
+    """T R^T R + R^T R T, node by node, and which of its links S does not have."""
 
     def __init__(self, T: Rows, R: Rows, S: Rows | None = None) -> None:
         self.T, self.R, self.S, self.C = T, R, S, transpose(R)
@@ -165,23 +165,23 @@ class Needs:
         return keys
 
     def rows(self) -> Rows:
-        """All of it as a pattern, if that is not too much."""
+        """All links as one pattern, if they are not too many."""
         if self.work > WORK:
             raise SparsityError(f"{self.crowd()}, which is too much to list.")
         keys = [once(np.concatenate(both)) for _, *both in self.sets()]
         return of_keys(np.concatenate(keys), self.nodes)
 
     def crowd(self) -> str:
-        """The longest row of R, and what it makes of its nodes."""
+        """The longest row of R, and how many pairs of nodes it links, in words."""
         row = int(self.R.sizes.argmax())
         size = int(self.R.sizes[row])
         pairs = size * (size - 1) // 2
         return f"row {row} of R has {size} nodes, which all need each other: {pairs} pairs"
 
     def breaches(self, most: float = np.inf, work: float = WORK) -> Breaches:
-        """What S does not have: the first ones, and how many there are.
+        """The links that S does not have: the first ones, and how many there are.
 
-        Where that is too much work, it ends early, unless nothing was found so far.
+        If that is too much work, it stops early, and sooner if some were found.
         """
         assert self.S is not None
         found, spent, links = Breaches(self), 0.0, self.S.keys
@@ -215,7 +215,7 @@ class Needs:
         yield self.work, np.flatnonzero(T @ near), np.flatnonzero(near @ T)
 
     def path(self, i: int, k: int, forward: bool) -> tuple[int, int, int, int]:
-        """The first way by which node i needs node k; with a = i if it can be."""
+        """The first path by which node i needs node k, with a = i if possible."""
         if not forward:  # seen from its other end, a backward path is a forward one
             a, row = self._between(self._T_back, k, i)
             return i, row, a, k
@@ -223,7 +223,7 @@ class Needs:
         return i, a, row, k
 
     def _between(self, T: Rows, i: int, k: int) -> tuple[int, int]:
-        """The a and l with T(i, a) = R(l, a) = R(l, k) = 1, from the end with fewer ways."""
+        """The a and l with T(i, a) = R(l, a) = R(l, k) = 1, from the end with fewer links."""
         near, holding = T.row(i), self.C.row(k)
         if self.C.sizes_of(near).sum() < self.R.sizes_of(holding).sum():
             position, row = follow(self.C, near)
@@ -248,9 +248,9 @@ class Needs:
 
 @dataclass
 class Breaches:
-    """Pairs that break the condition: node, needs, forward, backward; `count` may be of more.
+    """Some pairs that break the condition (node, needs, forward, backward), and their `count`.
 
-    Unless `complete`, there are more than `count`, too.
+    Unless `complete`, the search stopped early, and there are more than `count`.
     """
 
     needs: Needs
@@ -265,12 +265,12 @@ class Breaches:
 
     @property
     def why(self) -> str:
-        """The reason, where there are more than can be counted."""
+        """Why not all could be counted, if so."""
         return "" if self.complete else f" ({self.needs.crowd()})"
 
 
 def broken(pairs: Sequence[tuple[int, int]], why: str, advice: str = "") -> SparsityError:
-    """Patterns that break the condition, of which some pairs are known."""
+    """The error for patterns that break the condition, with some of the pairs."""
     shown = ", ".join(f"{i} -> {k}" for i, k in pairs[:4])
     return SparsityError(
         "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
@@ -280,7 +280,7 @@ def broken(pairs: Sequence[tuple[int, int]], why: str, advice: str = "") -> Spar
 
 
 def _within(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Whether each is one of the known ones, which are in ascending order."""
+    """Whether each key is one of the known ones, which are in ascending order."""
     if not len(known):
         return np.zeros(len(keys), dtype=bool)
     return known[np.searchsorted(known, keys).clip(max=len(known) - 1)] == keys

@@ -72,12 +72,12 @@ class Explanation(tuple[Breach, ...]):
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
-    """Where and why T R^T R + R^T R T <= S fails: who needs whom, which way, by which path."""
+    """Where and why T R^T R + R^T R T <= S fails: which node needs which, and by which path."""
     return Explanation(_breaches(T, R, S))
 
 
 def _breaches(T: Any, R: Any, S: Any, most: float = math.inf) -> Iterator[Breach]:
-    """Of each layer the first ones."""
+    """The first breaches of each layer."""
     T, R, S = binary("T", T), binary("R", R), binary("S", S)
     _check_alike(T=T, R=R)
     _check_alike(R=R if R.ndim == 3 else T, S=S)
@@ -97,7 +97,7 @@ def components(T: Any, R: Any) -> list[list[int]]:
 
 
 def _check_alike(**patterns: Tensor) -> None:
-    """Raise unless all patterns are for the same nodes, and for as many layers where one each."""
+    """Raise unless all patterns have the same nodes and, where stacked, equally many layers."""
     (first, a), *others = patterns.items()
     for name, b in others:
         if a.shape[-1] != b.shape[-1]:
@@ -163,7 +163,7 @@ class Sparsity:
         raise locality.broken(pairs, f" ({first[0]})", " hdnn.sparsity.explain lists them all.")
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
-        """The sizes, or as many features for each node."""
+        """The sizes as given, or else all equal."""
         if self.sizes is not None:
             return self.sizes
         if features % self.nodes:
@@ -259,7 +259,7 @@ def design(
     They are counted by `free_weights`. Of equals, those whose ones come first, in R and then in T.
     Up to 12 mutual links in S, no pair has more; for larger graphs it is a local optimum: no change
     of a single link in T frees more. (Dense graphs of hundreds of nodes meet a limit on the work.)
-    `connected` is as in `design_R`. If X is not learned, its weights are none: use `design_R`.
+    `connected` is as in `design_R`. If X is not learned, it has no weights: use `design_R`.
     """
     S, sizes = _graph(S, sizes)
     layers, connected = positive_int("layers", layers), flag("connected", connected)
