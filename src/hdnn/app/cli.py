@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    # The base of all that typer says about flags, in the click that it uses or brings along.
+    # The base class of typer's errors about flags, from the click that it depends on or bundles.
     wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
         if torchrun.is_first():
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
         except OSError as error:
             return terminal.fail_on_file(error)
-        except SystemExit as error:  # which is how rich says that nobody reads on
+        except SystemExit as error:  # rich raises this when the reader of the pipe is gone
             if not isinstance(error.__context__, BrokenPipeError):
                 raise
             return terminal.fail_on_file(error.__context__)

@@ -42,7 +42,7 @@ def run(
     out: str | os.PathLike[str] = "runs/demo",
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Train, measure, draw and save; return what came out of it, as JSON can hold it.
+    """Train, measure, draw and save; return the results in a form that JSON can hold.
 
     Without matplotlib there are no pictures, and the result says so.
     """

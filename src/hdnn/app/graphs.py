@@ -1,4 +1,4 @@
-"""What can be said of a graph before any training, and the design of its patterns."""
+"""Facts about a graph that are known before any training, and the design of its patterns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP = ("R", "T", "both")
 
 
 def check(patterns: GraphPatterns) -> dict[str, Any]:
-    """All that can be said of a graph before a training; `fault` is what keeps it from one."""
+    """All that is known of a graph before training; `fault` says why it cannot be trained on."""
     R, T, S, sizes = patterns.R, patterns.T, patterns.S, patterns.sizes
     used = Graph(R, T, None, sizes).used
     local: dict[str, Any] = {"local": None, "breaches": 0, "all_breaches": True, "explanation": []}
@@ -86,7 +86,7 @@ def diameter(links: Links) -> int:
 
 
 def _links(links: Links) -> int:
-    """How many join two nodes, of a symmetric pattern."""
+    """The number of links between different nodes in a symmetric pattern."""
     return (sum(map(len, links)) - len(links)) // 2
 
 

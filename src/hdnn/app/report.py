@@ -1,7 +1,7 @@
 """One HTML page of runs: tables, curves and certificates, with nothing outside of the file.
 
 Here is what the page says of each run; how it looks is in `report.html.jinja`. Files may hold
-anything: what cannot be read is told, and the rest is shown.
+anything: what cannot be read is reported, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def short_names(runs: Sequence[Run]) -> list[str]:
 
 
 class RunOnPage:
-    """What a run has come to so far; `anchor` is where it stands on the page."""
+    """The results of a run so far; `anchor` is its place on the page."""
 
     def __init__(self, run: Run, anchor: str = "", short: str = "") -> None:
         self.run = run

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hdnn.errors import require
 
 LARGEST = 2**20  # bytes of a file that is still shown
-DEEPER = 2  # levels, by which the headings of a page are moved to fit into the report
+DEEPER = 2  # levels that a page's headings are moved down by in the report
 
 
 class Picture(NamedTuple):

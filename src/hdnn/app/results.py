@@ -1,4 +1,4 @@
-"""What trainings came to, as text for people and as JSON for programs."""
+"""Results of trainings, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROUNDING = 1e-12  # of a norm in float64
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """The metrics of one training, and how they are told to people."""
+    """The metrics of one training, and the function that shows them to people."""
 
     metrics: dict[str, Any]
     to_text: Callable[[dict[str, Any]], str]
 
 
 def finish(results: list[Result], *, as_json: bool) -> None:
-    """Print what one training came to, or several of them with mean and spread."""
+    """Print the result of one training, or of several with mean and spread."""
     found = [result.metrics for result in results]
     if len(found) == 1:
         told, text = found[0], results[0].to_text(found[0])

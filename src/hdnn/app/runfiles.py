@@ -1,4 +1,4 @@
-"""What the files of a run must hold: each is checked when it is read, whoever wrote it.
+"""What the files of a run must hold: each file is checked when it is read.
 
 A file that was edited or damaged is refused in one sentence that names it, and the entry.
 """
@@ -43,7 +43,7 @@ def table(value: Any) -> bool:
 
 
 def maybe(kind: Kind) -> Kind:
-    """None as well, which is how JSON has numbers that are not finite."""
+    """Allow None too, which JSON has in place of numbers that are not finite."""
     return lambda value: value is None or kind(value)
 
 
@@ -141,12 +141,12 @@ def read_columns(path: Path) -> Columns:
 
 
 def fingerprint(columns: Columns) -> str:
-    """By which a model knows the columns that it was trained on."""
+    """A digest by which a model recognises the columns that it was trained on."""
     return hashlib.sha256(json.dumps(columns.to_json(), sort_keys=True).encode()).hexdigest()
 
 
 def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, known: Any) -> None:
-    """Refuse columns that are not those of a model, which may know their fingerprint."""
+    """Refuse columns that are not those of the model, if it has their fingerprint."""
     classes = len(columns.classes)
     fits = {
         RegressionHead: not classes,
@@ -167,7 +167,7 @@ def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, k
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """What a run came to; entries may be missing, but none is of another kind."""
+    """The results of a run; entries may be missing, but none has a wrong type."""
     metrics = read_json(path)
     check(path, metrics, {}, {**METRICS, **OF_TABLES, **OF_IMAGES, **OTHERS})
     return metrics
@@ -185,7 +185,7 @@ def check_complete(path: Path, metrics: dict[str, Any], config: BaseConfig) -> N
 
 
 def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The entries of a log, and how many lines are none; one that was cut off is left out."""
+    """The entries of a log, and the number of invalid lines but for a last one that was cut off."""
     content = read_bytes(path)
     entries, wrong = [], 0
     lines = content.decode("utf-8", errors="replace").splitlines()
@@ -201,5 +201,5 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _logged(value: Any) -> bool:
-    """Any number: a gradient need not be finite to be told."""
+    """Any number: a gradient that is not finite is logged too."""
     return value is None or as_float(value) is not None

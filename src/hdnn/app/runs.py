@@ -1,4 +1,4 @@
-"""Runs on disk: the folder that holds what a training was asked to do, and all it came to.
+"""Runs on disk: the folder that holds the config of a training and all its results.
 
 A folder has config.toml (the kind of the run and every option, as `train --config` reads it),
 columns.json (how rows of a table become inputs), log.jsonl and checkpoint.safetensors (written by
@@ -77,7 +77,7 @@ class Run:
     def start(
         self, config: TableConfig | ImageConfig, columns: table.Columns | None = None
     ) -> None:
-        """Write down what is about to be done, or was begun; images have no columns."""
+        """Write the config and columns of a new or resumed run; images have no columns."""
         if not self.exists:
             write_atomically(self.config_file, config.to_toml().encode())
         if columns is None:
@@ -110,7 +110,7 @@ class Run:
         config = self.config()
         for name, new in given.items():
             if not hasattr(config, name):
-                config_of({"data": config.data, name: new})  # which says that there is none
+                config_of({"data": config.data, name: new})  # raises if there is none
             old = getattr(config, name)
             if name == "data" and new not in (*planar.SETS, *IMAGE_SETS):
                 new = os.path.abspath(new)
@@ -131,11 +131,11 @@ class Run:
         return runfiles.read_columns(self.columns_file)
 
     def metrics(self) -> dict[str, Any]:
-        """What it came to, as far as its file has it."""
+        """The results so far, as the file has them."""
         return runfiles.read_metrics(self.metrics_file)
 
     def result(self) -> dict[str, Any]:
-        """What it came to, all of it, if it is complete."""
+        """The complete results; an error if the run is not complete."""
         metrics = self.metrics()
         runfiles.check_complete(self.metrics_file, metrics, self.config())
         return metrics
@@ -145,7 +145,7 @@ class Run:
         return self.log_and_faults()[0]
 
     def log_and_faults(self) -> tuple[list[dict[str, Any]], int]:
-        """The log, and how many of its lines are none of hdnn's."""
+        """The log, and how many of its lines are not valid entries."""
         if os.path.lexists(self.log_file):
             return runfiles.read_log(self.log_file)
         entries: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ class Run:
 
 
 def usable_folder(folder: Path, room: int) -> None:
-    """Make a folder and try it out: better to know before the training than after."""
+    """Make a folder and try to write to it, so that a training does not fail at its end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:

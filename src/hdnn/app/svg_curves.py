@@ -59,10 +59,10 @@ def curve(lines: list[Line], label: str, *, level: float | None = None) -> Curve
     low, high = min(shown), max(shown)
     if level is not None:
         low, high = min(low, level), max(high, level)
-    log = log and high > 3 * low  # less of a range is easier to read without
+    log = log and high > 3 * low  # a smaller range is easier to read on a linear axis
     if log and len(points) > len(positive):
         low = max(low / 2, 5e-324)
-    if high - low < FLAT * abs(high):  # rounding would be all there is to see
+    if high - low < FLAT * abs(high):  # the curve would show nothing but rounding
         low, high = low - FLAT * abs(low), high + FLAT * abs(high)
     heights = log_marks(low, high) if log else marks(low, high)
     low, high = min(low, heights[0]), max(high, heights[-1])

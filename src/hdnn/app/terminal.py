@@ -35,7 +35,7 @@ def fail(message: object, code: int = 2) -> int:
 def say(message: object) -> None:
     """Print one line on stderr, wrapped to the width of a terminal."""
     text = readable(f"hdnn: {' '.join(str(message).split())}")
-    if len(text) > LONGEST:  # what is wrong mostly stands at the end
+    if len(text) > LONGEST:  # the cause is mostly at the end
         text = f"{text[: LONGEST // 2]} .. {text[-LONGEST // 2 :]}"
     with suppress(OSError, AttributeError, ValueError):  # there may be no stderr
         if at_terminal():
@@ -46,7 +46,7 @@ def say(message: object) -> None:
 def fail_on_file(error: OSError) -> int:
     """Report an error of a file or of the output; return the exit code."""
     forget_output()
-    if isinstance(error, BrokenPipeError):  # whoever read the output has had enough
+    if isinstance(error, BrokenPipeError):  # the reader of the pipe has closed it
         return 0
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return fail(f"cannot write the output: {error.strerror}; make room, or send it elsewhere.")

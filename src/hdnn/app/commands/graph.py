@@ -52,7 +52,7 @@ def design(
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("designing"):
         table = read_table(file)
-        # What the file has of them is not looked at: it is what is sought.
+        # The patterns in the file are ignored: they are to be found anew.
         edges = {key: value for key, value in table.items() if key not in ("R", "T")}
         given = patterns_of({**edges, "R": []} if "edges" in edges else table, file)
         choose("keep", keep, graphs.KEEP)
@@ -90,7 +90,7 @@ def draw(
         raise OptionError(f"{path} must end with one of {', '.join(f'.{k}' for k in PICTURES)}.")
     with progress.waiting("drawing"):
         patterns = patterns_of(read_table(file), file)
-        Graph(patterns.R, patterns.T)  # which refuses a T that links one way only
+        Graph(patterns.R, patterns.T)  # this refuses a T with links in one direction only
         picture = io.BytesIO()
         figure = graph_picture(patterns.R, patterns.T, patterns.S)
         figure.savefig(picture, format=kind)

@@ -29,7 +29,7 @@ EXAMPLES = (
     "hdnn launch --resume --out runs/ring8-swiss_roll-h2-4-0",
 )
 CONFIGS = (Config, GraphTraining, LaunchFlags)
-PROCESSES = 32  # that are started without a word on their number
+PROCESSES = 32  # the most that are started unless a number is given
 
 
 def launch(**options: Any) -> int:
@@ -95,7 +95,7 @@ def _run(
     with _folder(task.folder), locked(task.folder), tempfile.TemporaryDirectory() as place:
         config = Path(place) / "config.json"
         config.write_text(json.dumps(task.config.to_json()), encoding="utf-8")
-        # A restart has to go on, and what is there already was looked at.
+        # A restart must resume; the folder was already checked.
         command = [sys.executable, "-m", "hdnn.distributed.worker", str(config), "--resume"]
         command += ["--out", os.path.abspath(task.folder), *flags]
         with _stopped_by_signals(), bar:

@@ -35,7 +35,7 @@ EXAMPLES = (
     "torchrun --nproc-per-node 8 -m hdnn train --graph ring8.toml --data swiss_roll",
 )
 CONFIGS = (TableConfig, ImageConfig, TrainFlags, RunOptions)
-PATIENCE = 5.0  # seconds to find out which process is gone
+PATIENCE = 5.0  # seconds to find out which process was lost
 
 Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
 
@@ -89,7 +89,7 @@ def _asked(options: dict[str, Any]) -> Asked:
 
 
 def _told_penalties(file: str | None) -> str:
-    """What weight decay and ridge are taken for, where it was another thing once."""
+    """The note on how weight decay and ridge are read, because earlier versions differed."""
     if file is None:
         return (
             "note: weight-decay and ridge of a file are divided by its rows, as the estimators "
@@ -171,7 +171,7 @@ def _train_graph(options: dict[str, Any]) -> int:
     with progress.waiting("looking at the graph", loud):
         task, timeout, save_every = graph.task_of(options)
         plan = task.plan(parts)
-    if parts == 1:  # else only the root, which is one of many, can know
+    if parts == 1:  # otherwise only the root can know
         done = task.is_complete()
         task.check_data()
         if done:
@@ -207,9 +207,9 @@ def _go_on(task: GraphTask) -> str:
 
 
 def _hear_before_the_end() -> None:
-    """Take a SIGTERM as a Ctrl-C, but late: torchrun sends it to all when one of them is gone.
+    """Treat SIGTERM as Ctrl-C, but later: torchrun sends it to all once a process is lost.
 
-    Until then the others have found out who that is, and say so.
+    By then the others have found out which one, and report it.
     """
 
     def stop(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What commands are told besides what decides a training: where it goes, and what is shown."""
+"""Options that do not change what is trained: where results go, and what is shown."""
 
 from __future__ import annotations
 

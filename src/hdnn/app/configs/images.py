@@ -25,15 +25,15 @@ HIDDEN = ("step", "T", "activation", "init", "smoothness")  # of Hamiltonian lay
 RECIPE = ("batch", "optimizer", "learning_rate", "weight_decay", "clip", "smoothness")
 NUMBERS = {"mnist": 8 * 28**2, "cifar10": 64 * 32**2}  # in the state of one image, about
 WEIGHTS = {"mnist": 8**2, "cifar10": 9 * (64**2 + 96**2 + 144**2)}  # of a layer, about
-STEPS, LEAST = 20, 10  # in an epoch of few images; images in a minibatch, then
+STEPS, LEAST = 20, 10  # steps in an epoch of few images; images in such a minibatch
 SEEDS = 2**32  # the seed of an epoch is a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(BaseConfig):
-    """Everything that decides what a training on images comes to.
+    """Everything that decides the result of a training on images.
 
-    None is what does not apply: no Hamiltonian layers, a rate without warm-up, no clipping.
+    None means that an option does not apply: no Hamiltonian layers, no warm-up, no clipping.
     """
 
     kind: ClassVar[str] = "images"
@@ -134,7 +134,7 @@ class ImageConfig(BaseConfig):
         blanks |= {name: getattr(found, name) for name in RECIPE}
         if self.is_plain:
             del blanks["smoothness"]
-        if self.images is not None:  # few images would make few steps: more of them, and smaller
+        if self.images is not None:  # few images make few steps: use more, smaller minibatches
             most = max(self.images // STEPS, min(self.images, LEAST))
             blanks["batch"] = min(found.batch, most)
             if self.batch is None:
@@ -153,7 +153,7 @@ class ImageConfig(BaseConfig):
         found = replace(self._table(), **given)
         if self.warmup is not None:
             found = replace(found, decay=None, rates=())
-        # On a CPU half precision may be far slower, and nothing says so.
+        # On a CPU half precision may be far slower, without any warning.
         return replace(found, bf16=found.bf16 and self.device.startswith("cuda"))
 
     def hidden(self) -> dict[str, Any]:

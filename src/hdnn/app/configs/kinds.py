@@ -21,6 +21,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def config_of(options: dict[str, Any]) -> TableConfig | ImageConfig:
-    """The config that options ask for; files of before say no kind, but their data do."""
+    """The config that options ask for; old files name no kind, but their data tell it."""
     kind = ImageConfig if options.get("data") in IMAGE_SETS else TableConfig
     return kind.of(options)

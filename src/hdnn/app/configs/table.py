@@ -40,7 +40,7 @@ TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     }
 )
 PLANAR_T = 2.4
-PENALTIES = ("mean", "sum")  # of the losses, beside which weight decay and ridge stand
+PENALTIES = ("mean", "sum")  # of the losses, to which weight decay and ridge are added
 
 
 _data, _network, _training, _run = (
@@ -51,7 +51,7 @@ _data, _network, _training, _run = (
 @portable
 @dataclass(frozen=True, kw_only=True)
 class TableConfig(BaseConfig):
-    """Everything that decides what a training comes to; the defaults are for the planar sets.
+    """Everything that decides the result of a training; the defaults are for the planar sets.
 
     What is None or "auto" depends on the data, and is filled in by `resolved`.
     """
@@ -130,7 +130,7 @@ class TableConfig(BaseConfig):
 
     @property
     def refinements(self) -> list[int]:
-        """How many times the layers of the level before each further level of training has."""
+        """By which factor each further level of training multiplies the number of layers."""
         return [] if self.multilevel is None else [int(k) for k in self.multilevel.split(",")]
 
     def fit_options(self, rows: int = 1) -> dict[str, Any]:
@@ -262,5 +262,5 @@ def levels(text: str) -> str:
 
 
 def before_penalties(options: dict[str, Any]) -> bool:
-    """Whether options of a file are of a time when no penalty was divided by the rows."""
+    """Whether the options are from an old version, which did not divide penalties by the rows."""
     return "penalties" not in options and any(name in options for name in _PENALTIES)

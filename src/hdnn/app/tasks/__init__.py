@@ -1,1 +1,1 @@
-"""What a training does from its config to its folder: on tables, on images, on graphs."""
+"""Trainings, from the config to the finished folder: on tables, on images, on graphs."""

@@ -1,4 +1,4 @@
-"""Trainings on a graph: what is asked for, whether it can be done, and what it came to."""
+"""Trainings on a graph: their options, checks before they start, and their results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hdnn.training.checks import check_options
 
 MOST_CONFIG = 2**32  # bytes of a config, which has all links of its graph
 MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it begins
-PADDED = 2 * 10**7  # entries that a product with K has, where every node counts as the busiest
+PADDED = 2 * 10**7  # entries of a product with K, if every node had as many links as the busiest
 PAIRS = 24  # of parts in the table of traffic
 FIELDS = tuple(field.name for field in fields(run.Config) if field.metadata)
 OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
@@ -51,7 +51,7 @@ OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 
 @dataclass(frozen=True)
 class GraphTask:
-    """A training on a graph, all of it checked that can be without its data."""
+    """A training on a graph; everything is checked that does not need its data."""
 
     config: run.Config
     graph: Graph
@@ -85,7 +85,7 @@ class GraphTask:
             _check_folder(Path(self.config.data), self.graph.sizes)
 
     def warn(self) -> None:
-        """Say what may be a mistake, though it can be trained."""
+        """Warn of what may be a mistake, though it can be trained."""
         graph = self.graph
         if any(len(row) > 1 for T in graph.T for row in T):
             terminal.say("warning: X and J are block-diagonal in a training, so T is not used.")
@@ -109,7 +109,7 @@ class GraphTask:
         return terminal.StoppedError(f"interrupted; {how}")
 
     def result(self, metrics: dict[str, Any] | None = None) -> results.Result:
-        """What the training came to, by default as its folder has it."""
+        """The result of the training, by default from its folder."""
         found = read_metrics(self.folder) if metrics is None else metrics
         return results.Result({**found, "run": str(self.folder)}, text)
 
@@ -183,12 +183,12 @@ def _table(graph: str | None, nodes: int | None) -> dict[str, Any]:
     patterns = patterns_of(table, graph)
     if nodes is not None and nodes != patterns.nodes:
         raise OptionError(f"{graph} has {patterns.nodes} nodes, not {nodes}; leave --nodes out.")
-    # What was designed is written down: all parts are to have the same.
+    # The designed patterns go into the config, so that all parts have the same.
     return table if "R" in table else table_of(patterns)
 
 
 def _check_count(nodes: Any) -> None:
-    """Refuse a graph that can be looked at but not be trained on, before it is read as a whole."""
+    """Refuse a graph that is too large to train on, before it is read as a whole."""
     if isinstance(nodes, int) and MOST_TRAINED < nodes <= MOST_NODES:
         raise OptionError(
             f"a training on a graph has up to {MOST_TRAINED} nodes, but there are {nodes}: each "
@@ -263,7 +263,7 @@ def _check(config: run.Config, graph: Graph) -> None:
 
 
 def _check_busiest(graph: Graph) -> None:
-    """Refuse a hub: where a node has few features, products give all nodes as many links as it."""
+    """Refuse a hub: with few features a node, products pad all nodes to as many links as it has."""
     busy = max((max(map(len, A)), A) for R in graph.R for A in (R, transposed(R)))
     if graph.nodes * busy[0] > PADDED:
         hub = next(i for i, row in enumerate(busy[1]) if len(row) == busy[0])
@@ -313,7 +313,7 @@ def _shape(file: Path) -> list[int]:
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
-    """What a complete training came to."""
+    """The results of a complete training."""
     file = folder / "metrics.json"
     found = read_json(file)
     runfiles.check(file, found, runfiles.OF_GRAPHS, runfiles.OF_SOME_GRAPHS)

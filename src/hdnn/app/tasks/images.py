@@ -90,7 +90,7 @@ class ImageTask(Task):
         self.training = ImageTraining(self.model, self.data, config.recipe(), smooth=units)
 
     def room(self) -> int:
-        # The model, and a checkpoint of it with two moments, twice while it is written anew.
+        # The model and its checkpoint with two moments, which is there twice while it is replaced.
         return 7 * sum(t.nbytes for t in self.model.state_dict().values())
 
     def fit(
@@ -148,7 +148,7 @@ def _fit(
     tell: Tell | None,
     notes: list[Note],
 ) -> None:
-    """The epochs that are left, with a checkpoint after each, which is then noted."""
+    """Train the epochs that are left; after each, write a checkpoint and then a log entry."""
     training.open(folder)
     history = training.history
 
@@ -157,7 +157,7 @@ def _fit(
             each(_entry(history, epoch))
 
     watch = None if tell is None else partial(_tell_step, training, tell)
-    for epoch in range(len(history.loss)):  # the checkpoint has them all, the notes may not
+    for epoch in range(len(history.loss)):  # the log may lack some epochs of the checkpoint
         note(epoch)
     devices = [training.device] if training.cuda else []
     with torch.random.fork_rng(devices):
@@ -189,7 +189,7 @@ def _is_stuck(loss: list[float], patience: int | None) -> bool:
 
 
 def _tell_step(training: ImageTraining, tell: Tell, k: int) -> None:
-    """How it goes after step k of an epoch; on a GPU nobody waits for the loss of a step."""
+    """Report progress after step k of an epoch; on a GPU without waiting for the loss."""
     batches, epochs, values = training.batches, training.recipe.epochs, ""
     if not training.cuda:
         loss, accuracy = (training.sums / (k + 1)).tolist()
@@ -206,7 +206,7 @@ def _tell_epoch(training: ImageTraining, tell: Tell) -> None:
 
 
 def _measure(run: Run, config: ImageConfig, training: ImageTraining) -> dict[str, Any]:
-    """All that is to be known of a trained network, and pictures of it."""
+    """All metrics of a trained network, and pictures of it."""
     model, data, history = training.model, training.data, training.history
     assert isinstance(model, ImageModel)
     images = data.normalised(data.images_test[:LOOKED_AT], torch.float32)

@@ -1,4 +1,4 @@
-"""The task of each kind of config, and what a trained model can be asked whatever its kind."""
+"""The task for each kind of config, and prediction and certificates for models of all kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def task_of(config: TableConfig | ImageConfig) -> Task:
 def load_model(run: Run) -> Model | Network | ImageModel:
     """The trained model of a run, on the CPU."""
     if not run.exists:
-        run.config()  # which says so
+        run.config()  # raises: there is no run
     if not run.model_file.is_file():
         raise CheckpointError(
             f"the run in {run.folder} has no model yet; finish it by "

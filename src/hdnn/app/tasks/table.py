@@ -124,12 +124,12 @@ class TableTask(Task):
         self.model: Model = build(self.config, self.problem.columns)
 
     def room(self) -> int:
-        # The model, and at each level a checkpoint, which is there twice while it is written anew.
+        # The model, and a checkpoint at each level, which is there twice while it is replaced.
         size = sum(p.numel() for p in self.model.parameters()) * DTYPES[self.config.dtype].itemsize
         return 12 * size * math.prod(self.config.refinements)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Small tensors gain nothing from more threads, and wait for ages on a busy machine."""
+        """One thread for small tensors: more do not help, and are very slow on a busy machine."""
         small = self.config.batch * (self.config.features or 0) < 100_000
         return one_thread() if small else nullcontext()
 
@@ -179,7 +179,7 @@ class TableTask(Task):
 
 
 def _measure(run: Run, problem: Problem, model: Model, history: History) -> dict[str, Any]:
-    """All that is to be known of a trained model, and pictures of it."""
+    """All metrics of a trained model, and pictures of it."""
     config = problem.config
     metrics: dict[str, Any] = {
         "run": str(run.folder),
@@ -241,7 +241,7 @@ def _pictures(
 
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
-    """A model on rows of a table or on points, and how they become its inputs."""
+    """The model of a run on a table or on points, and how rows become its inputs."""
     columns = run.columns()
     if not isinstance(model, Model) or model.augment is None:
         raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
@@ -275,7 +275,7 @@ def predict(run: Run, model: object, data: str, *, proba: bool = False) -> dict[
 
 
 def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> dict[str, float]:
-    """How good predictions are, where the truth stands beside them."""
+    """The score of predictions, if the file has the target column."""
     try:
         if columns.classes:
             true = np.array(source.classes(columns.target), dtype=object)
@@ -284,7 +284,7 @@ def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> di
             return {"accuracy": float((true == found).mean())}
         true = source.numbers(columns.target)
         return {"rmse": float(np.sqrt(np.mean((true - found) ** 2)))}
-    except DataError:  # no such column, or holes in it: then nothing is known
+    except DataError:  # without the whole column there is no score
         return {}
 
 

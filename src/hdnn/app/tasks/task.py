@@ -1,4 +1,4 @@
-"""The way of a training through the program, the same for all that one process can train.
+"""The steps of a training, the same for all kinds that one process can train.
 
 A task loads its data, builds its model, trains and measures it; the folder, the lock, the device
 and the result are the same for all.
@@ -53,7 +53,7 @@ class Task(ABC):
 
     @abstractmethod
     def write(self, run: Run) -> dict[str, Any]:
-        """Write the model and pictures; all that is to be known of it."""
+        """Write the model and pictures; return all metrics."""
 
     @staticmethod
     @abstractmethod
@@ -111,14 +111,14 @@ def train(
 
 
 def known_metrics(run: Run) -> dict[str, Any] | None:
-    """What a complete run came to; None for one to start or to go on with."""
+    """The metrics of a complete run; None if it is to be started or resumed."""
     if not run.exists:
         run.check_free()
     return run.result() if run.exists and run.complete else None
 
 
 def _claim(task: Task, run: Run, stack: ExitStack) -> None:
-    """Make the folder of a run, keep others out of it, and write down what is to be done."""
+    """Make and lock the folder of a run, and write its config."""
     usable_folder(run.folder, pictures.ROOM + task.room())
     stack.enter_context(locked(run.folder))
     run.start(task.config, task.columns)
