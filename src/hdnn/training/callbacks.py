@@ -1,8 +1,8 @@
 """Callbacks for `fit`: end a training in time, keep it well posed, and show it in TensorBoard.
 
-Those that remember have a `state_dict`, which `fit` keeps in its checkpoint: a training that goes
-on after an interruption goes on with what they knew, if it is given the same callbacks. Those that
-have a say in the result tell it by `settings`: only with the same ones does a training go on.
+Callbacks with a memory have a `state_dict`, which `fit` keeps in its checkpoint: a resumed training
+that is given the same callbacks restores it. Callbacks that influence the result have `settings`: a
+training can be resumed only with the same ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class EpochMeans:
     accuracy: float = 0.0
 
     def is_new(self, moment: Moment) -> bool:
-        """Whether another training has begun: steps are counted from 1 again."""
+        """Whether another training has begun, whose steps count from 1 again."""
         return moment.step <= self.step
 
     def add(self, moment: Moment) -> dict[str, float] | None:
-        """The means that `History` has for the epoch, at its end."""
+        """Add a step; at the end of an epoch, return its means as `History` has them."""
         if moment.epoch != self.epoch or self.is_new(moment):
             self.count, self.loss, self.accuracy = 0, 0.0, 0.0
         self.epoch, self.step, self.count = moment.epoch, moment.step, self.count + 1
@@ -70,14 +70,14 @@ class EarlyStopping:
 
     Args:
         monitor: "loss" or "accuracy", the mean over the minibatches of an epoch.
-        minimum: so much is the least that counts as better.
-        x, t: a validation set, at which the model is looked at instead, at the end of each epoch.
-            Where each minibatch has an output layer of its own, with the mean of the epoch's: it is
-            close to that of all data, as that of one minibatch is not.
+        minimum: the smallest improvement that counts.
+        x, t: a validation set to measure at the end of each epoch instead. If the output layer is
+            solved for each minibatch, the mean of the epoch's is used, which is closer to that of
+            all data than the last one.
         restore: go back to the weights of the best epoch, when this ends the training and also when
             all epochs are done. The output layer is then fitted to the training data, as always.
 
-    Afterwards `values` has what was watched, epoch by epoch, and `best_epoch` which was the best.
+    Afterwards `values` has the watched value of each epoch, and `best_epoch` the best epoch.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EarlyStopping:
         assert self.output is not None
         head, (x, t) = head_of(model), self.data
         W = coordinate.weights_of(head)
-        if head.weight.grad is None:  # it does not descend, but is found for each minibatch
+        if head.weight.grad is None:  # it is solved for each minibatch, not trained
             W = (self.output / self.means.count).to(W.dtype)
         y = torch.cat([model.features(part) for part in x.split(PART)])
         scores = y @ W[:, :-1].T + W[:, -1]
@@ -229,7 +229,7 @@ class TensorBoard:
     """Write loss, accuracy, gradient norm and learning rate of each epoch for TensorBoard.
 
     Loss and accuracy are means over the epoch, the rest is that of its last step. The epochs of
-    several trainings, one after the other, are counted on. Needs the extra `tensorboard`.
+    successive trainings are numbered on. Needs the extra `tensorboard`.
     """
 
     first_only = True  # of several processes that share a training, the first writes
@@ -247,7 +247,7 @@ class TensorBoard:
         self.close()
 
     def close(self) -> None:
-        """Write what is still to be written; a later moment opens it again."""
+        """Write what is still buffered; a later step opens the file again."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
@@ -261,7 +261,7 @@ class TensorBoard:
             self.write(self.before + moment.epoch, {**means, **last})
 
     def write(self, epoch: int, values: Mapping[str, float]) -> None:
-        """The values of one epoch; the first counts from there on, and not what was there."""
+        """Write the values of one epoch; the first call drops older entries from there on."""
         if self.writer is None:
             self.writer = self.tool.SummaryWriter(str(self.folder), purge_step=epoch)
         for name, value in values.items():

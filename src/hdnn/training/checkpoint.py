@@ -78,7 +78,7 @@ def read(folder: Path, options: dict[str, Any]) -> Saved | None:
                 f"({reason_of(error)})."
             ) from error
     over = state.get("stopped") is True or state.get("epoch") == options.get("epochs")
-    if over:  # callbacks have nothing more to say
+    if over:  # callbacks are not called any more
         options = {name: value for name, value in options.items() if name != "callbacks"}
     different = difference(theirs, json.loads(json.dumps(options)))
     if different is not None:
@@ -97,7 +97,7 @@ def _short(value: Any) -> str:
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """Whatever error the content of a file leads to, say in one sentence that it does not fit."""
+    """Turn any error caused by the content of a file into one sentence that it does not fit."""
     try:
         yield
     except CheckpointError:
@@ -129,7 +129,7 @@ def restore(
                 known[key][slot] = t
         _check_slots(optimizer, slots)
         generator = tensors["generator"]
-        torch.Generator().set_state(generator)  # or says that it is none
+        torch.Generator().set_state(generator)  # raises if it is not valid
         model.load_state_dict(weights)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
         for key, callback in _remembering(callbacks).items():
@@ -139,7 +139,7 @@ def restore(
 
 
 def _check_slots(optimizer: torch.optim.Optimizer, slots: dict[int, dict[str, Tensor]]) -> None:
-    """Refuse moments that are not those of the weights: PyTorch does not check their shapes."""
+    """Refuse moments that do not belong to the weights: PyTorch does not check their shapes."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     momentum = {"momentum_buffer"}
     names = momentum if isinstance(optimizer, torch.optim.SGD) else {*ADAM, "step"}
@@ -171,7 +171,7 @@ def check_state(saved: Saved, kinds: dict[str, type], epochs: int) -> None:
 
 
 def _remembering(callbacks: Iterable[object]) -> dict[str, Any]:
-    """Callbacks that have a state, by their kind and its number: others may come and go."""
+    """Callbacks that have a state, by class and number; others may change."""
     found: dict[str, list[object]] = {}
     for callback in callbacks:
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
@@ -180,7 +180,7 @@ def _remembering(callbacks: Iterable[object]) -> dict[str, Any]:
 
 
 class Log:
-    """One JSON object a line, an epoch each; after a resume only what the checkpoint knows."""
+    """One JSON object a line for each epoch; a resume drops those after the checkpoint."""
 
     def __init__(self, folder: Path | None, keep: int) -> None:
         self.path = None if folder is None else folder / LOG
@@ -226,9 +226,9 @@ def locked(folder: Path | None) -> Iterator[None]:
     """Keep other processes, and other threads, out of the folder of a training meanwhile.
 
     The lock lies on the folder itself and belongs to the system: it leaves no file behind, and ends
-    with the process, however that ends. Where a system or its disk knows no such locks, there is
-    none. A thread that has the lock can take it again. What a process that was killed has written
-    by halves is removed.
+    with the process, however that ends. Where the system or disk has no such locks, nothing is
+    locked. A thread that has the lock can take it again. Files left half-written by a killed
+    process are removed.
     """
     with contextlib.ExitStack() as stack:
         if folder is not None:

@@ -1,4 +1,4 @@
-"""What a training is given is checked before it starts."""
+"""Checks of the arguments of a training, before it starts."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class OutputProblem:
 
 
 class Outcome(NamedTuple):
-    """What a minibatch gives with the output layer that was found for it."""
+    """The loss of a minibatch and its gradient, with the output layer found for it."""
 
     loss: float
     correct: float  # the fraction, for classes
@@ -125,7 +125,7 @@ def newton(
     max_steps: int,
     weight: Tensor | None = None,
 ) -> None:
-    """Damped Newton steps from zero; where they stop does not depend on the start, for ridge > 0.
+    """Damped Newton steps from zero; for ridge > 0 the result does not depend on the start.
 
     In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
     """
@@ -146,7 +146,7 @@ def newton(
         if not decrease > 1e-14:
             break
         move = problem.scores(step)
-        # Far from the optimum a full step can overshoot: halve it until it pays.
+        # Far from the optimum a full step can overshoot: halve it until the loss falls.
         for halvings in range(30):
             size = 0.5**halvings
             W_new, S_new = W - size * step, S - size * move
@@ -169,7 +169,7 @@ def adam(
 ) -> None:
     """`repeat` Adam steps, from zero, on each (y, t, weight) in turn: the paper's inner solver.
 
-    By the function below `torch.optim.Adam`, whose own step takes twice as long for so few weights.
+    Calls the function that `torch.optim.Adam` uses: its `step` takes twice as long for few weights.
     """
     W = torch.zeros_like(weights_of(head))
     m, v, count = torch.zeros_like(W), torch.zeros_like(W), torch.zeros(())

@@ -1,4 +1,4 @@
-"""The hidden layers in the course of a training: forwards, and backwards to their gradients."""
+"""The hidden layers during a training: forward pass, and backward pass to their gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hdnn.training.processes.parallel import Team
 
 
 class HiddenLayers:
-    """The layers of a network and their gradients, without autograd where that can be."""
+    """The layers of a network and their gradients, without autograd where possible."""
 
     def __init__(
         self, net: nn.Module, y_0: Tensor, parameters: list[nn.Parameter], members: Team

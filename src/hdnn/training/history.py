@@ -1,4 +1,4 @@
-"""What a training tells: a history at its end, and a moment to its callbacks after each step."""
+"""What a training reports: a history at its end, and a `Moment` to callbacks after each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class History:
 
 @dataclass
 class Moment:
-    """What a callback is told after each step; if it returns True, the training ends there."""
+    """What a callback gets after each step; if it returns True, the training ends there."""
 
     model: Model
     epoch: int  # from 1

@@ -1,4 +1,4 @@
-"""What a training is: all that decides its bits, so that only the same training goes on.
+"""The identity of a training: all that decides its bits, so that only the same one is resumed.
 
 Every field is something that JSON can hold, and short enough to be shown in an error.
 """
@@ -25,7 +25,7 @@ LATER = (
     *("matmul precision", "callbacks", "processes", "images", "normalisation", "smooth parts"),
     "graphs",
 )
-LONG = 200  # characters, from which on a value is known by its digest alone
+LONG = 200  # characters; of longer values only a digest is kept
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -59,10 +59,10 @@ def of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def outline(model: nn.Module) -> str:
-    """What a network is, in a few words that are the same under every version of PyTorch.
+    """A short description of a network, the same under every version of PyTorch.
 
-    Its kind, the number of its parameters, and a digest of the kinds of its parts, of what those
-    that are not PyTorch's say of themselves, and of the names and shapes of all that is saved.
+    Its class, its number of parameters, and a digest of the classes of its modules, of the options
+    of those that are not PyTorch's own, and of the names and shapes in its state.
     """
     parts = [(name, type(part).__name__, _form(part)) for name, part in model.named_modules()]
     shapes = [(name, tuple(t.shape)) for name, t in model.state_dict().items()]
@@ -79,7 +79,7 @@ def _form(part: nn.Module) -> str:
 
 
 def of_callbacks(callbacks: Iterable[object]) -> list[Any]:
-    """The settings of those callbacks that have a say in the result; others come and go."""
+    """The settings of callbacks that influence the result; others may change."""
     found = [one for one in callbacks if callable(getattr(one, "settings", None))]
     return _plain([[type(one).__name__, one.settings()] for one in found])  # pyright: ignore
 
@@ -97,7 +97,7 @@ def _part(part: nn.Module) -> dict[str, Any]:
     elif callable(getattr(part, "config", None)) and not isinstance(part, ImageModel):
         options = part.config()  # pyright: ignore
     elif kind.__module__.partition(".")[0] == "torch":
-        # Not its words: those change with the version of PyTorch.
+        # Not its repr, which changes with the version of PyTorch.
         options = {name: getattr(part, name, None) for name in getattr(part, "__constants__", ())}
     else:
         exact = {name: getattr(part, name, None) for name in ("step", "drop", "backprop")}

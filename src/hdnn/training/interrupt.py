@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """Note a Ctrl-C in `came`, so that a training can end between two steps, where it can be saved.
+    """Note a Ctrl-C in `came`, so that a training can stop and be saved between two steps.
 
     A second one interrupts at once, if it comes at least `patience` seconds after the first.
     """

@@ -38,7 +38,7 @@ from hdnn.training.processes.parallel import Team, team
 from hdnn.training.smooth import Smoothness
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
-ORDERED = 2**20  # numbers, up to which an epoch's samples are put in order all at once
+ORDERED = 2**20  # numbers; up to this, all samples of an epoch are reordered at once
 
 
 def fit(
@@ -74,18 +74,18 @@ def fit(
         optimizer: "adam", or "sgd" with Nesterov momentum 0.9, of the hidden layers.
         schedule: the rate stays "constant" or falls to zero as a "cosine", after it has risen for
             the fraction `warmup` of all steps.
-        weight_decay: so many times the hidden layers' weights are added to their gradient.
+        weight_decay: the hidden layers' weights, times this, are added to their gradient.
         clip: the largest norm that a gradient of all hidden layers may have.
         solver: how the output layer is found for each minibatch. "newton": damped Newton steps on
             the ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
-            decay `ridge`; "joint": not at all, it descends together with the hidden layers.
+            decay `ridge`; "joint": not solved, but trained together with the hidden layers.
         smoothness: alpha, where the network is a discretised ODE; others have no R_K.
-        smoothing: alpha stays "constant" or falls to zero as a "cosine": first the layers are made
-            alike, then each goes its way.
+        smoothing: alpha stays "constant" or falls to zero as a "cosine": layers are first kept
+            alike, then free to differ.
         weight: of each sample (B,) in the mean loss.
         seed: of the order of the samples; the global random state is neither read nor written.
-        callbacks: called with a `Moment` after each step. Implicit layers have a `WellPosed()`
-            without asking.
+        callbacks: called with a `Moment` after each step. For implicit layers a `WellPosed()` is
+            added.
         folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
             interruption to the very same result.
         progress: show one line while a person waits at a terminal.
@@ -162,7 +162,7 @@ class _Training:
         self.epoch = self.k = 0  # where the training stands
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
         self.order = self.generator.get_state()  # from which the order of this epoch is drawn
-        self.wish = self.stopped = False  # a callback asks to end; all processes have agreed to
+        self.wish = self.stopped = False  # a callback asks to end; all processes have agreed
 
     def run(self) -> History:
         start, was_training = time.perf_counter(), self.model.training
@@ -295,7 +295,7 @@ class _Training:
         self.epoch, self.k, self.sums = self.epoch + 1, 0, [0.0, 0.0]
         self.order = self.generator.get_state()
         with self.team.holding():
-            self.log.write(self._entry())  # before any checkpoint that knows of this epoch
+            self.log.write(self._entry())  # before any checkpoint that includes this epoch
         self.team.check_weights(self.model, self.epoch)
 
     def _schedule(self) -> float:
@@ -305,7 +305,7 @@ class _Training:
         return self.rate * change
 
     def _done(self) -> float:
-        """The fraction of all steps that lies behind."""
+        """The fraction of all steps that are done."""
         return (self.epoch + self.k / self.batches) / self.epochs
 
     def _refit(self) -> None:

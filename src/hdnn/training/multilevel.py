@@ -34,17 +34,18 @@ def fit_multilevel(
     parallel: bool = False,
     **options: Any,
 ) -> tuple[Model, list[History]]:
-    """Train `model`, refine it, go on with the deeper one; the deepest and the history of each.
+    """Train `model`, refine it, train the deeper one, and so on; return the deepest and all
+    histories.
 
     A shallow network is cheap to train, and one with k times its layers at h/k is nearly the same
     function: what was learned is kept, and the deep network has little left to do.
 
     Args:
         model: the shallow one, which is trained in place.
-        refinements: how many times the layers of the level before each further level has.
+        refinements: the factor by which each further level multiplies the number of layers.
         epochs: of each level: one number for all, or one each.
         seed: of the first level; those of the others follow from it.
-        callbacks: see all levels one after the other; if one ends a training, it ends that level.
+        callbacks: called in all levels; one that ends a training ends only that level.
         folder: gets a folder for each level, level-0 and so on; `resume=True` goes on in the level
             that was interrupted, to the very same result.
         parallel, options: as those of `fit`, and all others of it.
@@ -54,7 +55,7 @@ def fit_multilevel(
         with members.together():
             head_of(model)
             factors = [whole_number("a refinement", k, 1) for k in refinements]
-            model.net.refine(1)  # or says that it cannot
+            model.net.refine(1)  # raises if it cannot be refined
             counts = _epochs(epochs, 1 + len(factors))
             seed = whole_number("seed", seed, 0)
             callbacks, folders = list(callbacks), [None] * len(counts)

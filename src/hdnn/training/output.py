@@ -1,4 +1,4 @@
-"""The output layer in the course of a training: found for each minibatch, and once for all data."""
+"""The output layer during a training: solved for each minibatch, and at the end for all data."""
 
 from __future__ import annotations
 

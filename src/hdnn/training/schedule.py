@@ -11,7 +11,7 @@ def cosine(done: float) -> float:
 
 
 def factor(done: float, steps: int, warmup: float, schedule: str) -> float:
-    """What the learning rate is multiplied by when the fraction `done` of all steps lies behind.
+    """What the learning rate is multiplied by when the fraction `done` of all steps is done.
 
     It rises for the fraction `warmup`, then stays "constant" or falls to zero as a "cosine".
     """

@@ -79,7 +79,7 @@ class CompiledAdam(torch.optim.Adam):
         self.views = None
 
     def descend(self) -> float:
-        """`step`, without what PyTorch does around it; returns the norm of the gradient."""
+        """`step` without PyTorch's overhead; returns the norm of the gradient."""
         adam, square = kernels()[1], 0.0
         for group, entries in zip(self.param_groups, self._views(), strict=True):
             rate, decay, eps = float(group["lr"]), float(group["weight_decay"]), group["eps"]

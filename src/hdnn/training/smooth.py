@@ -1,4 +1,4 @@
-"""The smoothness regulariser in training: alpha R_K, and its gradient by hand where it can be."""
+"""The smoothness regulariser in training: alpha R_K, and its gradient by hand where possible."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class Smoothness:
     """alpha R_K of some parts of a network, and its gradient.
 
     R_K is mostly a sum over the jumps of parameters from layer to layer (`smooth_leaves`). Its
-    gradient is then these jumps, added to the one before and taken from the one behind, which is
-    fewer passes than autograd makes.
+    gradient is then computed from these jumps directly, in fewer passes than autograd needs.
     """
 
     def __init__(self, parts: Iterable[Smooth], alpha: float) -> None:
         self.parts, self.alpha = list(parts), alpha
-        self.others: list[Smooth] = []  # whose gradient is autograd's
+        self.others: list[Smooth] = []  # parts whose gradient comes from autograd
         self.leaves: list[nn.Parameter] = []
         self.weights: list[float | Tensor] = []
         for part in self.parts:
@@ -48,7 +47,7 @@ class Smoothness:
         return sum(float(part.smoothness().detach()) for part in self.parts)
 
     def add_gradient(self) -> None:
-        """Add that of alpha R_K to the gradients of the parameters."""
+        """Add the gradient of alpha R_K to those of the parameters."""
         if not self.alpha:
             return
         for part in self.others:
@@ -84,9 +83,9 @@ class Smoothness:
 
 
 def _leaves(part: Any) -> list[tuple[nn.Parameter, float | Tensor]]:
-    """The parameters that R_K is a sum over, if it is one, and what their jumps count.
+    """The parameters whose jumps R_K sums up, with their factors, if R_K is such a sum.
 
-    It is none where a weight is no parameter itself: sparse, or parametrised by PyTorch.
+    It is not where a weight is not a parameter itself: sparse, or parametrised by PyTorch.
     """
     named = part.smooth_leaves() if hasattr(part, "smooth_leaves") else []
     found = [(part._parameters.get(name), times) for name, times in named]
@@ -96,7 +95,7 @@ def _leaves(part: Any) -> list[tuple[nn.Parameter, float | Tensor]]:
 
 
 def _weight(h: Any, times: float, p: Tensor) -> float | Tensor:
-    """What the jumps of a parameter count: a number, or one a layer (N-1, 1, ..)."""
+    """The factor of a parameter's jumps: one number, or one for each jump (N-1, 1, ..)."""
     steps = torch.as_tensor(h, dtype=p.dtype, device=p.device)
     if not steps.ndim:
         return times * float(steps)

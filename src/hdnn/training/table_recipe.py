@@ -21,22 +21,22 @@ _ALL = {
     "solver": "auto",
     "smoothness": 5e-3,
 }
-# Weight decay and ridge stand beside the sum of the losses: see `share`.
+# Weight decay and ridge are added to the sum of the losses: see `share`.
 CLASSES: Mapping[str, Any] = MappingProxyType(
     {**_ALL, "layers": 4, "weight_decay": 0.05, "ridge": 1.0}
 )
 VALUES: Mapping[str, Any] = MappingProxyType(
     {**_ALL, "layers": 8, "weight_decay": 2.0, "ridge": 3.0}
 )
-# A run is named after its layers before its file is read: there one number serves both.
+# A run is named after its layers before its file is read, so one number serves both tasks.
 RUN_LAYERS = VALUES["layers"]
 
-NEWTON_OUTPUTS = 10  # up to which "auto" solves the output layer for every minibatch
-WIDEST = 4096  # features that a network has without being asked for
+NEWTON_OUTPUTS = 10  # outputs; up to this, "auto" solves the output layer for every minibatch
+WIDEST = 4096  # features; a wider network must be asked for
 
 
 def share(penalty: float, rows: float) -> float:
-    """A penalty beside the mean loss, from one beside the sum: the more data, the less."""
+    """A penalty on the mean loss, from one on the sum: the more data, the smaller."""
     return penalty / rows
 
 
@@ -51,7 +51,7 @@ def solver_of(solver: str, *, batch: int, features: int, outputs: int) -> str:
 
 
 def width(inputs: int) -> int:
-    """The features of a network for so many inputs, or an error where that takes a word."""
+    """The features of a network for so many inputs; an error if they must be asked for."""
     n = roomy_width(inputs)
     if n > WIDEST:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""What a training on images is told: epochs, optimiser, rates, loss, and how images are varied."""
+"""How to train on images: epochs, optimiser, rates, loss, and how images are varied."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ImageRecipe:
         return schedule.factor(step / steps, steps, self.warmup, "cosine")
 
     def checked(self) -> ImageRecipe:
-        """The same recipe, or an error that says which of its numbers cannot be."""
+        """The same recipe, or an error that names the number that is out of range."""
         choose("optimizer", self.optimizer, OPTIMIZERS)
         for name in ("epochs", "batch"):
             whole_number(name, getattr(self, name), 1)

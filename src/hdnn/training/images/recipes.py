@@ -56,7 +56,7 @@ CIFAR: Options = {
     "bf16": True,
 }
 _STAR: Options = {"step": 0.5, "activation": "gelu", "norm": "after", "stem_norm": True}
-# "long" is what is different in a training that comes to fit all of its images.
+# "long" has the changes for trainings so long that they fit all of their images.
 LONG = 100  # epochs
 DROP = 0.3  # how often the last layer is left out in a long training
 CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
@@ -75,7 +75,7 @@ CIFAR_NETWORKS: dict[str, dict[str, Options]] = {
         "long": {"channels": [96, 112, 144], "drop": DROP},
         "recipe": {"clip": 1.0},
     },
-    # The paper's own, which without the clipping does not come to its end.
+    # The paper's own, which diverges without the clipping.
     "h1_paper": {
         "star": {"network": "h1", "step": 0.1, "activation": "relu"},
         "recipe": {

@@ -72,7 +72,7 @@ class ImageTraining:
                 f"a minibatch of {recipe.batch} images is larger than the set of {len(images)}."
             )
         self.optimizer = self._optimizer()
-        # What is different in each step of an epoch, and which step it is.
+        # The values that change from step to step, and the number of the step.
         rows, here = (self.batches, recipe.batch), dict[str, Any](device=self.device)
         self.order = torch.zeros(rows, dtype=torch.int64, **here)
         self.shifts = torch.zeros(*rows, 2, dtype=torch.int64, **here)
@@ -124,7 +124,7 @@ class ImageTraining:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=recipe.bf16):
             scores = self.model(x)
         loss = recipe.loss(scores.float(), t)
-        self.optimizer.zero_grad()  # to None, so that gradients are written and not added
+        self.optimizer.zero_grad()  # to None, so that gradients are written, not added
         loss.backward()
         self.smooth.add_gradient()
         if recipe.clip is not None:
@@ -164,7 +164,7 @@ class ImageTraining:
     # A training
 
     def steps(self) -> Iterator[int]:
-        """The steps of the next epoch, one at a time, so that others can have theirs between."""
+        """The steps of the next epoch, one at a time, so that other trainings can take turns."""
         with self._aside(), self._random(0):
             self._lay_out()
             if self.graphs and self.replay is None:
@@ -213,10 +213,10 @@ class ImageTraining:
 
     @contextmanager
     def _random(self, k: int) -> Iterator[None]:
-        """What the network draws in a step comes from the seed, the epoch and the step alone.
+        """Let the network's random numbers depend on the seed, the epoch and the step alone.
 
-        On a GPU the state is this training's own: a graph reads it while it runs, when the next
-        training beside it is already being seeded.
+        On a GPU each training has a state of its own: a graph reads it while it runs, and by then
+        another training may already have been seeded.
         """
         generator = _generator(self.device)
         if self.random_state is None:
@@ -344,10 +344,10 @@ def run_together(
     until: float = math.inf,
     progress: bool = False,
 ) -> bool:
-    """Several trainings, a step of each in turn: what they launch fills one GPU.
+    """Run several trainings, a step of each in turn, so that together they fill one GPU.
 
-    With a folder for each there is a checkpoint after every epoch, from which it goes on. Whether
-    all came to their ends: `until`, by `time.monotonic`, no further epoch is begun.
+    With a folder for each, there is a checkpoint after every epoch to resume from. No epoch begins
+    after `until`, by `time.monotonic`. Returns whether all trainings are complete.
     """
     places = [None] * len(trainings) if folders is None else folders
     pairs, line = list(zip(trainings, places, strict=True)), ProgressLine(progress)
@@ -368,7 +368,7 @@ def run_together(
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The one that networks draw from."""
+    """The random generator that networks use."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator
@@ -376,7 +376,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def _fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try what it has, which pays when a step is recorded and run many times."""
+    """Let cuDNN try all its algorithms, which pays when a step is recorded and run many times."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

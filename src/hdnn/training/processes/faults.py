@@ -9,7 +9,7 @@ KEY = "fault"  # where the store keeps it
 
 
 class Fault(NamedTuple):
-    """What went wrong first; `lost` if that is only that a process is gone or silent."""
+    """What went wrong first; `lost` if all that is known is that a process is gone or silent."""
 
     text: str
     lost: bool = False

@@ -1,4 +1,4 @@
-"""Where the processes of one training meet: a store at one address, never at all of a machine.
+"""Where the processes of one training meet: a store at one address, never at all addresses.
 
 A store of PyTorch listens at every address that a machine has, whatever it is given. Here it gets
 a socket that is bound already: to the loopback where all processes are on one machine, else to the
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hdnn.errors import TrainingError
 
 LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"  # where gloo listens, as its users know it
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable by which users choose gloo's interface
 PATIENCE = 2.0  # seconds that a connection of this machine to itself may take
 
 TCPStore: Any = getattr(dist, "TCPStore", None)
@@ -34,7 +34,7 @@ class MeetingError(TrainingError):
 
 
 def check_loopback() -> None:
-    """Raise unless this machine can connect to itself: otherwise all would wait without a word."""
+    """Raise unless this machine can connect to itself: otherwise all would wait silently."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), PATIENCE).close()

@@ -2,8 +2,8 @@
 
 The training is that of one process, up to rounding. The features of all slices are gathered, so
 that every process solves the same output layer; the gradients of the hidden layers are summed, so
-that every process takes the same step. What one process meets alone (an error, Ctrl-C, a callback
-that ends the training) it tells with its features: all of them end at the same step.
+that every process takes the same step. What happens in one process alone (an error, Ctrl-C, a
+callback that ends the training) is sent along with its features, so that all end at the same step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hdnn.errors import HDNNError, TrainingError, flag
 from hdnn.training import identity
 
 if dist.is_available():
-    # PyTorch binds the group of the moment to defaults of this module for ever, and imports it as
-    # late as by an optimizer: threads of a group that never ends may abort Python as it ends.
+    # Imported early: its default arguments keep the process group of that moment for ever, and an
+    # optimizer may import it late. Threads of a group never freed may abort Python.
     import torch.distributed.nn
 
 T = TypeVar("T")
 
-STOP, INTERRUPT, FAILED = 1, 2, 4  # what a process tells with its features
+STOP, INTERRUPT, FAILED = 1, 2, 4  # flags that a process sends with its features
 
 
 class ProcessLostError(TrainingError):
@@ -130,7 +130,7 @@ class Ranks:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Keep an error until the processes meet again: others would wait for this one in vain."""
+        """Keep an error until the processes meet again, so that none waits for this one in vain."""
         try:
             yield
         except Exception as error:
@@ -141,7 +141,7 @@ class Ranks:
         return self.broadcast(Attempt.of(make) if self.first else None).result()
 
     def broadcast(self, attempt: Attempt[T] | None) -> Attempt[T]:
-        """That of the first process, in all of them; the others give None."""
+        """The attempt of the first process, in all of them; the others pass None."""
         content = b"" if attempt is None else attempt.packed()
         size = torch.tensor([len(content)])
         self._call(dist.broadcast, size, 0)
@@ -150,12 +150,12 @@ class Ranks:
         return attempt or Attempt.unpacked(sent.numpy().tobytes())
 
     def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
-        """Tell the others, with the next features, what is asked for here; what all have heard."""
+        """Send these requests with the next features; return those that all have received."""
         self.wishes = STOP * stop | INTERRUPT * interrupted
         return bool(self.heard & STOP), bool(self.heard & INTERRUPT)
 
     def anyone(self, value: bool) -> bool:
-        """Whether it is so in some process."""
+        """Whether `value` is true in any process."""
         return any(self._all(value))
 
     def _raise_any(self, error: Exception | None) -> None:
@@ -175,7 +175,7 @@ class Ranks:
     def features(self, run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
         """`run` for all states (B, n), each process with its slice of them."""
         (B, n), error = y_0.shape, self.trouble
-        sent = y_0.new_zeros(-(-B // self.size) * n + 1)  # slices of one size, and a word
+        sent = y_0.new_zeros(-(-B // self.size) * n + 1)  # slices of one size, and the flags
         mine = y_0[self.samples_of(self.rank, B)]
         try:
             if len(mine):
@@ -254,7 +254,7 @@ class Ranks:
                 )
 
     def _all(self, value: T) -> list[T]:
-        """What every process has."""
+        """The values of all processes."""
         content = portable.pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._call(dist.all_gather, sizes, torch.tensor([len(content)]))

@@ -1,7 +1,7 @@
 """A program that torchrun has started in several processes: they meet, work, and end together.
 
-Until they have met, and when they fail, they talk by the store that torchrun keeps for them: it
-outlives each of them, and a process that waits for a word there still hears its signals.
+Until they have met, and when they fail, they communicate through the store that torchrun keeps: it
+outlives each of them, and a process that waits there still receives signals.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hdnn.training.processes.parallel import Attempt, ProcessLostError, Ranks
 T = TypeVar("T")
 
 TIMEOUT = 300.0  # seconds that a process waits for the others, unless HDNN_TIMEOUT says otherwise
-GRACE = 3.0  # seconds that the first process has to say why all of them end
-LATE = 30.0  # seconds that a process which ends waits for others to come at all
+GRACE = 3.0  # seconds for the first process to report why all of them end
+LATE = 30.0  # seconds that a failing process waits for the others to start
 PAUSE = 0.02  # seconds between two looks at the store
 
-_known: dict[str, Any] = {}  # the store, once it is found, and whether one process is to speak
+_known: dict[str, Any] = {}  # the store, once found, and whether one process reports for all
 
 
 def several() -> bool:
@@ -122,8 +122,8 @@ class SeveralProcesses:
         return f"cuda:{number}"
 
     def leave_together(self) -> None:
-        """Wait until all are through, then leave."""
-        with suppress(ProcessLostError):  # then the first one is through, and its store with it
+        """Wait until all are done, then leave."""
+        with suppress(ProcessLostError):  # then the first is done, and its store is gone
             self._all_say("done", self.timeout)
         self.close()
 
@@ -138,7 +138,7 @@ class SeveralProcesses:
         self._wait([f"{word}-{rank}" for rank in range(self.size)], limit)
 
     def _wait(self, words: list[str], limit: float | None = None) -> None:
-        """Until all these words are there; an error if some process has failed."""
+        """Wait until all these keys are in the store; an error if some process has failed."""
         end = None if limit is None else time.monotonic() + limit
         try:
             while not self.store.check(words):
@@ -172,23 +172,23 @@ def joined() -> Iterator[Processes]:
         processes.leave_together()
         signal.signal(signal.SIGTERM, before)
         _known.clear()
-    finally:  # after an error torchrun's signal is awaited, so it stays heard
+    finally:  # after an error the handler stays, for the signal of torchrun
         if processes is not None:
             processes.close()
 
 
 def speak_as_one() -> None:
-    """From here on, one of several processes says why all of them end."""
+    """From here on, one of several processes reports why all of them end."""
     _known["as one"] = several()
 
 
 def is_as_one() -> bool:
-    """Whether a failure is to be told by `last_word`."""
+    """Whether a failure is to be reported by `last_word`."""
     return _known.get("as one", False)
 
 
 def last_word(message: object, say: Callable[[object], None]) -> None:
-    """Let one process say why all of them end: the first, or another one if that is gone."""
+    """Let one process report why all of them end: the first, or another if the first is gone."""
     with suppress(ValueError):  # in another thread
         for number in (signal.SIGTERM, signal.SIGINT):  # torchrun ends those that are left
             signal.signal(number, signal.SIG_IGN)
@@ -245,7 +245,7 @@ def _within(seconds: float, there: Callable[[], bool]) -> bool:
 
 
 def _limit() -> float:
-    """The same, or the default where HDNN_TIMEOUT is wrong: only by the store can that be told."""
+    """The same, or the default where HDNN_TIMEOUT is wrong, which is reported by the store."""
     try:
         return timeout()
     except OptionError:
