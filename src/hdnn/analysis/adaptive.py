@@ -1,4 +1,4 @@
-"""Adaptive solvers of scipy for a state of several tensors: accurate, for analysis, not layers."""
+"""Scipy's adaptive solvers for a state of several tensors: accurate, for analysis only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def solve(
     rtol: float,
     atol: float,
 ) -> list[Tensor]:
-    """The state at all times, each tensor as (len(times), ...), from what it is at the first.
+    """The state at all times, each tensor as (len(times), ...), given the state at the first.
 
     `rates(t, *state)` must be smooth between the first time and the last, which may run backwards.
     Tensors are float64 on the CPU.
@@ -52,7 +52,7 @@ def solve(
         return found
 
     span, options = (times[0], times[-1]), {"t_eval": times, "rtol": rtol, "atol": atol}
-    with np.errstate(over="ignore", invalid="ignore"):  # `rate` sees it, and says it once
+    with np.errstate(over="ignore", invalid="ignore"):  # `rate` raises one error for it
         done = solve_ivp(rate, span, join(state), method, **options)
     if not done.success:
         raise ConvergenceError(

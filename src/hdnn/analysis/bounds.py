@@ -23,8 +23,8 @@ TINY = 1e-300
 def bsm_bound_paper(net: ODENetwork) -> Tensor:
     """sqrt(n) exp(Q T), Q = S sqrt(n) max |K|^2 |J|, for the ODE of the network (lem:upper_bound).
 
-    Very loose, and for the continuous-time BSM. For MS1 and MS2, where J K^T = I, S |K| stands for
-    S |K|^2 |J|, which is larger.
+    Very loose, and for the continuous-time BSM. For MS1 and MS2, where J K^T = I, the smaller S |K|
+    replaces S |K|^2 |J|.
     """
     rates = net.field_rates()
     n = net.features
@@ -63,26 +63,26 @@ def bsm_bound_forward_euler(net: ODENetwork) -> Tensor:
 
 @torch.no_grad()
 def gradient_bounds(net: ODENetwork) -> tuple[Tensor, Tensor]:
-    """(exp(-B), exp(B)): between these lie all |delta_j| / |delta_N| of H2 and its relatives."""
+    """(exp(-B), exp(B)): all |delta_j| / |delta_N| of H2 and its relatives lie between these."""
     B = gradient_budget(net)
     return torch.exp(-B), torch.exp(B)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound that the weights alone give, and what was measured beside it."""
+    """A bound computed from the weights alone, and the measured value if there is one."""
 
     name: str
     of: str  # what it bounds
     side: str  # "at most" or "at least"
     value: float
     measured: float | None = None
-    rigorous: bool = True  # of these layers; else of the ODE that they discretise
-    slack: float = 1e-9  # relative: what rounding can have done to the two
+    rigorous: bool = True  # for these layers, not only for the ODE that they discretise
+    slack: float = 1e-9  # relative: how far rounding can have moved the two
 
     @property
     def known(self) -> bool:
-        """Whether the two can be compared: both computed, and not all of it rounding."""
+        """Whether bound and measurement can be compared: both known, and not hidden by rounding."""
         pair = (self.value, self.measured)
         if any(x is None or math.isnan(x) for x in pair) or not self.slack < 1:
             return False
@@ -90,7 +90,7 @@ class Bound:
 
     @property
     def holds(self) -> bool | None:
-        """None where nothing was measured or can be told, or where the bound is one of the ODE."""
+        """None if nothing was measured, rounding hides it, or the bound is for the ODE only."""
         if self.measured is None or not self.rigorous or not self.known:
             return None
         if self.side == "at most":
@@ -114,9 +114,9 @@ def bounds(
 ) -> list[Bound]:
     """All bounds that are known for a network, tightest last.
 
-    With states y, or the smallest and largest singular value over all dy_N/dy_j that were
-    `measured`, each has that beside it. At states y all is computed in float64; what was `measured`
-    may be off by the rounding of the network's dtype. Where a state is not finite, it is NaN.
+    Give states y, or the smallest and largest singular value that were `measured` over all
+    dy_N/dy_j, to compare each bound with its measured value. At states y all is computed in float64
+    (NaN if a state is not finite); `measured` may be off by the rounding of the network's dtype.
     """
     if not isinstance(net, ODENetwork):
         raise OptionError(f"{type(net).__name__} is no discretised ODE: no bound is known for it.")
@@ -125,7 +125,7 @@ def bounds(
     if y is not None and measured is None:
         net = exact(net)
         return bounds_of(net, Measured(net, rows(y, net.features)).singular_range())
-    # Who gives two numbers has them of matrices, whose rounding is relative to the larger one.
+    # Numbers given by the user come from matrices, whose rounding is relative to the larger one.
     return bounds_of(
         net, measured, 1.0 if measured is None else measured[1] / max(measured[0], TINY)
     )
@@ -134,14 +134,14 @@ def bounds(
 def bounds_of(
     net: ODENetwork, measured: tuple[float, float] | None, condition: float = 1.0
 ) -> list[Bound]:
-    """With `condition` times more rounding in the smallest singular value than in the largest."""
+    """`bounds`, with `condition` times more rounding in the smallest singular value."""
     (least, most), eps = measured or (None, None), torch.finfo(next(net.parameters()).dtype).eps
     norm, gradient = "norm(dy_N/dy_j)", "|delta_j|/|delta_N|"
     found: list[Bound] = []
 
     def add(name: str, of: str, side: str, value: Tensor, rigorous: bool = True) -> None:
-        # Both sides are products over layers, of norms that are each off by n eps; the largest
-        # number of shears in a layer, 7, makes it some more.
+        # Both sides are products over layers of norms that are each off by n eps. A layer has
+        # up to 7 shears, hence the large factor.
         number = value.item()
         size = abs(math.log(number)) if 0 < number < math.inf else 0.0
         slack = 256 * net.features * eps * (net.layers + size)
@@ -152,13 +152,13 @@ def bounds_of(
         paper, sharper = bsm_bound_paper(net), bsm_bound_continuous(net)
         add("lem:upper_bound", norm, "at most", paper, net.forward_euler)
         add("sharper form", norm, "at most", sharper, False)
-    except HDNNError:  # it has no field
+    except HDNNError:  # the network has no field
         pass
     if net.forward_euler:
         add("forward Euler", norm, "at most", bsm_bound_forward_euler(net))
     try:
         low, high = gradient_bounds(net)
-    except HDNNError:  # its layers are no shears
+    except HDNNError:  # its layers are not made of shears
         return found
     add("budget exp(-B)", gradient, "at least", low)
     add("budget exp(B)", gradient, "at most", high)

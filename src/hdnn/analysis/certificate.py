@@ -1,11 +1,11 @@
-"""What is promised about a network's gradients, why, and whether it is seen to hold.
+"""What is promised about a network's gradients, why, and whether the numbers confirm it.
 
 The promise is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
 determinant 1 (or at least 1), so the product of any number of them has one too, and a matrix whose
 determinant is at least 1 has no norm below 1. It is about the matrix: some direction does not
-shrink, while a single gradient can. The rest is checked on numbers: the norms, that the matrices
-are symplectic, and the bounds. What could not be computed, for states or matrices that are not
-finite, is never said to hold.
+shrink, while a single gradient can. The rest is checked numerically: the norms, symplecticity and
+the bounds. What could not be computed, because states or matrices are not finite, never counts as
+holding.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SAMPLES = 1000  # at the most
-NUMBERS = 2**23  # in the matrices dy_N/dy_j of all samples and layers, at the most
+NUMBERS = 2**23  # at the most, in the matrices dy_N/dy_j of all samples and layers
 RANGES = 8  # of layers, in the table
 POINTS = 1025  # layers that the curve shows, at the most
 
 
 def guarantee(net: Network | HamiltonianUnit) -> Guarantee:
-    """What is known of a network before anything is computed.
+    """What is known about the gradients of a network before anything is computed.
 
-    It is what the network's own `guarantee()` says, unless a class that inherits it computes in
+    It is the network's own `guarantee()`, unless that is inherited by a class that computes in
     another way: then nothing is known.
     """
     owner = next(cls for cls in type(net).__mro__ if "guarantee" in vars(cls))
@@ -50,7 +50,7 @@ def guarantee(net: Network | HamiltonianUnit) -> Guarantee:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The promise about a network's gradients beside what its numbers say."""
+    """The promise about a network's gradients, and what was computed to check it."""
 
     network: str
     layers: int
@@ -65,18 +65,18 @@ class Certificate:
     smallest_at: tuple[int, int] | None  # its layer and sample
     largest_norm: float
     holds: bool | None  # smallest_norm >= 1 up to rounding, where guaranteed and all computed
-    symplectic_defect: float | None  # where one J serves all layers
+    symplectic_defect: float | None  # if all layers have one J
     symplectic: bool | None
     bounds: tuple[Bound, ...]
-    overflow: int | None  # the layer from which on, backwards, norms are beyond float64
+    overflow: int | None  # the last layer with a norm beyond float64
     ranges: tuple[dict[str, float], ...]
     by_layer: dict[str, list[Any]]
     computed: int | None = None  # samples for which all could be computed; None: all of them
-    trouble: str = ""  # what was wrong with the others, or why it cannot be told
+    trouble: str = ""  # what was wrong with the others, or why `holds` is unknown
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """What is promised and does not hold numerically."""
+        """What is promised but does not hold numerically."""
         found = []
         if self.holds is False:
             found.append(f"norm(dy_N/dy_j) >= 1, but it is {self.smallest_norm:.6g}")
@@ -106,7 +106,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """All of it in one line."""
+        """The result in one line."""
         if self.broken:
             return "BROKEN: " + "; ".join(self.broken)
         promise = f"guaranteed {self.guarantee}"
@@ -178,8 +178,8 @@ def certify(
 ) -> Certificate:
     """Check a network's promise at y: inputs of a Model, states of a network, or random ones.
 
-    In float64 whatever the network's dtype: what is certified are its weights, free of rounding.
-    Points at which the network itself, in its own dtype, overflows count as not computed.
+    Always in float64: the weights are certified, apart from rounding in the network's own dtype.
+    Points at which the network itself overflows in its own dtype count as not computed.
     """
     if not isinstance(model, (Model, Network)):
         raise OptionError(
@@ -245,7 +245,7 @@ def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor)
 
 
 def overflows(dtype: str) -> str:
-    """Why nothing is said of a network whose copy in float64 is fine."""
+    """Why nothing is certified although the copy in float64 is finite."""
     return f"the outputs of the network itself, in {dtype}, are not finite"
 
 
@@ -254,7 +254,7 @@ def _bounds(net: Network, seen: Measured) -> tuple[Bound, ...]:
 
 
 def judged(norm: float, slack: float) -> tuple[bool | None, str]:
-    """Whether a norm that was computed is at least 1, given its rounding; and why not to say."""
+    """Whether a computed norm is at least 1, up to its rounding; if unknown, also why."""
     if norm >= 1 - min(slack, HIDDEN):
         return True, ""
     if norm >= 1 - slack:
@@ -269,7 +269,7 @@ def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
 
 
 def norm_range(first: int, norms: Tensor) -> dict[str, float]:
-    """The smallest and largest norm of some layers (L, B), of which this is the first."""
+    """The smallest and largest norm of some layers (L, B), starting at layer `first`."""
     least, _, most = over_samples(norms.flatten())
     ends = {"from": first, "to": first + len(norms) - 1}
     return {**ends, "smallest": least.item(), "largest": most.item()}

@@ -27,7 +27,7 @@ WEIGHTS = ("constant", "linear")
 
 
 class Weights(NamedTuple):
-    """Of one moment: the field is sigma(y K^T + b) V for row vectors y, with V = K J^T."""
+    """The weights at one time: the field is sigma(y K^T + b) V for rows y, with V = K J^T."""
 
     K: Tensor
     b: Tensor
@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A span of time in which the weights go straight from one layer's to another's."""
+    """A time interval in which the weights change linearly from one layer's to another's."""
 
     start: float
     end: float
@@ -48,14 +48,14 @@ class ContinuousNetwork:
 
     Args:
         weights: "constant" gives each layer's weights to its own step [t_j, t_{j+1}]: the ODE that
-            `net.refine(k)` tends to. "linear" has them in the middle of the step and goes straight
-            from middle to middle, so that nothing jumps; half a step at either end is constant.
-            J goes along, but for MS1 and MS2: there J K^T is one matrix in all layers, and stays.
+            `net.refine(k)` tends to. "linear" has them at the middle of the step and interpolates
+            between middles, so that nothing jumps; the half steps at both ends are constant.
+            J is interpolated too, except in MS1 and MS2, where J K^T is the same in all layers.
         method: of `scipy.integrate.solve_ivp`, with its tolerances `rtol` and `atol`.
 
-    No step of the solver reaches over a time where the weights jump or bend. A batch is one system
-    to it: all samples share its steps, and the mean of their errors is what it looks at. Whatever
-    the dtype of the network, results are float64.
+    No step of the solver crosses a time where the weights jump or bend. It solves a batch as one
+    system: all samples share its steps, which it chooses by the mean of their errors. Results are
+    float64, whatever the dtype of the network.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ContinuousNetwork:
         if self.rtol < 1e-13:  # scipy would take a larger one, with a warning for each piece
             raise StepError(f"rtol must be at least 1e-13 in float64, but got {rtol}.")
         net = exact(net).requires_grad_(False)
-        field = net.field()  # refuses where there is none
+        field = net.field()  # raises if there is none
         if not all(bool(part.isfinite().all()) for part in field.values()):
             raise DataError("the network has weights that are NaN or infinite; all must be finite.")
         assert isinstance(net, ODENetwork)
@@ -145,12 +145,12 @@ class ContinuousNetwork:
         return F.reshape(len(wanted), *y.shape, self.net.features).to(y.device)
 
     def _back(self, states: Tensor, columns: Tensor, t: Times) -> Tensor:
-        """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c), along the way of y(0)."""
+        """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c), along the path from y(0)."""
         wanted = self._wanted(t)
         ends = self.flow(states)
         return self._follow(self._move_against, (ends, columns), self.T, wanted)[1]
 
-    # Rates of change, given the weights of the moment
+    # Rates of change, given the weights at that time
 
     def _move(self, w: Weights, y: Tensor) -> tuple[Tensor, ...]:
         return (self._sigma(y @ w.K.mT + w.b) @ w.V,)

@@ -1,4 +1,4 @@
-"""Copies of a network to look at, apart from the one that trains, and states to look at it."""
+"""Copies of a network for analysis, so that the one in training is left alone, and states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def exact(module: Module) -> Module:
-    """A copy in float64 on the CPU, of networks with pruned or normalised weights too."""
+    """A copy in float64 on the CPU, also of networks with pruned or normalised weights."""
     return copied(module).to("cpu", torch.float64)
 
 
 def copied(module: Module) -> Module:
-    """A copy as it is: a call of it leaves the one that trains alone."""
-    # What hooks compute before a call carries a graph, and PyTorch does not copy such tensors.
+    """A copy in the same dtype: calling it does not affect the original."""
+    # Weights that hooks compute belong to a graph, and PyTorch does not copy such tensors.
     computed = {
         id(value): value.detach().clone()
         for part in module.modules()
@@ -33,12 +33,12 @@ def copied(module: Module) -> Module:
 
 
 def embedded(model: Model | Network, x: Tensor) -> tuple[Network, Tensor]:
-    """The network of a Model with the states y_0 of inputs x; of a network, x are states."""
+    """The network of a Model and the states y_0 of inputs x; for a network, x are the states."""
     return (model.net, model.embed(x)) if isinstance(model, Model) else (model, x)
 
 
 def rows(y: Tensor, width: int) -> Tensor:
-    """What a user gave as (*batch, width): (B, width), in float64 on the CPU."""
+    """Samples given as (*batch, width) as rows (B, width), in float64 on the CPU."""
     if not isinstance(y, Tensor) or y.ndim < 1 or y.shape[-1] != width or not y.numel():
         given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ShapeError(f"y must be a tensor (*batch, {width}), but got {given}.")
@@ -49,7 +49,7 @@ def rows(y: Tensor, width: int) -> Tensor:
 def lost_in_own_dtype(module: nn.Module, x: Tensor) -> Tensor:
     """Where y_N of a network or Model, or the output of another module, is not finite: (B,).
 
-    As it is used: its copy in float64 can be fine where float32 or float16 overflow.
+    In its own dtype: a copy in float64 can be finite where float32 or float16 overflow.
     """
     twin, weight = copied(module).eval(), next(module.parameters())
     out = (twin.features if isinstance(twin, Model) else twin)(x.to(weight))

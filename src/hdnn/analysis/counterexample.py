@@ -59,7 +59,7 @@ def period(y: Tensor, eps: float = 1.0) -> Tensor:
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
     """The mean time between crossings of q = 0 where p > 0, over a few turns from y (2,)."""
     solve_ivp = require("scipy.integrate", extra="science").solve_ivp
-    start, speed = _plane(y).numpy(), abs(_speed(eps))  # the other sense takes as long
+    start, speed = _plane(y).numpy(), abs(_speed(eps))  # both directions take equally long
     if start.shape != (2,) or not start.any():
         raise ShapeError(f"one state (2,) other than the origin is needed, but y = {y}.")
     done = solve_ivp(
@@ -86,7 +86,7 @@ def diameter(y: Tensor) -> Tensor:
 def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
     """Phi = dy(T)/dy(T - t) for y(T - t) = y and each t of (k,): (k, *batch, 2, 2).
 
-    The weights do not change in time, so that t and the state alone decide, and T does not.
+    The weights are constant in time, so it depends on t and the state, but not on T.
     """
     return example(float(t.max()), eps).forward_sensitivity(y, t)
 
@@ -94,8 +94,8 @@ def growth(y: Tensor, t: Tensor, eps: float = 1.0) -> Tensor:
 def finite_growth(y: Tensor, t: Tensor, gamma: float, eps: float = 1.0) -> Tensor:
     """|s(t, y + gamma e_i) - s(t, y)| / gamma for both unit vectors e_i: (k, *batch, 2).
 
-    That is what fig:phi_TTt_trajectories shows. It stops at about the diameter of the orbit over
-    gamma, when the two states have come to opposite sides.
+    That is what fig:phi_TTt_trajectories shows. It stops growing at about the diameter of the orbit
+    over gamma, when the two states are on opposite sides.
     """
     gamma = positive_float("gamma", gamma)
     state = _plane(y).unsqueeze(-2)
@@ -105,10 +105,10 @@ def finite_growth(y: Tensor, t: Tensor, gamma: float, eps: float = 1.0) -> Tenso
 
 
 def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
-    """The slope in t of the line that |dy(T)/dy(T - t)| comes back to, for large t: (*batch).
+    """The slope in t of the line through the maxima of |dy(T)/dy(T - t)|, for large t: (*batch).
 
     After k turns a neighbour is behind by k times the difference of the periods, so that
-    Phi = -t P'(H)/P grad H(y) f(y(T))^T up to what stays bounded, with the field f = eps J grad H.
+    Phi = -t P'(H)/P grad H(y) f(y(T))^T plus bounded terms, with the field f = eps J grad H.
     |grad H| is largest on the diagonal of the orbit, where it is sqrt(2 - 2 exp(-H)).
     """
     m, K, E = _elliptic(y)
@@ -121,7 +121,7 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
 def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
     """Slope and height at 0 of the line through the local maxima of sizes (k,) over t (k,).
 
-    Through those of the second half: before, what stays bounded is not small yet.
+    Only maxima in the second half count: before, the bounded terms are not small yet.
     """
     if t.ndim != 1 or t.shape != sizes.shape:
         raise ShapeError(
@@ -144,10 +144,10 @@ def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
 class LayerGrowth:
     """How |dy_N/dy_j| grows with N - j at the origin of H2 with n = 2 and one weight k."""
 
-    rate: float  # measured, of its logarithm, per layer
+    rate: float  # growth of the logarithm per layer, as measured
     exact: float  # the same in closed form
     largest: float  # of all the norms
-    bound: float  # on them; infinite where there is none
+    bound: float  # on the norms; infinite if there is none
     sizes: Tensor  # norms for N - j = 0 .. N
 
 
@@ -165,7 +165,7 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
         net.assign(name, torch.full((1, 1, 1), k, **CPU))
     sizes = norms(backward_sensitivity(net, torch.zeros(2, **CPU))).flip(0)
     half, a = layers // 2, h * k * k
-    tops = sizes[: half + 1].max(), sizes[half + 1 :].max()  # they may swing below
+    tops = sizes[: half + 1].max(), sizes[half + 1 :].max()  # norms may oscillate
     return LayerGrowth(
         rate=float((tops[1] / tops[0]).log()) / (layers - half),
         exact=2 * math.acosh(max(a, 2.0) / 2),

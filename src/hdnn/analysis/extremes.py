@@ -26,7 +26,7 @@ TINY = 1e-300
 
 
 class Traced:
-    """The derivative of any function at y, by automatic differentiation, done once."""
+    """The derivative of any function at y, by automatic differentiation: traced only once."""
 
     def __init__(self, function: Function, y: Tensor) -> None:
         self.out, pull = vjp(function, y)[:2]
@@ -36,10 +36,10 @@ class Traced:
         self.forwards: Function = lambda v: push(v)[0]
 
     def dead(self) -> int:
-        """How many entries of y_N are 0 for all states nearby: the rank is lower by so many."""
+        """How many entries of y_N are 0 for all states nearby: this lowers the rank by as many."""
         generator = torch.Generator().manual_seed(0)
         draw = torch.rand(self.out.shape, generator=generator, dtype=torch.float64).to(self.out)
-        # Numbers of one sign and no two alike, so that they do not cancel by chance.
+        # Different numbers of the same sign, so that they do not cancel by chance.
         zeros = self.out == 0
         return 0 if self.backwards(zeros * (1 + draw)).any() else int(zeros.sum())
 
@@ -68,17 +68,17 @@ def extreme_singular_values(
 
     Golub-Kahan-Lanczos bidiagonalisation by products with vectors, forwards and backwards. With
     `steps` at least the number of features both are right up to the rounding of y's dtype, which is
-    relative to the largest: below about n eps times that, a smallest value cannot be told from 0.
-    With fewer steps the largest one soon is, from below, and the smallest one is an upper bound,
-    which comes closer more slowly. Of a network that is symplectic by the canonical J, or J times a
-    number, the smallest is one over the largest, to as many digits. NaN where a product is not
+    relative to the largest: a smallest value below about n eps times that cannot be told from 0.
+    With fewer steps the largest is a lower bound that soon becomes accurate, and the smallest is an
+    upper bound that converges more slowly. If a network is symplectic by a multiple of the
+    canonical J, the smallest is one over the largest, to as many digits. NaN if a product is not
     finite.
 
     Args:
         function: states (B, ...) to states (B, ...) of equally many features, sample by sample: a
             network, or the layers from j on.
-        errors: give (smallest, largest, smallest_error, largest_error) instead, with absolute
-            errors: there is a singular value so close to what was found.
+        errors: return (smallest, largest, smallest_error, largest_error) instead, with absolute
+        errors: there is a singular value within that distance of the one found.
     """
     positive_int("steps", steps)
     if y.ndim < 2:
@@ -133,12 +133,12 @@ def _rounding(state: Tensor, depth: int) -> float:
 class Extremes(NamedTuple):
     """The extreme singular values of dy_N/dy_j, for each j that was asked for and each sample.
 
-    `largest` is a lower bound and `smallest` an upper bound, up to rounding. The errors are
-    relative: there is a singular value so close to what was found, rounding included, which is that
-    of the largest; past 1, the smallest cannot be told from 0. All are (layers, B). `missed` is how
-    far, with probability 0.999, an extreme can lie beyond what was found, relatively; it is
-    infinite for a smallest one that was found without an inverse. Values are NaN, and errors
-    infinite, where a product is not finite.
+    `largest` is a lower bound and `smallest` an upper bound, up to rounding. All are (layers, B).
+    The errors are relative: there is a singular value within that distance of the one found. They
+    include rounding, which is relative to the largest value; past 1, the smallest cannot be told
+    from 0. `missed` is how far, relatively and with probability 0.999, the true extreme can lie
+    beyond the one found; it is infinite for a smallest value found without an inverse. If a product
+    is not finite, values are NaN and errors infinite.
     """
 
     layers: list[int]
@@ -171,18 +171,18 @@ def unit_extremes(
 ) -> Extremes:
     """Extreme singular values of dy_N/dy_j in a unit, along the trajectory of images y (B, ...).
 
-    That is the trajectory as it is computed, in the dtype of the unit; y_N is the end of its
-    layers, before a normalisation `after` them. The smallest value is one over the largest of the
-    inverse, which is found as soon, however small it is: an H2 layer is undone by itself, an H1
-    layer by solving linear equations, to a residual of 1e-4. Where that fails, close to a singular
-    layer, it is the upper bound that `chain_extremes` would find. Of an H2 unit whose whole matrix
-    is made it is one over the largest: the matrix is symplectic.
+    The trajectory is computed in the dtype of the unit; y_N is the state after its layers, before a
+    normalisation `after` them. The smallest value is one over the largest of the inverse, which is
+    found just as fast, however small it is: an H2 layer has an explicit inverse, an H1 layer needs
+    linear equations solved, to a residual of 1e-4. If that fails, close to a singular layer, it is
+    the upper bound that `chain_extremes` would find. For an H2 unit whose whole matrix is made, it
+    is one over the largest: the matrix is symplectic.
 
     Args:
         layers: the j that are wanted, by default 0 .. N-1.
         steps: of Lanczos, for each of the two; 48 miss 1% or less (`missed`).
-        dense: entries of a state up to which the whole matrix is made instead, and nothing missed.
-        smallest: whether to take the trouble; else it is that upper bound too.
+        dense: for states of up to this many entries, make the whole matrix, which misses nothing.
+        smallest: whether to use the inverse; if not, the smallest value is that upper bound too.
     """
     if not isinstance(unit, HamiltonianUnit):
         raise OptionError(
@@ -205,8 +205,8 @@ def chain_extremes(
 ) -> Extremes:
     """The same for any chain of functions that keep the shape of a state (B, ...).
 
-    There is no inverse to take the smallest value from. Where entries of y_N are 0 for all states
-    nearby, as behind ReLU, it is exactly 0; else it is that of Lanczos, which can be far too large.
+    There is no inverse to compute the smallest value from. If entries of y_N are 0 for all states
+    nearby, as after ReLU, it is exactly 0; else it comes from Lanczos and can be far too large.
     """
     chains = []
     for state in y.split(1):
@@ -288,7 +288,7 @@ def _by_matrix(chain: Sequence[Any], state: Tensor) -> _Found:
 def _with_errors(
     low: float, high: float, state: Tensor, depth: int, residuals: tuple[float, float] = (0.0, 0.0)
 ) -> _Found:
-    """The values with their errors, of which rounding is a part."""
+    """The values with their errors, rounding included."""
     if not math.isfinite(high):
         return _Found(math.nan, math.nan, *[math.inf] * 4)
     rounding = _rounding(state, depth) * high
@@ -322,7 +322,7 @@ def _of_inverse(chain: Sequence[Derivative], state: Tensor, steps: int, seed: in
 
 
 def _of_zeros(chain: Sequence[Traced], state: Tensor, steps: int, seed: int) -> _Found:
-    """Both values by one run of Lanczos, but for a smallest that is known to be 0."""
+    """Both values by one run of Lanczos, unless the smallest is known to be 0."""
     found = _by_lanczos(chain, state, steps, seed)
     if isinstance(chain[-1], Traced) and chain[-1].dead():
         return found._replace(smallest=0.0, smallest_error=0.0, smallest_missed=0.0)

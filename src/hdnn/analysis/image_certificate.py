@@ -1,4 +1,4 @@
-"""What is promised about the Hamiltonian parts of an image classifier, and what is seen of it.
+"""What is promised about the Hamiltonian parts of an image classifier, and a check of it.
 
 The layers of `mnist_net` act on the channels of each pixel: they are certified at pixels, as any
 network is. A `HamiltonianUnit` acts on whole images, whose matrices dy_N/dy_j are too large to be
@@ -30,9 +30,9 @@ from hdnn.errors import positive_int
 from hdnn.models import ImageModel, MNISTNet
 from hdnn.networks.unit import HamiltonianUnit
 
-IMAGES = 3  # at which a unit is looked at
+IMAGES = 3  # at which a unit is certified
 LAYERS = 7  # of a unit, at the most
-STEPS = 6  # of Lanczos; where that is not enough to see norm 1,
+STEPS = 6  # of Lanczos; if they find a norm below 1, take
 MORE = 40
 SLACK = 1e-9  # below 1, for rounding in float64
 
@@ -46,7 +46,7 @@ class Certificates:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """What is promised and does not hold numerically."""
+        """What is promised but does not hold numerically."""
         return tuple(word for part in self.parts for word in part.broken)
 
     @property
@@ -143,7 +143,7 @@ def _unit_certificate(
     trouble = "a state or a product is not finite" if not bool(finite.all()) else ""
     holds, trouble = None, trouble or (overflows(dtype) if bool(lost.any()) else "")
     if promise.holds and bool(fine.any()):
-        # Lanczos has the norm from below: too small is one that it cannot have missed either.
+        # Lanczos gives lower bounds: a norm is too small only if what it may have missed is too.
         least = over_samples(norms.flatten())[0].item()
         missed = found.largest_missed[:, fine].max().item()
         holds, doubt = judged(least, SLACK)

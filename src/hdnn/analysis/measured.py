@@ -1,6 +1,6 @@
-"""One pass back over a network: the norms of all dy_N/dy_j, and what rounding can do to them.
+"""One backward pass over a network: the norms of all dy_N/dy_j, and bounds on their rounding.
 
-The matrices are kept as P 2^e, so that neither 10^400 nor 10^-400 is too much. What cannot be
+The matrices are kept as P 2^e, so that norms of 10^400 or 10^-400 are no problem. What cannot be
 computed is NaN, with the reason in words. With u = n eps, rounding is bounded like this:
 
 - The factor M_k of a layer is off by u size_k, where size_k is the product of the norms of all that
@@ -24,28 +24,28 @@ from hdnn.errors import HDNNError, OptionError
 from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
 
-HIDDEN = 0.01  # relative: an error bound past this hides what there is to see
+HIDDEN = 0.01  # relative: with a larger error bound, nothing can be concluded
 
 
 class Measured:
-    """What is seen of dy_N/dy_j at states y (B, n) of a network with the same dtype.
+    """The norms of dy_N/dy_j at states y (B, n) of a network with the same dtype.
 
     `computed` are the samples for which all could be computed, and `why` says what was wrong with
     the others. `norms` (N+1, B) are NaN for these, and infinite past the largest float.
-    Samples that are `lost` (B,) anyway are left out.
+    Samples marked in `lost` (B,) are left out.
     """
 
     @torch.no_grad()
     def __init__(self, net: Network, y: Tensor, lost: Tensor | None = None) -> None:
         self.net, self.n, self.eps = net, net.features, torch.finfo(y.dtype).eps
         self.norms = y.new_full((net.layers + 1, len(y)), torch.nan)
-        self.overflow: int | None = None  # the layer from which on, backwards, norms are infinite
-        self.defect: float | None = None  # of symplecticity; None where there is no one J
+        self.overflow: int | None = None  # the last layer with an infinite norm
+        self.defect: float | None = None  # of symplecticity; None if layers have different J
         self.symplectic: bool | None = None  # None where rounding hides it, too
         self.computed = torch.arange(0)
         try:
             states = trajectory(net, y)
-        except OptionError as error:  # its layers are not what it computes
+        except OptionError as error:  # `layer` does not do what the network does
             self.why = str(error).rstrip(".")
             return
         self.why = why_not(net, states)
@@ -121,8 +121,8 @@ class Measured:
     def smallest_singular(self) -> float | None:
         """Over all samples and layers, of networks of shears; None for others.
 
-        One over the norm of the inverse: the layers undone, which is right in all digits however
-        small it is. That of the matrix itself drowns in the rounding of the largest.
+        One over the norm of the inverse, computed by undoing the layers: accurate however small it
+        is. Computed from the matrix itself, it would drown in the rounding of the largest.
         """
         if not len(self.computed):
             return None
@@ -157,7 +157,7 @@ class _Defects:
         self.worst, self.hidden, self.broken = 0.0, False, False
 
     def see(self, P: Tensor, e: Tensor, largest: Tensor, moved: Tensor, fine: Tensor) -> None:
-        """Phi = P 2^e with |P| = largest, behind a layer that moves it by eps times `moved`."""
+        """Add Phi = P 2^e with |P| = largest, to which its layer added an error eps times `moved`."""
         before, self.log = self.log, largest.log2() + e
         highest = torch.maximum(self.highest, self.log)
         self.growth = self.growth * torch.exp2(2 * (self.highest - highest))
@@ -189,7 +189,7 @@ def constant_J(net: Network) -> Tensor | None:
 
 
 def sizes(net: Network) -> Tensor:
-    """The product of the norms of all that each dy_{j+1}/dy_j is made of: (N,), at least 1.
+    """The product of the norms of all factors of each dy_{j+1}/dy_j: (N,), at least 1.
 
     Layers that solve equations have one more factor |dy_{j+1}/dy_j|, that of the inverse.
     """
@@ -204,7 +204,7 @@ def sizes(net: Network) -> Tensor:
 
 
 def scaled(P: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """P 2^e with another e where P has become very large or small: no digit is lost."""
+    """The same P 2^e with a new e if P is very large or small: exact."""
     more = torch.frexp(P.abs().amax((1, 2))).exponent.to(e.dtype).clamp(-1000, 1000)
     more = more.where((more.abs() > 64) & P.isfinite().flatten(1).all(1), 0.0)
     return P * torch.exp2(-more)[:, None, None], e + more

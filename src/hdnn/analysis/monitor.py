@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hdnn.training import Moment
 
-SHARE = 0.04  # of the time of a training that watching it may take
+SHARE = 0.04  # of the training time that the monitor may take
 SAMPLES = 64
 VANISHED, EXPLODED = 1e-6, 1e6
 BEYOND = "dy_N/dy_j is past the largest float64"
@@ -41,8 +41,8 @@ class GradientWarning(UserWarning):
 class Record:
     """One look at the gradients: for layers j = 0 .. N, over the samples.
 
-    Samples that could not be computed are left out, but that the largest norm is infinite then;
-    where none could, all else is NaN.
+    Samples that could not be computed are left out, except that the largest norm is then infinite.
+    If none could be computed, all else is NaN.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Record:
     of_mean: list[float]  # the norm of the mean of all samples' matrices, which the paper shows
     weights: list[float] = field(default_factory=list)  # gradients of layer j's weights, j < N
     missing: int = 0  # samples that could not be computed
-    why: str = ""  # not
+    why: str = ""  # why they could not
 
 
 class GradientMonitor:
@@ -67,7 +67,7 @@ class GradientMonitor:
         monitor.plot()
 
     Args:
-        model: a `hdnn.Model` or a network; a callback of `fit` is told.
+        model: a `hdnn.Model` or a network; a callback of `fit` gets it from there.
         x: samples to look at: inputs of a model, states of a network; up to `samples` of them.
         every: how many steps lie between two looks. By default as few as keep the time that looking
             takes below a tenth of the training's.
@@ -157,7 +157,7 @@ class GradientMonitor:
         return record
 
     def _judge(self, record: Record) -> None:
-        """Say it the first time that something vanishes or explodes, or cannot be computed."""
+        """Warn the first time that gradients vanish, explode or cannot be computed."""
         high = max(record.largest[:-1])
         small = [j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED]
         if small and not any("vanish" in text for text in self.findings):

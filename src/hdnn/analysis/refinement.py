@@ -1,4 +1,4 @@
-"""How fast a network comes close to the flow of its ODE when its layers are refined."""
+"""How fast a network converges to the flow of its ODE when its layers are refined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdnn.analysis.continuous import ContinuousNetwork
 from hdnn.errors import ShapeError, positive_int
 from hdnn.networks import ODENetwork
 
-FLOOR = 1e-11  # relative: below it the flow itself is not known
+FLOOR = 1e-11  # relative: the flow itself is not known more accurately
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Convergence:
     steps: tuple[float, ...]  # T / layers
     errors: tuple[float, ...]  # the largest |y_N - y(T)| of all samples
     orders: tuple[float, ...]  # between neighbours
-    order: float  # that of the finest two whose errors can be told from those of the flow
+    order: float  # of the finest two networks whose errors exceed that of the flow
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
 from hdnn.networks.promise import own_methods
 
-SMALL = 16  # features, up to which products by compiled loops are faster
+SMALL = 16  # features: up to this many, compiled loops multiply faster
 MEMORY = 2**28  # bytes for the matrices of the layers that are looked at together
 
 _ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
@@ -44,8 +44,7 @@ def backward_sensitivity(
     """The BSM dy_N/dy_j for every sample and j = 0 .. N: (N+1, *batch, n, n)   (eq:BSM).
 
     One pass back by the layers' closed-form Jacobians: dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1},
-    starting from dy_N/dy_N = I. NaN for a sample whose states do not stay finite: what could not be
-    computed is no number.
+    starting from dy_N/dy_N = I. NaN for a sample whose states do not stay finite.
 
     Args:
         layers: the j that are wanted, by default all: (len(layers), *batch, n, n).
@@ -110,7 +109,7 @@ def _chain(M, result):  # pragma: kernel
 def factors(
     net: Network, states: Tensor, *, low: int = 0, memory: int = MEMORY
 ) -> Iterator[tuple[int, Tensor]]:
-    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, a (B, n, n) each, where all at once are too many.
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each: all at once may not fit into memory.
 
     `states` are y_0 .. y_N of B samples: (N+1, B, n).
     """
@@ -121,7 +120,7 @@ def factors(
 
 
 def inverse_factors(net: Network, states: Tensor, memory: int = MEMORY) -> Iterator[Tensor | None]:
-    """The inverse of each dy_{j+1}/dy_j for j = N-1 .. 0; None where layers are no shears."""
+    """The inverse of each dy_{j+1}/dy_j for j = N-1 .. 0; None if layers are not shears."""
     for first, high in _parts(net, states, 0, memory):
         part = net.inverse_jacobians(states[first : high + 1], slice(first, high))
         for j in range(high - 1, first - 1, -1):
@@ -131,14 +130,14 @@ def inverse_factors(net: Network, states: Tensor, memory: int = MEMORY) -> Itera
 def _parts(net: Network, states: Tensor, low: int, memory: int) -> Iterator[tuple[int, int]]:
     """Layers first .. high - 1 whose matrices fit into the memory, last ones first."""
     B, n = states.shape[1:]
-    each = 4 * max(1, B * n * n) * states.element_size()  # with what is made on the way
+    each = 4 * max(1, B * n * n) * states.element_size()  # 4: with temporary matrices
     size = max(1, memory // each)
     for high in range(net.layers, low, -size):
         yield max(low, high - size), high
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
-    """y_0 .. y_N as (N+1, B, n), layer by layer where a subclass or a hook has its own way."""
+    """y_0 .. y_N as (N+1, B, n); layer by layer if a subclass or a hook changes the network."""
     if not isinstance(net, Network):
         raise OptionError(
             f"sensitivities are those of a network, but got {type(net).__name__}; "
@@ -151,7 +150,7 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _one_by_one(net: Network, y: Tensor) -> Tensor:
-    """By `layer` alone, if that is what the network does: dy_N/dy_j is a product over layers."""
+    """By `layer` alone, if the network does the same: dy_N/dy_j is a product over layers."""
     states = [y.reshape(-1, y.shape[-1])]
     for j in range(net.layers):
         states.append(net.layer(states[-1], j))
@@ -193,7 +192,7 @@ def singular_values(Phi: Tensor) -> Tensor:
 
 
 def _of_finite(Phi: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """A function of the matrices that are finite, with 0 for the others, and which these are."""
+    """A function of the finite matrices, with 0 for the others, and which are finite."""
     work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
     fine = Phi.isfinite().flatten(-2).all(-1)
     return function(Phi.to(work).where(fine[..., None, None], 0.0)).to(Phi.dtype), fine

@@ -1,7 +1,7 @@
-"""What holds for networks in continuous time, each claim as numbers: how far is it off?
+"""The paper's claims for networks in continuous time: how far are they off numerically?
 
-They are differences relative to the sizes of what is compared, so a claim that holds comes out
-near the tolerance of the solver.
+Results are differences relative to the sizes of what is compared, so a claim that holds gives
+numbers near the tolerance of the solver.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gradient_dynamics(
 def chain_rule(ode: ContinuousNetwork, y: Tensor, t: Times = None) -> Tensor:
     """dy(t)/dy(0) dy(T)/dy(t) against dy(T)/dy(0): (len(t), *batch).
 
-    One factor is solved forwards and one backwards: it would show a wrong sign or layout of
+    One factor is solved forwards and one backwards: this would reveal a wrong sign or layout of
     eq:BackwardGradientDynamics, which the symmetries of Phi alone cannot.
     """
     F, Phi = ode.forward_sensitivity(y, t), ode.sensitivity(y, t)

@@ -7,7 +7,7 @@ from hdnn.models.baselines import AlexNet, ResNet, alexnet, resnet56
 from hdnn.models.mnist import MNIST_STEPS, MNISTNet, mnist_net
 from hdnn.models.star import PADDINGS, POOLS, HDNNStar, hdnn_star, mnist_conv
 
-# What makes a classifier of each class again from its `config()`.
+# The function that makes a classifier of each class from its `config()`.
 MAKERS: dict[type[ImageModel], Callable[..., ImageModel]] = {
     MNISTNet: lambda **options: mnist_net(None, 0, **options),
     HDNNStar: hdnn_star,

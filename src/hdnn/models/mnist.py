@@ -31,7 +31,7 @@ class MNISTNet(ImageModel):
         """Put in hidden layers that were made elsewhere."""
         linear, self.net = self.linear, net
         del self.linear
-        self.linear = linear  # behind them, as in a new model
+        self.linear = linear  # keeps the linear layer last, as in a new model
 
     def pixels(self, x: Tensor) -> Tensor:
         """The states of all pixels, on whose channels K acts: (B, size, size, channels)."""

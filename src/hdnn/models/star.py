@@ -109,11 +109,11 @@ def hdnn_star(
     """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
 
     `layers` are those of each unit, or one number for all. After each unit the image is averaged
-    over 2 x 2 pixels, and channels of zeros are added for the next: behind all others
-    (`padding="end"`), or behind those of p and behind those of q ("halves"). The linear layer sees
-    all pixels that are left (`pool="flatten"`), or these divided by the root of their number, so
-    that it can bear higher rates ("scaled"), or their "mean". `drop` is how often the last layer is
-    left out while training; the first hardly is. Other options are those of `hdnn.HamiltonianUnit`.
+    over 2 x 2 pixels, and channels of zeros are added for the next: after all others
+    (`padding="end"`), or half after those of p and half after those of q ("halves"). The linear
+    layer sees all remaining pixels (`pool="flatten"`), these divided by the root of their number,
+    which allows higher learning rates ("scaled"), or their "mean". `drop` is how often the last
+    layer is left out in training; the first hardly is. For the rest see `hdnn.HamiltonianUnit`.
     """
     channels = [positive_int("channels", C) for C in channels]
     if not channels or any(a > b for a, b in pairwise(channels)):

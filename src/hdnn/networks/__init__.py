@@ -14,7 +14,7 @@ KINDS: dict[str, type[Network]] = {
     kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)
 }
 
-# By the names that a command line or an estimator is given.
+# By the names that users give to the command line or an estimator.
 BY_NAME: dict[str, Callable[..., Network]] = {
     "h1": H1,
     "h2": H2,

@@ -35,8 +35,8 @@ class Network(nn.Module):
     stacked: tuple[str, ...] = ()  # the weights with one entry a layer
     invertible: bool = False
     engines: bool = False  # whether it can run other than layer by layer
-    turns: int = 1  # how often p and q move in a layer, where they take turns
-    symplectic: bool = False  # each layer, by one J
+    turns: int = 1  # how many p- and q-updates a layer has, where p and q take turns
+    symplectic: bool = False  # whether each layer is, with one J for all
     implicit: bool = False  # whether its layers solve equations
     forward_euler: bool = False  # whether its layers are steps of forward Euler
     engine: str = "auto"
@@ -74,7 +74,7 @@ class Network(nn.Module):
             self.get_parameter(name).copy_(value)
 
     def weights(self) -> dict[str, Any]:
-        """The arguments of `function`, but for the state: what the layers are made of."""
+        """All arguments of `function` except the state."""
         return {name: self._all_layers(self.weight(name)) for name in self.stacked}
 
     def _all_layers(self, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Network(nn.Module):
     def guarantee(self) -> Guarantee:
         """Whether norm(dy_N/dy_j) >= 1 is a theorem for this network, and why.
 
-        A subclass that computes in another way has no promise from here: it may define its own.
+        It does not hold for a subclass that computes in another way; that may define its own.
         """
         own = own_methods(self)
         return unknown(self, own) if own else self._promise()
@@ -113,7 +113,7 @@ class Network(nn.Module):
     def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
         """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers at their states (L+1, B, n).
 
-        In closed form and in denominator layout: see `hdnn.networks.jacobians`. Of a subclass that
+        In closed form and in denominator layout: see `hdnn.networks.jacobians`. For a subclass that
         computes in its own way, by automatic differentiation of its `layer`.
         """
         if own_methods(self):
@@ -121,11 +121,11 @@ class Network(nn.Module):
         return self._jacobians(states, self._weights_of(layers))
 
     def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
-        """M_j^-1 where layers are shears, each of them undone; else None."""
+        """M_j^-1, by undoing each shear; None for layers that are not made of shears."""
         return None
 
     def shear_norms(self) -> Tensor:
-        """The bounds |A| / S on all shears I + A of all layers, one shear after the other."""
+        """The bounds |A| / S of all shears I + A of all layers, in the order in which they run."""
         raise OptionError(
             f"the gradient budget B is for networks whose layers are shears (H2, MS1, MS3, Verlet, "
             f"Yoshida), not for {type(self).__name__}; see hdnn.analysis for its bounds."
@@ -169,7 +169,7 @@ class Network(nn.Module):
         return {**shared, **{name: value[layers] for name, value in each.items()}}
 
     def weights_by_layer(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`weights()`, those that each layer has of its own, (N, ...), apart from shared ones."""
+        """`weights()` in two parts: those of each layer, (N, ...), and those that layers share."""
         each, shared = {}, {}
         for name, value in self.weights().items():
             stack = isinstance(value, tuple) or (isinstance(value, Tensor) and value.ndim in (1, 3))
@@ -197,7 +197,7 @@ class Network(nn.Module):
         return self.function(y, **weights, activation=self.activation, **options)
 
     def _asked(self) -> dict[str, str | None]:
-        """How this network asks to run; "auto" leaves it to `hdnn.engine.use`."""
+        """The engine and backprop that were set here; "auto" leaves them to `hdnn.engine.use`."""
         given = {"engine": self.engine, "backprop": self.backprop}
         return {name: None if value == "auto" else value for name, value in given.items()}
 
@@ -233,7 +233,7 @@ class Network(nn.Module):
         raise OptionError(f"{type(self).__name__} is no discretised ODE and cannot be refined.")
 
     def extra_repr(self, *, learned: bool = True) -> str:
-        """What the network is; without `learned` only what training leaves as it is."""
+        """What the network is; without `learned`, only what training does not change."""
         parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
         return ", ".join(parts + (["tied"] if self.tied else []))
 

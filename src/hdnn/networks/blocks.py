@@ -1,4 +1,4 @@
-"""Block-sparse weights: K, X and J that are zero between nodes which a pattern does not link."""
+"""Block-sparse weights: K, X and J that are zero between nodes that a pattern does not link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hdnn.sparsity import Sparsity
 
 
 class BlockSparseNetwork(ODENetwork):
-    """A network of which only the free entries of block-sparse weights are stored.
+    """A network that stores only the free entries of its block-sparse weights.
 
     They are the parameter `K_free`; `K` reads like a stored one, zeros included. Where there is no
     `sparsity`, weights are stored whole.
@@ -81,7 +81,7 @@ class BlockSparseNetwork(ODENetwork):
         ]
         patterns = [block_sparse.block_pattern(part, sizes, sizes) for part in quarters]
         used = torch.cat([pattern.reshape(-1, M, M) for pattern in patterns]).any(0)
-        if given.T is None:  # it may use what it uses already
+        if given.T is None:  # then T is what X or J uses already
             T = used | used.mT | torch.eye(M, dtype=torch.bool)
             self.sparsity = given = Sparsity(given.R, T, given.S, given.sizes)
         assert given.T is not None

@@ -1,4 +1,4 @@
-"""Weights of which only the free entries are stored: `name_free`, for matrices called `name`."""
+"""Weights stored by their free entries alone: `name_free`, for matrices called `name`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hdnn.operators import block_sparse
 
 
 def store(module: nn.Module, name: str, matrix: Tensor, free: Tensor) -> None:
-    """Make the entries of a matrix that a mask frees a parameter of the module."""
+    """Store the entries of a matrix where `free` is true, as a parameter of the module."""
     index = block_sparse.indices(free.expand(matrix.shape)).to(matrix.device)
     module.register_buffer(f"_{name}_index", index, persistent=False)
     module.register_parameter(f"{name}_free", nn.Parameter(block_sparse.values(matrix, index)))

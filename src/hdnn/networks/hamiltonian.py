@@ -159,7 +159,7 @@ class HamiltonianNet(BlockSparseNetwork):
             self.register_buffer("J_upper", upper if stored else None)
 
     def _constant(self, name: str, matrix: Tensor, size: int, initial: Initial) -> Tensor:
-        """X or J as the user gave it, if it has the right shape and is finite in our dtype."""
+        """X or J as given, if it has the right shape and is finite in the network's dtype."""
         if not isinstance(matrix, Tensor) or matrix.is_complex():
             given = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
             raise ShapeError(f"{name} must be a torch.Tensor of real numbers, but got {given}.")
@@ -236,7 +236,7 @@ class HamiltonianNet(BlockSparseNetwork):
     def always_solvable(self) -> bool:
         """Whether each layer has exactly one solution, whatever its weights and its state.
 
-        Explicit layers have; and midpoint layers with a monotone activation, at any coupling.
+        True for explicit layers, and for midpoint layers with a monotone activation.
         """
         monotone = self._sigma.monotone
         return not self.scheme.implicit or (self.scheme.interconnection == "J" and monotone)
@@ -262,10 +262,10 @@ class HamiltonianNet(BlockSparseNetwork):
 
     @torch.no_grad()
     def limit_coupling(self, limit: float = 0.95) -> None:
-        """Make K smaller in the layers whose coupling is above `limit`, in place, until it is not.
+        """Make K smaller, in place, in each layer whose coupling is above `limit`, until it is not.
 
-        Of a midpoint layer all of K. Of ImplicitH2 only what sets it apart from H2: the blocks
-        through which one row of K sees both p and q, to which its coupling is proportional.
+        In a midpoint layer this scales all of K. In ImplicitH2 it scales only what H2 does not
+        have: the blocks through which a row of K sees both p and q. Coupling is proportional to it.
         """
         if not self.scheme.implicit:
             return
@@ -289,7 +289,7 @@ class HamiltonianNet(BlockSparseNetwork):
         w = super().weights()
         return torch.cat([w["K_p"], w["K_q"]], -1), torch.cat([w["b_p"], w["b_q"]], -1)
 
-    # Making it again
+    # Configuration and refinement
 
     def config(self) -> dict[str, Any]:
         learn = "learn_" + self.scheme.interconnection

@@ -58,9 +58,9 @@ class Initial:
         shape: Sequence[int],
         made_of: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        if self.device.type == "meta":  # shapes alone; PyTorch would import half of itself to draw
+        if self.device.type == "meta":  # shapes alone; drawing would make PyTorch import much more
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        # Drawn in float32 whatever the dtype, so that one seed is one network.
+        # Drawn in float32 whatever the dtype, so that a seed gives the same network in all of them.
         g = self.generator
         where = self.device if g is None else g.device
         return self.constant(made_of(sample(shape, generator=g, dtype=torch.float32, device=where)))

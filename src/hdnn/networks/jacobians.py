@@ -51,7 +51,7 @@ def forward_euler(
 def midpoint(
     states: Tensor, K: Tensor, b: Tensor, V: Tensor | None, h: Tensor, sigma: Activation
 ) -> Tensor:
-    """M (I - A) = I + A with A = h/2 K^T D V in the middle between two states."""
+    """M (I - A) = I + A with A = h/2 K^T D V at the midpoint of two states."""
     A = 0.5 * h * through(0.5 * (states[:-1] + states[1:]), K, b, V, sigma)
     return (_eye(states) + A) @ _inverse(_eye(states) - A)
 
@@ -76,13 +76,13 @@ def semi_implicit(
 def of_shears(
     layers: ShearLayers, states: Tensor, h: Tensor, sigma: Activation, *, undone: bool = False
 ) -> Tensor:
-    """The product of each layer's p- and q-updates; or its inverse, for which nothing is solved."""
+    """The product of each layer's p- and q-updates, or its inverse, which needs no solving."""
     shears, K_p, K_q, b_p, b_q, V_p, V_q = layers
     y, m = states[:-1], states.shape[-1] // 2
     p, q = y.chunk(2, -1)
     M = None
     for k, (half, fraction) in enumerate(shears):
-        # What moves is added times a signed fraction of h; its rate comes from the other half.
+        # One half moves by a signed fraction of h times a rate that depends on the other half.
         c = (fraction if half == "q" else -fraction) * h
         source, K, b, V = (q, K_q, b_q, V_q) if half == "p" else (p, K_p, b_p, V_p)
         a = torch.baddbmm(b[:, None], source, K.mT)
@@ -129,7 +129,7 @@ def _product(K: Tensor, D: Tensor, V: Tensor | None) -> Tensor:
 
 
 def _one_more(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
-    """M times a shear: the columns of the moving half take A times those of the other."""
+    """M times a shear: adds A times the other half's columns to those of the moving half."""
     to, of = (slice(m), slice(m, None)) if half == "p" else (slice(m, None), slice(m))
     if M is None:
         M = torch.eye(2 * m, dtype=A.dtype, device=A.device).repeat(*A.shape[:2], 1, 1)
@@ -140,7 +140,7 @@ def _one_more(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
 
 
 def _one_less(M: Tensor | None, A: Tensor, half: str, m: int) -> Tensor:
-    """The inverse of a shear times M: the rows of the other half lose A times those that move."""
+    """The inverse of a shear times M: takes A times the moving rows off those of the other half."""
     if M is None:
         return _one_more(None, -A, half, m)
     to, of = (slice(m), slice(m, None)) if half == "p" else (slice(m, None), slice(m))
@@ -153,5 +153,5 @@ def _eye(y: Tensor) -> Tensor:
 
 
 def _inverse(A: Tensor) -> Tensor:
-    """No decompositions in half precision."""
+    """The inverse, in float32 at least: there are no decompositions in half precision."""
     return torch.linalg.inv(A.to(torch.promote_types(A.dtype, torch.float32))).to(A.dtype)

@@ -158,7 +158,7 @@ class MS2(_MarginallyStable):
 
     def field(self) -> dict[str, Tensor]:
         """J = K^-T: needs an invertible K, hence an even n."""
-        if self.features % 2:  # rounding would hide it
+        if self.features % 2:  # then K is singular, which rounding would hide
             raise NotInvertibleError(
                 f"J = K^-T needs an invertible K, but a skew matrix of odd size {self.features} "
                 "never is; augment the features by a zero (hdnn.heads.Augment)."
@@ -182,7 +182,7 @@ class MS2(_MarginallyStable):
 
 
 class MS3(_MarginallyStable):
-    """H2 with both signs turned, and the blocks of K off its diagonal   (eq:MS3).
+    """H2 with both signs changed, and the blocks of K off its diagonal   (eq:MS3).
 
     p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
     q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2).

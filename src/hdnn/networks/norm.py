@@ -1,4 +1,4 @@
-"""Batch normalisation with the activation behind it, in fewer passes over memory on a GPU."""
+"""Batch normalisation and then an activation, in fewer passes over memory on a GPU."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class ODENetwork(Network):
         return {**super().weights(), "h": self.h}
 
     def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
-        """The layers as p- and q-updates, where they are such."""
+        """The layers as p- and q-updates, or None if they are not made of these."""
         return None
 
     def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
@@ -112,7 +112,7 @@ class ODENetwork(Network):
         return [(name, 1.0) for name in self.stacked]
 
     def _smooth(self) -> tuple[Tensor, Tensor]:
-        """K and b in any form that has the Frobenius norms of the paper's."""
+        """K and b in any form with the same Frobenius norms as in the paper."""
         field = self.field()
         return field["K"], field["b"]
 
@@ -142,7 +142,7 @@ class ODENetwork(Network):
 
     def _refined(self, config: dict[str, Any], k: int) -> Self:
         weight = next(self.parameters())
-        generator = torch.Generator()  # what it draws is overwritten: leave the global one alone
+        generator = torch.Generator()  # all it draws is overwritten: spare the global generator
         constants = {
             name: value.repeat_interleave(k, 0) if value.ndim == 3 else value
             for name, value in self.constants().items()

@@ -1,4 +1,4 @@
-"""Options that networks share: their types, and what is checked of them."""
+"""Options that networks share: their types, and their checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ImplicitH2Options(HamiltonianOptions, total=False):
 
 
 def takes(parent: type, *, without: Sequence[str]) -> Callable[[Constructor], Constructor]:
-    """Give a constructor the parameters of its parent's, without some; others are a TypeError."""
+    """Give a constructor the signature of its parent's, `without` some; others are a TypeError."""
     whole = inspect.signature(parent.__init__)
     kept = [p for name, p in whole.parameters.items() if name not in without]
     signature = whole.replace(parameters=kept)
@@ -65,7 +65,7 @@ def takes(parent: type, *, without: Sequence[str]) -> Callable[[Constructor], Co
         def checked(*given: Any, **options: Any) -> None:
             try:
                 signature.bind(*given, **options)
-            except TypeError as error:  # as Python says it, with the name
+            except TypeError as error:  # Python's own words, after the name of the constructor
                 raise TypeError(f"{constructor.__qualname__}() {error}") from None
             constructor(*given, **options)
 

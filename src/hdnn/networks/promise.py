@@ -1,4 +1,4 @@
-"""What is known of a network's gradients before anything is computed, and who may inherit it."""
+"""What is known of a network's gradients before any computation, and when subclasses inherit it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SYMPLECTIC = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
 EXPANDING = "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer"
 ALWAYS = "at any depth, for any weights and any activation"
 
-# What a subclass may have of its own: it says what a network is, or how it is run, not what it
-# computes.
+# What a subclass may override and keep the guarantee: these say what a network is or how it runs,
+# not what it computes.
 _HARMLESS = {
     *("guarantee", "_promise", "config", "constants", "extra_repr", "form", "_line", "invertible"),
     *("engine", "engines", "backprop", "engine_report", "_choose_engine", "_asked", "assign"),
@@ -31,7 +31,7 @@ class Guarantee:
 
 
 def forward_euler(activation: str, monotone: bool) -> Guarantee:
-    """What forward Euler promises: all depends on whether the activation can decrease."""
+    """The guarantee of forward Euler, which depends on whether the activation is monotone."""
     if monotone:
         why = f"at any depth, because {activation} never decreases"
         return Guarantee(True, EXPANDING, why)
@@ -40,15 +40,15 @@ def forward_euler(activation: str, monotone: bool) -> Guarantee:
 
 
 def unknown(module: nn.Module, own: list[str]) -> Guarantee:
-    """Of a subclass that computes in its own way."""
+    """The guarantee of a subclass that computes in its own way: none."""
     why = f"nothing is known of {type(module).__name__}, which has its own {', '.join(own)}; "
     return Guarantee(False, "none", why + "if something is, give it a method guarantee()")
 
 
 def own_methods(module: nn.Module, owner: type | None = None) -> list[str]:
-    """What a module, or a class outside of hdnn, puts in the place of what computes here.
+    """The methods that a module, or a class outside of hdnn, overrides and that change its results.
 
-    With an `owner`, a class that it inherits from: only what was put there after that.
+    With an `owner`, one of its base classes: only those overridden by subclasses of that.
     """
     line = type(module).__mro__
     names = {name for cls in line if _whose(cls) == "hdnn" for name in vars(cls)}

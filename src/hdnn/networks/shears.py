@@ -22,7 +22,7 @@ from hdnn.operators import conv
 
 
 def _eps() -> float:
-    """Of the normalisation, as in torch.nn.BatchNorm2d.
+    """The eps of the normalisation, as in torch.nn.BatchNorm2d.
 
     A function, because `torch.compile(dynamic=True)` takes a global for a number that may change,
     and cannot pass that on to a segment which is run again.
@@ -34,7 +34,7 @@ EPS = _eps()
 
 
 class ShearWeights(NamedTuple):
-    """What the shears of one kind are made of, for one layer or stacked for all (N, ...)."""
+    """The weights of the shears of one kind, for one layer or stacked for all (N, ...)."""
 
     A: Tensor  # (r, n/groups, k, k)
     a: Tensor  # (r,)
@@ -73,7 +73,7 @@ class Statistics(NamedTuple):
     scale: Tensor  # (M, r), 1 / sqrt(var + eps)
 
 
-Layer: TypeAlias = tuple[tuple[ShearWeights, ...], Tensor | None]  # and the factors of its step
+Layer: TypeAlias = tuple[tuple[ShearWeights, ...], Tensor | None]  # weights, factors of its step
 Passed: TypeAlias = tuple[list[Tensor], Statistics | None]  # states, and batch statistics
 
 
@@ -110,7 +110,7 @@ def _outer(inner: Inner, part: ShearWeights, kind: Kind) -> Tensor:
 def shear_backward(
     inner: Inner, g: Tensor, part: ShearWeights, kind: Kind
 ) -> tuple[Tensor, ShearWeights]:
-    """From the gradient g of f: that of s, and those of the weights."""
+    """The gradients of s and of the weights, from the gradient g of f."""
     s, x, v, used = inner
     A, _, B, gamma, _ = part
     g, wide = g.to(A.dtype), torch.promote_types(A.dtype, torch.float32)
@@ -139,10 +139,10 @@ def run(
     inverse: bool = False,
     keep: bool = False,
 ) -> Passed:
-    """y_N layer by layer, or y_0 from it; or all states. The batch statistics besides.
+    """y_N layer by layer, y_0 from it, or all states; and the batch statistics.
 
-    `parts` are that of H1, or those of q and of p for H2. `factors` (N, B) of the steps are for
-    each layer and each image.
+    `parts` are the weights of H1, or those of q and of p for H2. `factors` (N, B) scale the step
+    of each layer for each image.
     """
     halves, states, used = list(y.chunk(len(parts), 1)), [y] * keep, []
     layers = _layers(parts, factors)
@@ -158,7 +158,7 @@ def checkpointed(
 ) -> Passed:
     """As `run`, but only about sqrt(N) states are kept.
 
-    What lies between two of them is run again when the backward pass comes to it.
+    The backward pass runs the layers between two of them again.
     """
     layers, n, used = _layers(parts, factors), len(parts), []
     halves, size = y.chunk(n, 1), segment(len(layers))
@@ -184,7 +184,7 @@ def _through(
     inverse: bool = False,
     read: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Move the halves through a layer, or back; the batch statistics. `read`: what shears read."""
+    """Move the halves through a layer or back: the batch statistics. `read` collects inputs."""
     (parts, by), used = layer, []
     for target in range(len(parts))[:: -1 if inverse else 1]:
         source = halves[len(parts) - 1 - target]  # H2 is moved by the other half
@@ -219,9 +219,9 @@ def _statistics(used: list[Tensor]) -> Statistics | None:
 class _Reversible(torch.autograd.Function):
     """A stack of H2 layers that keeps y_0 and y_N only; the backward pass rebuilds the rest.
 
-    It comes back to a y_1 that is compared with the one that y_0 gives; the first layer starts from
-    y_0 itself. Gradients of gradients are taken from y_0 on: what is kept of y_N is not the output,
-    which may be changed in place.
+    The rebuilt y_1 is compared with the one computed from y_0; the first layer starts from y_0
+    itself. Gradients of gradients start from y_0 too. The y_N that is kept is not the output, which
+    may be changed in place.
     """
 
     generate_vmap_rule = True
@@ -292,7 +292,7 @@ def rebuilt(
 
 
 def ended(y: Tensor, *statistics: Tensor) -> Passed:
-    """What a pass gives that knows its last state only."""
+    """The result of a pass that only knows its last state."""
     return [y], Statistics(*statistics) if statistics else None
 
 

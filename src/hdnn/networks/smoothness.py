@@ -17,7 +17,7 @@ def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:
         raise ShapeError(f"K has {K.shape[0]} layers, but b has {b.shape[0]}; both must have N.")
     steps = layer_steps("R_K", h, len(K))
     jumps = K.diff(dim=0).square().flatten(1).sum(1) + b.diff(dim=0).square().flatten(1).sum(1)
-    if isinstance(h, (int, float)):  # no tensor is made: a CUDA graph can record it
+    if isinstance(h, (int, float)):  # makes no tensor, so that a CUDA graph can record it
         return 0.5 * h * jumps.sum()
     h = h.expand(len(K)) if isinstance(h, Tensor) else K.new_tensor(steps)
     return 0.5 * (h[1:] * jumps).sum()

@@ -51,10 +51,10 @@ class HamiltonianUnit(UnitWeights):
     K pads images with `padding` zeros, by default (k - 1) / 2; states have one shape for any.
 
     `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
-    "both" at both places; `guarantee()` says what is left of norm(dy_N/dy_j) >= 1. `drop` is the
-    probability with which a layer, or each by its own, is left out for an image while training;
-    where it is not, its step is h / (1 - drop), so that its mean is h. What holds for any steps, as
-    the theorem does, holds for those.
+    "both" at both places; `guarantee()` says whether norm(dy_N/dy_j) >= 1 still holds. `drop` is
+    the probability, one for all or one a layer, to leave a layer out for an image in training.
+    If it is not left out, its step is h / (1 - drop), so that the mean step is h. The theorem holds
+    for any steps, so it holds for these too.
 
     `backprop` says what the backward pass starts from: "stored" states of all layers, or a
     "checkpoint" every few layers, with the layers between run a second time, so that memory grows
@@ -107,7 +107,7 @@ class HamiltonianUnit(UnitWeights):
         self.backprop = _backprop(backprop, reversible)
         self.drop = _probabilities(drop, self.layers)
         self._check(split)
-        self.halves = ("q", "p") if split else ("",)  # whose weights the shears use, in order
+        self.halves = ("q", "p") if split else ("",)  # whose weights each shear uses
         width = channels // 2 if split else channels
         initial = Initial(init, width // groups * kernel**2, generator, dtype, device)
         self._shape = (self.layers, width, width // groups, kernel, kernel)
@@ -213,7 +213,7 @@ class HamiltonianUnit(UnitWeights):
     def _given(
         self, y: Tensor, work: torch.dtype, raw: Sequence[Tensor], factors: Tensor | None
     ) -> tuple[Tensor, list[ShearWeights], Kind, Tensor | None]:
-        """What the functions of `hdnn.networks.shears` take."""
+        """The arguments for the functions of `hdnn.networks.shears`."""
         factors = None if factors is None else factors.to(y.dtype)
         return y, self._parts(work, raw), self._kind(), factors
 
@@ -288,17 +288,17 @@ class HamiltonianUnit(UnitWeights):
                 "both must have one dtype: use .to(dtype) on one of them."
             )
         work = own
-        if casts and own is not torch.float64:  # as autocast itself has it
+        if casts and own is not torch.float64:  # as autocast does
             work = torch.get_autocast_dtype(y.device.type)
         return work, torch.promote_types(own, torch.float32)
 
     def guarantee(self) -> Guarantee:
         """Whether norm(dy_N/dy_j) >= 1 is a theorem for this unit as it is now, and why.
 
-        Without `after`, which is no part of the Hamiltonian stack. With `norm="inside"` in
-        evaluation each channel's activation is sigma(s x + c): still a Hamiltonian one, and for H1
-        monotone where s >= 0. In training each sample's gradient depends on the whole batch: the
-        H2 map of the batch keeps volumes, but nothing is promised for one sample.
+        `after` is no part of the Hamiltonian stack and not covered. With `norm="inside"`, each
+        channel's activation in evaluation is sigma(s x + c): still Hamiltonian, and for H1 monotone
+        if s >= 0. In training each sample's gradient depends on the whole batch: the H2 map of the
+        batch preserves volume, but nothing is promised for one sample.
         """
         if self.normed and self.training:
             why = "batch statistics tie the samples together while training; see it in eval()"
@@ -317,7 +317,7 @@ class HamiltonianUnit(UnitWeights):
     # The module
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # model.to(memory_format=torch.channels_last) knows images and kernels, of 4 axes, only.
+        # model.to(memory_format=torch.channels_last) only handles tensors of 4 axes.
         def each(t: Tensor) -> Tensor:
             return fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
 
@@ -342,7 +342,7 @@ def _settings() -> Settings:
 
 
 def _backprop(backprop: str, reversible: bool | None) -> str:
-    """What is asked for of the backward pass, by one option or the other."""
+    """The `backprop` that was asked for, by either of the two options."""
     asked = choose("backprop", backprop, OPTIONS["backprop"])
     if reversible is None:
         return asked

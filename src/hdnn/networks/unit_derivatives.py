@@ -36,7 +36,7 @@ class Derivative(Protocol):
 
 
 class Unknown:
-    """The derivative of a layer whose state is not finite: no number is known of it."""
+    """The derivative of a layer whose state is not finite: all products are NaN."""
 
     symplectic = False
 
@@ -77,8 +77,8 @@ class ShearDerivative:
 class H1Derivative:
     """M = I + B^T D A. Its inverse by Woodbury, with D = R S R, R = |D|^1/2 and S its signs:
 
-    M^-1 = I - B^T R (S + R A B^T R)^-1 R A. A and B are K and K J^T, but for numbers, so that with
-    D >= 0 the matrix in the middle is I plus a skew-symmetric one: equations that are soon solved.
+    M^-1 = I - B^T R (S + R A B^T R)^-1 R A. A and B are multiples of K and K J^T, so for D >= 0 the
+    matrix in the middle is I plus a skew-symmetric one: such equations are quickly solved.
     """
 
     symplectic = False

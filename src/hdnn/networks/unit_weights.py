@@ -37,7 +37,7 @@ class UnitWeights(nn.Module):
     padding: int
     activation: str
     step: float | tuple[float, ...]
-    halves: tuple[str, ...]  # whose weights the shears use, in order
+    halves: tuple[str, ...]  # whose weights each shear uses
     _shape: tuple[int, ...]  # of K
 
     def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
@@ -114,7 +114,7 @@ class UnitWeights(nn.Module):
             B = torch.cat([-B_q, B_p], 2)
         A = K
         if gamma is not None and beta is not None and not self.training:
-            # An affine map of each channel, which goes into A and a.
+            # An affine map of each channel, which is merged into A and a.
             mean, var = (self.get_buffer(named(name, half)) for name in ("mean", "var"))
             scale = gamma * (var + EPS).rsqrt()
             A, b = _column(scale) * K, scale * (b - mean) + beta
