@@ -115,7 +115,7 @@ def _collect(place: Path, members: Iterator[tuple[str, int, Callable[[], bytes] 
     ignored, most = 0, len(CLASSES) * sum(COUNTS.values())
     try:
         for number, (name, size, read) in enumerate(members):
-            if number > 2 * most + 1000:  # no memory for an archive of endless small members
+            if number > 2 * most + 1000:  # endless small members must not fill the memory
                 raise DataError(f"{place} has more than {number} members; is it CIFAR-10?")
             path = PurePosixPath(name)
             if read is None or path.is_absolute() or ".." in path.parts or "\\" in name:

@@ -51,7 +51,7 @@ CIFAR10 = (
 )
 
 SETS = {
-    # Mirrors may compress anew: what counts are the bytes within.
+    # Mirrors may compress the file again, so the decompressed bytes are checked.
     "mnist": tuple(
         Remote(f"mnist/{file.name}.gz", size, file.sha256, True, MNIST)
         for file, size in zip(mnist.FILES, (9912422, 28881, 1648877, 4542), strict=True)
@@ -72,7 +72,7 @@ SETS = {
 CHUNK = 2**16
 SCHEMES = ("https",)
 TIMEOUT = 30.0  # seconds without a byte
-TRIES = 3  # of one mirror, as long as each brings the file further
+TRIES = 3  # tries of a mirror, as long as each makes progress
 PAUSE = 1.0  # seconds between two of them
 
 
@@ -141,12 +141,12 @@ def _from_mirror(url: str, part: Path, file: Remote, progress: bool) -> None:
         part.unlink()
         if not before:
             break
-        # Perhaps only its beginning was wrong, left by an older download: once more, in full.
+        # Perhaps only its beginning was wrong, from an older download: try once more, in full.
     raise _FailedError("the file has another SHA-256 than the public one")
 
 
 def _transfer(url: str, part: Path, limit: int, progress: bool) -> None:
-    """Append to `part` what is still missing, or all of it where the server cannot go on."""
+    """Append to `part` what is still missing, or load all of it if the server cannot resume."""
     _check_scheme(url)
     start = _size(part)
     request = urllib.request.Request(url, headers={"User-Agent": "hdnn"})
@@ -188,7 +188,7 @@ def _copy(
                 break
             done += len(chunk)
             if done > limit:
-                return  # an answer without end: what came of it is refused by its hash
+                return  # an endless answer: its beginning will fail the hash
             file.write(chunk)
             line.show(_bar(name, done, total, (done - start) / (time.monotonic() - since)))
         # A connection that breaks off looks like an end.

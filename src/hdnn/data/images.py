@@ -99,7 +99,7 @@ class ImageData:
                 f"images of {self.name} have the shape (*batch, {len(self.mean)}, H, W), "
                 f"but got {tuple(images.shape)}."
             )
-        # Half precision would lose digits of the mean: it is rounded to once, at the end.
+        # Half precision would lose digits of the mean, so it is used only at the end.
         wide = torch.promote_types(dtype, torch.float32)
         # By numbers, not tensors: nothing is copied to the device, and a CUDA graph can record it.
         channels = [
@@ -233,7 +233,7 @@ def _check_images(what: str, images: Tensor, channels: int | None) -> None:
 def _check_numbers(
     images: Tensor, shifts: Tensor | None, flips: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """By shape and type alone: a look at the values would wait for the device."""
+    """Check shape and type only: reading values would wait for the device."""
     count = len(images)
     if shifts is None or shifts.shape != (count, 2) or shifts.dtype != torch.int64:
         given = "nothing" if shifts is None else f"{tuple(shifts.shape)} of {shifts.dtype}"

@@ -276,7 +276,7 @@ def _scaled(x: np.ndarray, mean: list[float], scale: list[float]) -> np.ndarray:
 
 
 def _near(table: Table, names: list[str], x: np.ndarray) -> np.ndarray:
-    """The same numbers, if float32 can go on with them."""
+    """The same numbers, if float32 can compute with them."""
     far = ~(np.abs(x) <= 1e30)
     if far.any():
         row, column = (int(i[0]) for i in far.nonzero())

@@ -65,7 +65,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[str]:
 
 
 def _csv_columns(path: Path, lines: Iterator[str]) -> ColumnsAndLines:
-    """By Python's csv: pyarrow counts rows, not lines, and takes a quote that is never closed."""
+    """By Python's csv: pyarrow counts rows, not lines, and accepts quotes that never close."""
     start: list[str] = []
     for line in lines:
         start.append(line)

@@ -2,8 +2,8 @@
 
 A `Graph` says which nodes are linked; a `Plan` which process owns which node; a `GraphNetwork`
 holds the layers of one process, and `Training` trains them together with the others. Messages go by
-a `Transport`: `Gloo` or `Mpi` between processes, `Local` where one process owns all nodes, with
-whose results the others must agree. Messages are neither encrypted nor authenticated: use trusted
+a `Transport`: `Gloo` or `Mpi` between processes, `Local` where one process owns all nodes; the
+others must give the same results. Messages are neither encrypted nor authenticated: use trusted
 networks only.
 """
 

@@ -19,7 +19,7 @@ from hdnn.errors import positive_int
 from hdnn.training.processes import meeting
 from hdnn.training.processes.faults import first_fault
 
-GRACE = 5.0  # seconds that others have to notice a fault by themselves, beyond the time-out
+GRACE = 5.0  # seconds after the time-out for other parts to notice a fault themselves
 MARK = "hdnn-progress "
 
 
@@ -46,8 +46,8 @@ def launch(
 ) -> Ended:
     """Run `command` once for each part; after a fault again, up to `restarts` times.
 
-    The store is kept by this process; it and the parts listen on the loopback only. `show` gets
-    what the root tells of its progress; `started` gets the processes.
+    The store is kept by this process; it and the parts listen on the loopback only. `show` gets the
+    root's progress reports; `started` gets the processes.
     """
     parts = positive_int("parts", parts)
     meeting.check_loopback()
@@ -95,7 +95,7 @@ class _Watch:
         try:
             for part in range(parts):
                 self._start(list(command), {**environment, "HDNN_PART": str(part)})
-        except BaseException:  # such as a Ctrl-C: those that run already must not be left alone
+        except BaseException:  # such as a Ctrl-C: stop the processes that already run
             self._end(signal.SIGKILL)
             raise
 
@@ -185,6 +185,6 @@ class _Watch:
 
 
 def tell_launcher(news: dict[str, Any]) -> None:
-    """Say how far the root has come, in a line that `launch` understands."""
+    """Report the root's progress, in a line that `launch` understands."""
     sys.stdout.write(MARK + json.dumps(news) + "\n")
     sys.stdout.flush()

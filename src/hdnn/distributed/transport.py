@@ -1,4 +1,4 @@
-"""How messages get from one part of a graph to another: the interface, and that of one process.
+"""The interface of transports, which move messages between parts; and that of one process.
 
 A transport moves rows of numbers between parts that are linked, and nothing else: there is no
 collective operation on all of them. Messages of one pair of parts arrive in the order in which
@@ -60,9 +60,9 @@ class Transport:
     def start_round(
         self, round: object, out: Sequence[Message], into: Sequence[Message]
     ) -> Pending:
-        """The same in a round that all parts begin, in the same order, even those without peers.
+        """The same in a round that all parts start in the same order, even those without peers.
 
-        Given the same object again, a round has the same peers again.
+        The same `round` object always has the same peers.
         """
         return self.start(out, into)
 
@@ -71,7 +71,7 @@ class Transport:
         self.start(out, into).wait()
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """Show a list of numbers to others; by name, those that are known before links open."""
+        """Show a list of numbers; return others', with names, as far as known before links open."""
         return []
 
     def report(self, message: str) -> str:
@@ -79,7 +79,7 @@ class Transport:
         return message
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
 
 
 class _Done:

@@ -1,8 +1,8 @@
 """The process of one part: `python -m hdnn.distributed.worker CONFIG.json [--out FOLDER]`.
 
 CONFIG.json has the fields of `hdnn.distributed.Config`. `hdnn launch` starts one for each part;
-under torchrun it finds its part by itself; alone it owns all nodes. It ends with 2 where a restart
-would end the same, and with 1 where another part was lost.
+under torchrun it finds its part by itself; alone it owns all nodes. Its exit code is 2 if a restart
+would fail in the same way, and 1 if another part was lost.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     sizes = 1                         # pairs of features of a node, or a list of them
 
 R and T are lists of undirected links, or matrices: as many rows of zeros and ones as there are
-nodes, with ones on the diagonal. (For two nodes, [[1, 0], [0, 1]] is the matrix.) To name a link
-twice, or that of a node with itself, changes nothing.
+nodes, with ones on the diagonal. (For two nodes, [[1, 0], [0, 1]] is the matrix.) A link that is
+named twice, or of a node with itself, changes nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a file, or a pipe into which nobody writes: that is empty, and not waited for."""
+    """Open a file without waiting: a pipe that nobody writes to counts as empty."""
     found = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     os.set_blocking(found, True)
     return found
@@ -106,8 +106,8 @@ def _at_once(path: str, flags: int) -> int:
 def _plain(text: str) -> dict[str, Any] | None:
     """The table of a file with nothing but whole numbers and lists of them, in a tenth of the time.
 
-    Such lists are the same in JSON, but for comments and a comma at their end. None is for all else
-    and for whatever is wrong: that is tomllib's to read, or to refuse.
+    Such lists are the same in JSON, but for comments and a trailing comma. Returns None for
+    anything else, and for mistakes: tomllib then reads or refuses the file.
     """
     text = COMMENT.sub("", text.replace("\r\n", "\n"))
     table: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def matrix_of(links: Links) -> list[list[int]]:
 
 
 def _short(links: Links) -> list[list[int]]:
-    """As a list of links where that says all, else as a matrix."""
+    """As a list of links where that is enough, else as a matrix."""
     edges = edges_of(links)
     return edges if from_edges(len(links), edges) == links else matrix_of(links)
 
@@ -247,7 +247,7 @@ def _pairs(table: dict[str, Any], key: str, nodes: int, name: str, other: str = 
 
 
 def _pattern(table: dict[str, Any], key: str, nodes: int, name: str) -> Links:
-    """A pattern of a file; square is a matrix, but for two nodes that may be two pairs."""
+    """A pattern of a file; square rows are a matrix, but with two nodes they may be two links."""
     other = f", or a matrix of {nodes} rows of {nodes} zeros and ones"
     rows = _rows(table, key, f"pairs of nodes from 0 to {nodes - 1}{other}", name)
     square = len(rows) == nodes and all(len(row) == nodes for row in rows)

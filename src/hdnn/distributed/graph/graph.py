@@ -103,7 +103,7 @@ def alone(nodes: int) -> Links:
 
 
 def transposed(links: Links) -> Links:
-    """Of each node: the nodes in whose row it is."""
+    """The transposed pattern: of each node, the nodes in whose row it is."""
     return links_of_rows(locality.transpose(rows_of(links)))
 
 
@@ -116,7 +116,7 @@ def union(*patterns: Links) -> Links:
 
 
 class Graph:
-    """M nodes, the pattern R of K, the pattern T of X or J, and the links S that there are.
+    """M nodes, the pattern R of K, the pattern T of X or J, and the links S that exist.
 
     Node i owns `sizes[i]` features: the pair (p[i], q[i]) of H2 and its relatives, or a piece of y
     of H1. R and T are one pattern or one a layer, given as binary matrices or as tuples of
@@ -168,7 +168,7 @@ class Graph:
         return union(R, transposed(R), *dict.fromkeys(self.T))
 
     def dependency(self, layer: int = 0) -> Links:
-        """T R^T R + R^T R T: on whom each node's forward and backward update depend."""
+        """T R^T R + R^T R T: which nodes each node's forward and backward updates depend on."""
         return links_of_rows(self._needs(layer).rows())
 
     def _needs(self, layer: int, S: Links | None = None) -> Needs:

@@ -13,8 +13,8 @@ METHODS = ("auto", "metis", "bands")
 def partition(graph: Graph, parts: int, method: str = "auto") -> list[int]:
     """The part of each node: by METIS (extra `graph`), or in bands of a breadth-first order.
 
-    Results do not depend on it, only how much has to be sent. "auto" takes METIS where it is
-    installed and there are more nodes than parts; all processes must come to the same.
+    It changes how much has to be sent, not the results. "auto" uses METIS where it is installed and
+    there are more nodes than parts; all processes must get the same parts.
     """
     parts, nodes = positive_int("parts", parts), graph.nodes
     choose("method", method, METHODS)

@@ -1,6 +1,6 @@
 """Which part owns which node, and what a part sends, receives and multiplies in each round.
 
-All sums are taken in the order of the nodes' numbers, whoever owns them, one term after the other:
+All sums are taken in the order of the nodes' numbers, one term after the other, on any part:
 that is why results are the same bit for bit however the nodes are shared out.
 """
 
@@ -100,7 +100,7 @@ def offsets(nodes: Sequence[int], sizes: dict[int, int], start: int = 0) -> dict
 
 @dataclass(frozen=True)
 class Round:
-    """What goes out and comes in: rows of what is sent to, places of what comes from a part."""
+    """Messages of one round: the rows to send to each part, and the places for what it sends."""
 
     out: tuple[tuple[int, Tensor], ...]
     into: tuple[tuple[int, Tensor], ...]
@@ -151,8 +151,8 @@ class Stencil:
     def _find_gathered(self, back: Links) -> None:
         """Which contributions each own row is the sum of: (most neighbours, rows).
 
-        They are the own ones, a row of zeros, and those that are received, ordered by the part that
-        sends them, the node that gets them, and the node that they come from.
+        The contributions are the own ones, a row of zeros, and those received, ordered by the
+        sending part, the receiving node, and the node that they come from.
         """
         part, sizes = self.part, self.part.sizes
         self.received, self.received_rows = {}, 0  # of node k from node i: the first row
@@ -177,7 +177,7 @@ class Stencil:
         return self.contribution[i] + sum(self.part.sizes[other] for other in before)
 
     def _foreign(self, links: Links) -> list[tuple[int, list[tuple[int, int]]]]:
-        """By other part, in their order: all links from an own node to one of its nodes."""
+        """For each other part, in order: all links from an own node to one of its nodes."""
         part, owner = self.part, self.part.plan.owner
         found: dict[int, list[tuple[int, int]]] = {}
         for i in sorted(part.nodes):

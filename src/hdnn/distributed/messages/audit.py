@@ -1,6 +1,6 @@
 """Who is connected to whom, and who listens where?
 
-From /proc, on Linux: not what a program says, but what it does.
+Read from /proc, on Linux, so that it does not rely on what a program says.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Started by `hdnn launch`, the environment says so in HDNN_STORE, HDNN_PART, HDNN
 HDNN_RESTART. Started by torchrun, its own variables do; the part is then the rank, unless HDNN_PART
 says otherwise, because after a restart a process may have another rank but not another node.
 HDNN_REPLICAS = k makes k replicas of the graph of all these processes, one after the other. Started
-by mpiexec with HDNN_TRANSPORT=mpi, MPI says all. Started by hand, this process owns all nodes.
+by mpiexec with HDNN_TRANSPORT=mpi, MPI knows it all. Started by hand, this process owns all nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hdnn.training.processes import meeting
 
 
 def parts_here() -> int:
-    """How many parts of a graph the environment speaks of."""
+    """The number of parts of the graph, from the environment."""
     if _by_mpi():
         return world().size
     processes, replicas = _whole("HDNN_PARTS", _whole("WORLD_SIZE", 1)), _whole("HDNN_REPLICAS", 1)
@@ -45,7 +45,7 @@ class Process(NamedTuple):
 
 
 def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Process:
-    """The connections that the environment speaks of."""
+    """Connect as the environment says."""
     if _by_mpi():
         return Process(Mpi(timeout=timeout, name=name))
     parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)
@@ -89,7 +89,7 @@ def _by_mpi() -> bool:
 
 
 def _store(number: int, processes: int, timeout: float) -> Any:
-    """The store of this start: a restart must not find the addresses of the one before."""
+    """The store for this start: a restart must not find addresses of the last start."""
     where = os.environ.get("HDNN_STORE")
     restart = os.environ.get("HDNN_RESTART", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:

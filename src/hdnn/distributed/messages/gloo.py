@@ -1,9 +1,8 @@
 """Messages over TCP by gloo, to linked parts only.
 
 Connections are opened when they are first used, so that there are none between parts that are not
-linked. In a store, one for all parts, they find each other's addresses and who has started, and
-keep the first fault. The messages are neither encrypted nor authenticated: use it on networks that
-you trust.
+linked. One store for all parts holds their addresses, which of them have started, and the first
+fault. The messages are neither encrypted nor authenticated: use it on networks that you trust.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hdnn.distributed.transport import DistributedError, Message, Pending, Trans
 from hdnn.errors import OptionError
 from hdnn.training.processes.faults import Fault, first_fault, report_fault
 
-PATIENCE = 2.0  # seconds to wait for what a part that is gone has said of others
+PATIENCE = 2.0  # seconds to wait for what a lost part reported about others
 PAUSE = 0.2  # seconds between two looks at the store, at most
 
 
@@ -88,7 +87,7 @@ class Gloo(Transport):
         return pending
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """The one that was shown first of all, in any replica."""
+        """The card that was shown first, in any replica."""
         try:
             other, theirs = json.loads(
                 self.faults.compare_set("card", "", json.dumps([name, card]))
@@ -109,7 +108,7 @@ class Gloo(Transport):
                     absent = [p for p in range(self.parts) if not self.store.check([f"here-{p}"])]
                     names = ", ".join(map(self.name, absent[:4])) + ", .." * (len(absent) > 4)
                     names = names or "a part of another replica" * (there < self.everyone)
-                    if names:  # else the last has come just now
+                    if names:  # otherwise the last one has just started
                         message = f"{names} did not start within {self.timeout:g} s"
                         known = self._report(message, True)
                 if known is not None:
@@ -122,15 +121,15 @@ class Gloo(Transport):
         self.met = True
 
     def lost(self, part: int, error: Exception) -> DistributedError:
-        """What to tell when a neighbour does not answer: what went wrong first of all."""
+        """The error when a neighbour does not answer: it names what went wrong first."""
         late = "imed out" in str(error)
         what = f"sent nothing for {self.timeout:g} s" if late else "is gone"
         seen = f"{self.name(part)} {what}"
         return _stopped("stopped", self._first(part, seen, late), seen)
 
     def _first(self, part: int, text: str, late: bool) -> Fault:
-        """Follow the neighbour to the one that it has lost itself, and so on to the first."""
-        # Who is slow itself gives up later than those who wait for it.
+        """The first fault: follow the neighbour to the part that it lost itself, and so on."""
+        # A slow part gives up later than those that wait for it.
         patience = max(PATIENCE, self.timeout / 10) if late else PATIENCE
         followed, silent = {self.part}, text if late else ""
         try:
@@ -144,12 +143,12 @@ class Gloo(Transport):
                 if not self.store.check([f"lost-{part}"]):
                     time.sleep(0.02)
                     continue
-                if part in followed:  # a circle, which began with a silence
+                if part in followed:  # a circle of parts: one of them timed out first
                     return self._report(silent or text, True)
                 followed.add(part)
                 part, text, late = json.loads(self.store.get(f"lost-{part}"))
                 silent, deadline = text if late else silent, time.monotonic() + patience
-        except RuntimeError:  # nor is the store there
+        except RuntimeError:  # the store is gone too
             return Fault(text, True)
         return self._report(text, True)
 
@@ -164,7 +163,7 @@ class Gloo(Transport):
         return self._report(message, False).text
 
     def close(self) -> None:
-        """Let go of all connections; after a fault they last as long as the process."""
+        """Close all connections; after a fault they stay open until the process ends."""
         with contextlib.suppress(RuntimeError):
             self.group.shutdown()
         if self.faulty or self.waiting:
@@ -194,7 +193,7 @@ class _Pending:
 
 
 def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:
-    """`seen` is all that this part has seen of it."""
+    """The error for a first fault; `seen` is what this part noticed of it."""
     kind = LostError if first.lost else DistributedError
     why = f" ({seen})" if seen not in ("", first.text) else ""
     return kind(f"the training {how} because {first.text}{why}.")

@@ -1,4 +1,4 @@
-"""Before any work: do all parts mean the same training? They compare fingerprints.
+"""Before any work, all parts compare fingerprints: do they run the same training?
 
 A fingerprint has one size whatever goes in, so that it can always be read: a message of another
 size than expected would be cut off in silence, or end the process.
@@ -19,7 +19,7 @@ from hdnn.distributed.transport import DistributedError, Transport
 
 PROTOCOL = 2
 SLOTS = 16
-RELEASE = ".".join(torch.__version__.split(".")[:2])  # shuffles may differ between two of them
+RELEASE = ".".join(torch.__version__.split(".")[:2])  # shuffles may differ between releases
 WORDS = {
     "protocol": "protocol of messages",
     "version": "version of hdnn",
@@ -52,10 +52,10 @@ def fingerprint(plan: Plan, facts: dict[str, Any]) -> Tensor:
 def shake_hands(
     transport: Transport, plan: Plan, facts: dict[str, Any], name: Callable[[int], str]
 ) -> None:
-    """Open all links, compare fingerprints, and raise where another part has another one."""
+    """Open all links, compare fingerprints, and raise if another part has a different one."""
     own = fingerprint(plan, facts)
     me = name(transport.part)
-    # Before links are opened: who has another graph would wait for one that has nothing to say.
+    # Before links are opened: a part with another graph might wait for one that never sends.
     for other, theirs in transport.cards(me, own.tolist()):
         _compare(transport, me, own.tolist(), other, theirs)
     received = [(peer, torch.empty_like(own)) for peer in plan.peers(transport.part)]

@@ -9,7 +9,7 @@ writes the tensors where they lie.
 
 MPI neither encrypts nor authenticates: use it on networks that you trust. When a process dies,
 mpiexec usually ends all others at once, so that they cannot say why. A part that stops with an
-error ends them too, when it leaves Python: nothing else would tell them.
+error ends them too when Python exits, because nothing else would stop them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Mpi(Transport):
             raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
         comm = world() if comm is None else comm
         super().__init__(comm.rank, comm.size)
-        self.mpi, self.comm = _library(), comm.Dup()  # what others send by `comm` is not for us
+        self.mpi, self.comm = _library(), comm.Dup()  # apart from other users of `comm`
         self.name, self.timeout, self.fault = name, timeout, ""
         self.graphs: list[tuple[list[list[int]], Any]] = []
         self.rounds: dict[int, tuple[object, Any]] = {}
@@ -147,13 +147,13 @@ class Mpi(Transport):
         return self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
     def _where(self, messages: Sequence[Message]) -> list[Any]:
-        """The memory of all messages, wherever it is."""
+        """The memory of all messages, as absolute addresses."""
         sizes = [tensor.nbytes for _, tensor in messages]
         addresses = [tensor.data_ptr() for _, tensor in messages]
         return [self.mpi.BOTTOM, (sizes, addresses), [self.mpi.BYTE] * len(sizes)]
 
     def lost(self, parts: Sequence[int], error: str = "") -> DistributedError:
-        """What to tell when one of these parts is silent, or MPI finds an error."""
+        """The error when one of these parts is silent, or MPI finds an error."""
         names = " or ".join(map(self.name, parts)) or "the others"
         what = f"lost {names} ({error})" if error else f"got nothing from {names}"
         message = f"{self.name(self.part)} {what}"
@@ -166,7 +166,7 @@ class Mpi(Transport):
 
     def close(self) -> None:
         if self.fault or sys.exc_info()[0] is not None:
-            # MPI's own end would wait for the others, and they for this part.
+            # MPI's own shutdown would wait for the others, and they for this part.
             atexit.register(_end_all, self.comm)
             return
         for _, graph in self.graphs:
@@ -199,7 +199,7 @@ class _Pending:
                 raise self._lost(parts)
 
     def _ask(self, request: Any) -> bool:
-        """Whether it is done in time. MPI's own wait takes all of a core that parts may share."""
+        """Whether it is done in time. MPI's own wait would occupy a core that parts may share."""
         start = time.perf_counter()
         while not request.Test():
             waited = time.perf_counter() - start

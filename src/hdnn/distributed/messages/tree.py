@@ -1,8 +1,8 @@
 """Sums, gathers and broadcasts along a breadth-first tree of the graph, from part to linked part.
 
 A sum adds up values of nodes, children in ascending order, so that it is the same bit for bit
-whoever owns them. What is only moved, not added, goes from part to part: each part but the root's
-hangs below the part that owns the parent of its highest node.
+however the nodes are shared out. What is only moved, not added, goes from part to part: each part
+but the root's hangs below the part that owns the parent of its highest node.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Spanning:
     def _waves(self) -> list[_Wave]:
         """What this part adds up by itself, then sends and receives, wave after wave.
 
-        A node is in the wave that counts how often, at the most, a way up to it changes parts: so
-        messages of one wave wait for those of the one before, and not for every depth of the tree.
+        A node's wave is the largest number of changes of part on any path up to it: so messages
+        wait once for each wave, not for each depth of the tree.
         """
         tree, owner, me = self.plan.tree, self.plan.owner, self.part.number
         wave = [0] * len(owner)

@@ -14,8 +14,8 @@ from hdnn.training.coordinate import Head, OutputProblem, put
 class NodeHead:
     """W y + w, of which each node owns the block of W for its features; the root owns w too.
 
-    `weights` are W (outputs, rows of this part) and at the root w (outputs, 1): of other parts it
-    is empty.
+    `weights` are W (outputs, rows of this part) and w, (outputs, 1) at the root and empty
+    elsewhere.
     """
 
     def __init__(self, net: GraphNetwork, tree: Spanning, head: Head) -> None:

@@ -1,9 +1,9 @@
 """K x, K^T z and the gradient of K for the rows of one part, sums in the order of the neighbours.
 
 Two ways, the same for all parts of a graph: nodes of few features are multiplied all at once, entry
-by entry, which never depends on who else is there; large ones one by one, each by one `mm`.
-Elementwise products and sums are kept apart: a fused multiply-add rounds otherwise, and is used or
-not depending on where in a tensor a number lies.
+by entry, which never depends on the other nodes; large ones one by one, each by one `mm`.
+Elementwise products and sums are kept apart: a fused multiply-add rounds differently, and is used
+or not depending on a number's place in its tensor.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def elementwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """f(x), each entry computed the same way wherever it lies.
 
     PyTorch takes entries in groups, and what is left over at the end one by one, by another
-    formula that may round otherwise: so nothing is left over.
+    formula that may round differently: so tensors are padded until nothing is left over.
     """
     missing = -x.numel() % GROUP
     if not missing:

@@ -14,7 +14,7 @@ class NodeAdam:
     """Adam with each product and each sum rounded by itself.
 
     PyTorch's Adam multiplies and adds in one rounding, or not, depending on where in a tensor a
-    number lies: there a weight would get other bits in other company.
+    number lies: a weight's bits would depend on which nodes share its tensor.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""One process of a training on a graph: which nodes it owns, with whom it talks, what it writes.
+"""One process of a training on a graph: the nodes it owns, its connections, and its files.
 
 A folder has config.json, nodes/ with the shards of each node, and at the end model.safetensors
 (where one file can hold all weights) and metrics.json, which is written last and has the traffic.
@@ -42,7 +42,7 @@ NEWTON = 256  # features, up to which the root solves the output layer for each 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 INITS = ("auto", "masked", "scaled", "paper")
 NETWORKS = ("h1", *SHEARS)
-# What the ring of the paper's second table learns best with.
+# The best options for the ring of the paper's second table.
 OPTIONS: dict[str, Any] = {
     "learning_rate": 2e-2,
     "warmup": 0.2,
@@ -60,7 +60,7 @@ _data, _network, _run = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BaseConfig):
-    """All that decides what a training on a graph comes to."""
+    """All that decides the result of a training on a graph."""
 
     kind: ClassVar[str] = "graph"
 
@@ -229,7 +229,7 @@ def _model(config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork) 
 
 
 def _claim(home: Path, config: Config, resume: bool) -> None:
-    """Write what is trained here, unless something else was."""
+    """Write the config, unless the folder holds another training."""
     path = home / "config.json"
     if path.exists():
         if not _is_config(path, config):
@@ -245,7 +245,7 @@ def _claim(home: Path, config: Config, resume: bool) -> None:
 
 
 def _is_config(path: Path, config: Config) -> bool:
-    """Whether a file holds this config; files of before do not say their kind."""
+    """Whether a file holds this config; old files do not name their kind."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {"kind": config.kind, **found} == json.loads(config.text())

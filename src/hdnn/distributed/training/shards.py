@@ -43,7 +43,7 @@ class Shards:
                 raise CheckpointError(f"cannot write to {home}: {error.strerror}.") from error
 
     def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
-        """Write one shard, then forget those that are too old, or of a time before a resumption."""
+        """Write one shard, then delete old ones, and later ones left from before a resume."""
         about = {"format": FORMAT, "node": node, "step": step, "training": self.training}
         about["note"] = note
         write_atomically(self._file(node, step), tensorfile.packed(tensors, "hdnn", about))

@@ -23,7 +23,7 @@ LABELS = "labels.safetensors"
 class Samples:
     """The features (rows, samples) that a part owns, and at the root the labels of all samples.
 
-    `order` is the same where the samples are known to be the same ones in the same order.
+    `order` is equal for parts that have the same samples in the same order, where that is known.
     """
 
     x: Tensor

@@ -65,7 +65,7 @@ class Training:
         save_every: steps between two shards (default: an epoch).
         replicas: others that train the same nodes on other samples of each minibatch.
         tell: called by the root with a dict after each epoch.
-        facts: what must be the same in all parts beside the above, by the names of the handshake.
+        facts: what else must be the same in all parts, by the names of the handshake.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class Training:
         return dict(zip(self.part.nodes, parts, strict=True))
 
     def _own(self, node: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """All that a node has to remember: name, tensor, and its columns of that."""
+        """All that a node's shard holds: name, tensor, and the node's columns of it."""
         for kind, tensors in (("w", self.adam.weights), ("m", self.adam.m), ("v", self.adam.v)):
             for name, tensor in tensors.items():
                 yield f"{kind}.{name}", tensor, self.columns[name][node]
@@ -356,7 +356,7 @@ class Training:
     def _save(self) -> None:
         assert self.shards is not None
         if self.replicas is not None and self.replicas.index:
-            return  # the first replica's shards are all the same
+            return  # the shards of all replicas are the same
         for node in self.part.nodes:
             note: dict[str, Any] = {"data": self.data[node]}
             if node == self.net.plan.tree.root:
@@ -370,7 +370,7 @@ class Training:
         while True:
             agreed = self.tree.minimum(step)
             if agreed < 0:
-                return  # nothing in common: all begin
+                return  # no common step: all start from the beginning
             assert self.shards is not None
             step = self.shards.newest(below=agreed + 1)
             if self.tree.minimum(step) == agreed:
