@@ -1,4 +1,4 @@
-"""Random networks of all kinds: does any certificate promise what its numbers then break?
+"""Random networks of all kinds: does any certificate promise what its own numbers violate?
 
     python benchmarks/certificates.py
     python benchmarks/certificates.py --count 500 --seed 7
@@ -6,7 +6,7 @@
 Features from 2 to 64, layers from 1 to 512, all activations, weights and steps from tiny to large,
 random X, a layer's own X, singular X, random skew J with an odd number of features, tied layers,
 learned steps. A violation is a norm of dy_N/dy_j below 1, a matrix that is not symplectic, or a
-bound that is passed, beyond rounding, where the certificate says that it is guaranteed.
+bound that is exceeded, beyond rounding, where the certificate guarantees otherwise.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def drawn(seed: int) -> tuple[str, hdnn.networks.Network, torch.Tensor]:
 
 
 def look(job: runner.Job) -> runner.Job:
-    """Certify some networks; what they promise, and what is broken."""
+    """Certify some networks; return what is promised, and what is violated."""
     counts: Counter[str] = Counter()
     broken, smallest = [], float("inf")
     for seed in range(job["first"], job["first"] + job["count"]):

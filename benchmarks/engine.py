@@ -1,4 +1,4 @@
-"""How much faster, and in how much memory, a fused stack runs than what one would write instead.
+"""Speed and memory of a fused stack, against what one would write instead.
 
     python benchmarks/engine.py --device cpu
     python benchmarks/engine.py --device cuda --out docs/results
@@ -10,13 +10,13 @@ itself. The time of a step is that of its turn over the number of steps, a ratio
 turn, and medians and quartiles are over the turns. A "single call" is one step right after one of
 the other contestant, which has just emptied the caches: a call that is not in a hot loop.
 
-The plain loop is the best that plain PyTorch was found to do (see `rivals.plain_h2`), with
-autograd. "auto" is what users get who ask for nothing: gradients are those of stored states.
-"reversible" has to be asked for: its memory does not grow with depth, and each reversal is checked.
+The plain loop is the fastest found in plain PyTorch (see `rivals.plain_h2`), with autograd. "auto"
+is the default: gradients are those of stored states. "reversible" has to be asked for: its memory
+does not grow with depth, and each reversal is checked.
 
-Other programs do not slow all alike: many small operations wait for threads that have no core, one
-kernel hardly does, and ratios come out several times too large. The last line says how much of the
-machine others took; figures are worth keeping if that is next to nothing.
+Other programs do not slow all contestants alike: many small operations wait for threads that have
+no core, one kernel hardly does, and ratios become several times too large. The last line says how
+much of the machine others used; keep figures only if that is next to nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _wait(device: str) -> None:
 
 
 def compare(what: str, steps: dict[str, Step], device: str, seconds: float, target: str) -> Row:
-    """How often the second contestant's step fits into the first one's."""
+    """How many times as fast the second contestant is as the first."""
     times = in_turns(steps, device, seconds)
     single = in_turns(steps, device, seconds / 4, block=0.0)
     (low, middle, high), (base, ours) = _ratio(times), (median(t) for t in times.values())
@@ -146,7 +146,7 @@ def speed(device: str, seconds: float, quick: bool) -> list[Row]:
 
 
 def others(device: str, seconds: float, quick: bool) -> list[Row]:
-    """Against what one would pick instead, for one H2 of a usual size."""
+    """Against the libraries one would use instead, for one H2 of a usual size."""
     n, batch, N = (64, 8192, 64) if device == "cuda" else (16, 125, 64)
     tensors = weights("h2", n, batch, 8 if quick else N, device)
     rows = []
@@ -183,7 +183,7 @@ def _rivals(device: str) -> list[tuple[str, str, str, str]]:
 
 
 def sweep(device: str, seconds: float, quick: bool) -> list[Row]:
-    """`auto` against the plain loop from narrow to wide: it is never to be slower."""
+    """`auto` against the plain loop from narrow to wide: it should never be slower."""
     rows = []
     sizes = (2, 16) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     for kind in ("h2", "h1"):
@@ -248,7 +248,7 @@ def _memory(step: Step, tensors: list[Tensor], device: str) -> float:
     return sum(kept.values()) / 2**20
 
 
-# Run by itself, because the peak of a process is that of all it ever did. Linux lets it forget.
+# In a process of its own, because the peak is that of its whole life. Linux can reset it.
 PEAK = """
 import resource, sys
 import torch, hdnn
@@ -298,7 +298,7 @@ def peak(rows: list[Row], device: str, quick: bool) -> Row:
 
 
 def _python(program: str, *arguments: str) -> str:
-    """What a fresh Python says last."""
+    """The last line that a fresh Python prints."""
     paths = Path(__file__).resolve().parent, Path(hdnn.__file__).resolve().parents[1]
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -379,7 +379,7 @@ print(seconds, *({"numba", "triton"} & (sys.modules.keys() - before)))
 
 
 def import_time(quick: bool) -> Row:
-    """What `import hdnn` takes after `import torch`, in fresh processes, and what it brings in."""
+    """The time of `import hdnn` after `import torch`, in fresh processes, and what it imports."""
     found = [_python(IMPORT).split() for _ in range(2 if quick else 7)]
     low, middle, high = statistics.quantiles([float(line[0]) for line in found], n=4)
     brought = sorted({module for line in found for module in line[1:]})

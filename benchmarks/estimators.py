@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tables this small gain nothing from more
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tables this small gain nothing from more threads
 
 import numpy as np
 import sklearn
@@ -87,7 +87,7 @@ def measure(name: str, repeats: int, seed: int, most: int | None) -> dict[str, A
 
 
 def behind(scores: dict[str, Any]) -> dict[str, float]:
-    """The rivals that hdnn stays behind by more than one standard error of theirs, and how many."""
+    """The rivals that hdnn is behind by more than one of their standard errors, and how many."""
     ours = scores[HDNN]["mean"]
     gaps = {
         who: (s["mean"] - ours) / s["standard_error"]

@@ -1,4 +1,4 @@
-"""The distance of the GPU kernels to what the chip could do."""
+"""How far the GPU kernels are from the limits of the chip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hdnn import functional
 
 
 def distance(seconds: float, quick: bool) -> Row:
-    """How far the kernels are from what the chip could do: H2, n = 64, batch 8192, tf32.
+    """How far the kernels are from the limits of the chip: H2, n = 64, batch 8192, tf32.
 
     Of each half step a sample needs eight products by an m x m matrix: two forwards, two to
     rebuild the state, two for the adjoint, two for the gradient of K. And a hidden unit needs one

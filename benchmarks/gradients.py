@@ -10,10 +10,10 @@ states); and exactly: in float64 for networks in float32, in extended precision 
 mantissa) for networks in float64, whose exact gradients are computed on the CPU. "Off" is the
 relative error of the worst of all gradients, of y_0 and of each parameter. A network fails if its
 gradients by default are more than 20 times as far off as those of the plain loop, or not finite
-where those of the plain loop are; rounding of the dtype itself (eps) is never held against it.
+where those of the plain loop are; rounding of the dtype itself (eps) never counts as a failure.
 
-Networks that overflow in exact arithmetic's own range have no gradients and are counted apart. So
-are failures of networks that are chaotic in their dtype: where the plain loop itself is off by more
+Networks that overflow even in the exact run have no gradients and are counted apart. So are
+failures of networks that are chaotic in their dtype: where the plain loop itself is off by more
 than a tenth, no digit is left to compare, and which of two wrong gradients is larger is chance.
 """
 
@@ -79,7 +79,7 @@ def drawn(number: int) -> tuple[Row, nn.Module, Tensor]:
 
 
 def direction(out: Tensor) -> Tensor:
-    """The gradient of y_N that is taken back."""
+    """The gradient of y_N that the backward pass starts from."""
     return torch.arange(1, out.numel() + 1, dtype=torch.float64).cos().view(out.shape)
 
 
@@ -227,7 +227,7 @@ def off(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def measured(number: int, device: str) -> Row:
-    """One network: how far off by default, and by the plain loop."""
+    """Measure one network: how far off it is by default, and by the plain loop."""
     what, net, y = drawn(number)
     what["ran"] = ran(net, y, device)
     wanted = exact(net, y)
@@ -244,7 +244,7 @@ def measured(number: int, device: str) -> Row:
 
 
 def ran(net: nn.Module, y: Tensor, device: str) -> str:
-    """By which engine, and from which states back."""
+    """The engine that ran, and the states that gradients came from."""
     if isinstance(net, hdnn.HamiltonianUnit):
         work = torch.float32
         return f"units, {net._way(y.to(device), work)}"

@@ -4,8 +4,8 @@
     python benchmarks/graphs.py --nodes 100 400 --turns 2 --out docs/results
 
 One process first: CPU time a node and step on rings and grids, sizes taking turns. Then several
-ranks on this machine: do they have the bits of one, what do they send, how long do they take, and
-how long would it take to give everything to everybody instead?
+ranks on this machine: do they get the same bits as one, what do they send, how long do they take,
+and how long would it take to send everything to all instead?
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ one training step of H2-DNN* with 6, 60 and 600 layers a unit, with 64 and with 
 an image costs is the difference, since weights, their gradients and their copies cost the same.
 Seconds are those of a step with 128 images, least to most of three after one to warm up. By
 default ("auto") states are stored, or kept at checkpoints where they would take more than a 32nd of
-the GPU's memory; beside it those of each way that can be asked for, as far as it fits.
+the GPU's memory; the other ways that can be asked for are beside it, as far as they fit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _image(row: dict[str, Any]) -> str:
-    """What an image costs; nothing where more images are kept another way, as `auto` may."""
+    """What an image costs; empty for `auto`, which may keep more images in another way."""
     return "" if row["backprop"] == "auto" else f"{row['image']:.2f}"
 
 

@@ -62,7 +62,7 @@ def order(edges: dict[str, set[str]]) -> list[str]:
     done: list[str] = []
     while len(done) < len(needed):
         left = [row for row in sorted(needed) if row not in done]
-        # In a circle, the row that lacks least goes first.
+        # In a cycle, the row with the fewest missing imports goes first.
         done.append(min(left, key=lambda row: len(needed[row] - {*done})))
     return done
 

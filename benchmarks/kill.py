@@ -40,7 +40,7 @@ def start(folder: Path, epochs: int, *flags: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    """Wait for a command that has to work."""
+    """Wait for a command that must succeed."""
     _, said = process.communicate()
     if process.returncode:
         raise SystemExit(f"hdnn train ended with code {process.returncode}: {said}")
@@ -88,7 +88,7 @@ def damaged(folder: Path) -> list[str]:
             continue
         try:
             READERS[file.suffix](file)
-        except Exception as error:  # whatever it is, it is what this looks for
+        except Exception as error:  # any error means that the file is damaged
             found.append(f"{file.name}: {error}")
     return found
 

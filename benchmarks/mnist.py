@@ -75,7 +75,7 @@ class Plain(nn.Module):
 
 
 def plain_steps(model: Plain, data: ImageData, order: Tensor) -> Iterator[float]:
-    """A training loop as one writes it, with the same recipe."""
+    """A usual training loop, with the same recipe."""
     like = recipe("h1", 40, 0)
     weights = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]

@@ -1,4 +1,4 @@
-"""Table II by eight processes on a ring: the bits of one process, and nobody else to talk to.
+"""Table II by eight processes on a ring: the same bits as one process, and no other connections.
 
     python benchmarks/ring.py
     python benchmarks/ring.py --epochs 5 --cells 1 --out docs/results
@@ -53,7 +53,7 @@ def by_processes(config: Config, folder: Path) -> dict[str, Any]:
             while not done.wait(0.5):
                 try:
                     seen, others = audit.linked([process.pid for process in processes])
-                except OSError:  # one has come to its end
+                except OSError:  # one of them has ended
                     continue
                 links.update(seen)
                 strangers = max(strangers, *(len(ends) for ends in others))

@@ -71,7 +71,7 @@ def training_step(
 
 
 def step_of(forward: Forward, leaves: list[Tensor]) -> Step:
-    """A training step, without the optimiser: gradients start from nothing, as after zero_grad."""
+    """A training step without the optimiser; gradients start from None, as after zero_grad."""
 
     def step() -> None:
         for leaf in leaves:
@@ -95,7 +95,7 @@ def checkpointed(tensors: list[Tensor]) -> tuple[Forward, list[Tensor]]:
 
 
 def torchdiffeq(tensors: list[Tensor]) -> tuple[Forward, list[Tensor]]:
-    """Forward Euler on the field of H2 with the continuous adjoint: p and q move at once there."""
+    """Forward Euler on the field of H2 with the continuous adjoint: p and q move together."""
     from torchdiffeq import odeint_adjoint  # pyright: ignore[reportMissingImports]
 
     class Field(torch.nn.Module):
@@ -148,7 +148,7 @@ def memcnn(tensors: list[Tensor]) -> tuple[Forward, list[Tensor]]:
     net = torch.nn.Sequential(
         *(memcnn.InvertibleModuleWrapper(c, keep_input=False) for c in couplings)
     )
-    # A copy, because it empties the storage of what it is given, and adds to its gradient twice.
+    # A copy, because memcnn empties the storage of its input, and adds to its gradient twice.
     return lambda: net(y.clone()), [y, *net.parameters()]
 
 

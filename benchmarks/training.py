@@ -1,4 +1,4 @@
-"""A whole training by the paper's recipe, against the same algorithm as one would write it.
+"""A whole training by the paper's recipe, against the same algorithm in plain PyTorch.
 
     python benchmarks/training.py
     python benchmarks/training.py --data double_moons --layers 4 --epochs 50
@@ -94,7 +94,7 @@ def measure(data: str, layers: int, T: float, epochs: int, seed: int) -> dict[st
     target = t.float()
     options: dict[str, Any] = {"solver": "adam", "schedule": "constant", "learning_rate": RATE}
     options |= {"ridge": DECAY, "seed": seed, "progress": False}
-    # The same steps, for as long as rounding has not grown: a training is chaotic.
+    # Compared after one epoch: later, rounding has grown, because a training is chaotic.
     model_1, plain_1 = copy.deepcopy(model), Plain(net, T / layers)
     fit(model_1, x, t, epochs=1, **options)
     plain_1.epochs(x, target, 1, torch.Generator().manual_seed(seed))

@@ -23,7 +23,7 @@ from hdnn.base.files import read_bytes
 from hdnn.errors import CheckpointError, HDNNError, require
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-# Colours of Okabe and Ito, told apart by colour-blind readers; lines differ in their dashes too.
+# Colours of Okabe and Ito, safe for colour-blind readers; lines differ in their dashes too.
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
 
 

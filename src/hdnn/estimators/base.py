@@ -132,7 +132,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return self
 
     def _share(self, name: str) -> Any:
-        """A penalty as `fit` takes it; what is no number goes there as it is, and is refused."""
+        """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
         given, rows = plain(getattr(self, name)), float(np.max(self.scaler_.n_samples_seen_))
         number = as_float(given)
         return given if number is None else share(number, rows)
@@ -171,7 +171,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def __sklearn_is_fitted__(self) -> bool:
         return getattr(self, "n_iter_", 0) > 0  # none after a training that failed
 
-    # Between processes travel arrays and a description of the model, no objects of PyTorch.
+    # Pickles hold arrays and a description of the model, no PyTorch objects.
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
@@ -191,7 +191,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy, as a grid of parameters has them, as one of Python."""
+    """A NumPy number, such as from a parameter grid, as a Python number."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -35,7 +35,7 @@ def beside_paper(row: dict[str, Any], what: str = "mean") -> str:
 
 
 def sentence(pairs: Iterable[tuple[float, float]], what: str) -> str:
-    """How many of these figures are at or above the paper's, each beside its own."""
+    """How many of these pairs (ours, the paper's) have ours at or above the paper's."""
     pairs = list(pairs)
     strictly = sum(reached(*pair) for pair in pairs)
     rounded = sum(within_rounding(*pair) for pair in pairs)

@@ -66,7 +66,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _curve(ax: Any, row: dict[str, Any], key: str, floor: float) -> None:
-    """The mean over the images, and between which values they are."""
+    """The mean over the images, and their range."""
     style = STYLES[list(NETWORKS).index(row["network"])]
     some = [[max(value, floor) for value in each] for each in row[key]]
     mean = [math.exp(math.fsum(map(math.log, each)) / len(each)) for each in some]

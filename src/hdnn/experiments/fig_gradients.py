@@ -1,10 +1,10 @@
 """Norms of dy_N/dy_j through the training of an H2 and of two MLPs (fig:gradients).
 
-Per sample, not of the mean over a minibatch as in the paper's figure, which can be below 1 where no
-sample is, and which hides the largest; --mean draws the paper's curves too. Double moons, the
-paper's training, 960 iterations. The 8-layer MLP is trained once more with its output layer beside
-the hidden ones, as MLPs are as a rule, and in some more ways over several seeds, to see what it is
-that keeps it from the paper's 99.7%.
+The norms are per sample. The paper's figure has those of the mean over a minibatch, which can be
+below 1 where no sample is, and hides the largest; --mean draws them too. Double moons, the paper's
+training, 960 iterations. The 8-layer MLP is also trained with its output layer jointly with the
+hidden ones, as is usual for MLPs, and in some other ways over several seeds, to see what keeps it
+from the paper's 99.7%.
 
     hdnn reproduce fig-gradients
     hdnn reproduce fig-gradients -- --mean
@@ -37,14 +37,14 @@ EPOCHS = 30
 SAMPLES = 250  # of the test points
 Options = dict[str, Any]
 JOINT: Options = {"solver": "joint"}
-NETWORKS: dict[str, tuple[str, int, Options]] = {  # the last: what is not as the paper has it
+NETWORKS: dict[str, tuple[str, int, Options]] = {  # kind, layers, and what differs from the paper
     "H2, 32 layers": ("H2", 32, {}),
     "MLP, 8 layers": ("MLP", 8, {}),
     "MLP, 32 layers": ("MLP", 32, {}),
     "MLP, 8 layers, joint": ("MLP", 8, JOINT),
 }
 RATE = RECIPES["paper"]["learning_rate"]
-MLP_TRAININGS: dict[str, Options] = {  # by what is different from the paper's recipe
+MLP_TRAININGS: dict[str, Options] = {  # named by what differs from the paper's recipe
     "the paper's recipe": {},
     "twice the rate": {"learning_rate": 2 * RATE},
     "half the rate": {"learning_rate": RATE / 2},
@@ -57,7 +57,7 @@ MLP_TRAININGS: dict[str, Options] = {  # by what is different from the paper's r
     "the same, half the rate": {**JOINT, "learning_rate": RATE / 2},
     "the same, K from N(0, 1/n), b = 0": {**JOINT, "init": "scaled"},
 }
-LAYERS, PAPER = 8, 99.7  # of the MLP whose accuracy is looked into, and what the paper has
+LAYERS, PAPER = 8, 99.7  # of the MLP whose accuracy is studied, and the paper's figure
 
 
 def network(
@@ -85,7 +85,7 @@ def network(
 def trained(
     kind: str, layers: int, seed: int, options: Options, data: planar.PlanarData, *callbacks: Any
 ) -> float:
-    """Train by the paper's recipe but for the options, and return the test accuracy in %."""
+    """Train by the paper's recipe, except for these options; return the test accuracy in %."""
     own = {name: options[name] for name in ("init", "bias", "placement") if name in options}
     recipe = {**RECIPES["paper"], "epochs": EPOCHS, "seed": seed, "progress": False}
     recipe |= {name: value for name, value in options.items() if name not in own}
@@ -180,7 +180,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _exactly(norm: float) -> str:
-    """Four digits, and more where they tell on which side of 1 a norm is."""
+    """Four digits, or more where needed to show on which side of 1 a norm is."""
     return f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
 
 

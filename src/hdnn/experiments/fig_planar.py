@@ -21,7 +21,7 @@ FIGURES = {  # data: layers of an H1
 
 
 def draw(model: hdnn.Model, data: planar.PlanarData, path: Path) -> float:
-    """Draw what a trained network makes of the plane, and return its test accuracy in per cent."""
+    """Draw the decision regions of a trained network; return its test accuracy in per cent."""
     accuracy = runner.accuracy(model, data.x_test, data.t_test)
     ax = decision_regions(model, data)
     ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")

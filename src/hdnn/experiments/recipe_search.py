@@ -1,7 +1,7 @@
 """How our recipe of table-planar and table-distributed was chosen: on other seeds than theirs.
 
-The cells are some of those that the recipe before did not bring to the paper's figure. None of the
-seeds is one of the tables', whose test points have decided nothing. Results are kept, and an
+The cells are some of those where the previous recipe stayed below the paper's figure. No seed is
+used in the tables, so the tables' test points have decided nothing. Results are kept, and an
 interrupted run continues where it stopped.
 
     python -m hdnn.experiments.recipe_search
@@ -46,7 +46,7 @@ CELLS: dict[str, list[Cell]] = {
 }
 PLAIN: Options = {"copies": 1, "moved": 0.0, "starts": 1}
 TAKEN = "points moved, several starts (taken)"
-TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # from what is taken
+TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # given the final recipe
     "planar": {
         "minibatches of 50, 50 epochs (before)": lambda _: {**PLAIN, "batch": 50, "epochs": 50},
         "minibatches of 100, 100 epochs": lambda _: {**PLAIN, "epochs": 100},

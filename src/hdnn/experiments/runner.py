@@ -1,7 +1,7 @@
 """Many trainings, spread over processes; each result is kept, so that a run can be continued.
 
-A job is a dictionary of plain values. Its result is one line of a JSON-lines file, found again by
-the job itself.
+A job is a dictionary of plain values. Its result is one line of a JSON-lines file, where it is
+found again by its job.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Job]:
 def run_with(
     options: argparse.Namespace, jobs: list[Job], work: Callable[[Job], Job]
 ) -> list[tuple[Job, Job]]:
-    """All jobs with their results, kept, spread and shown as the options of a table say."""
+    """Run all jobs as the options of a table say, and return them with their results."""
     path, shown = options.runs / RESULTS, not options.quiet
     found = run_all(jobs, work, path, processes=options.processes, progress=shown)
     return list(zip(jobs, found, strict=True))
@@ -132,7 +132,7 @@ def grouped(done: Iterable[tuple[Job, Job]], *keys: str) -> dict[tuple[Any, ...]
 
 
 def accuracy(model: Any, x: Tensor, t: Tensor) -> float:
-    """How many labels a model predicts, in per cent."""
+    """The share of labels that a model predicts correctly, in per cent."""
     return 100 * float((model.predict(x) == t).double().mean())
 
 
@@ -180,7 +180,7 @@ def arguments(description: str | None, name: str) -> Arguments:
 
 
 def command(name: str, parser: Arguments, options: argparse.Namespace, *shown: str) -> str:
-    """The command that makes this result: those of the named options that are not the default."""
+    """The command that makes this result, with those named options that are not the default."""
     words = []
     for option in shown:
         value, flag = getattr(options, option), f"--{option}"
@@ -239,9 +239,9 @@ def run_images(
     options: argparse.Namespace,
     together: int,
 ) -> list[tuple[Job, Job]] | None:
-    """Jobs with their results; None for a share, of which there is no table.
+    """Run jobs and return them with their results; None for a share, which makes no table.
 
-    A result has what all tables have, and what `more` adds once a training is done. On a GPU,
+    A result has the entries of all tables, and those that `more` adds after the training. On a GPU,
     `together` trainings run at once. Each has a checkpoint until it is done. When the minutes are
     over, all stop as by Ctrl-C, and the same command continues.
     """

@@ -16,7 +16,7 @@ import hdnn
 from hdnn.errors import ConvergenceError
 from hdnn.training import fit
 
-ENOUGH = 1e-4  # a loss with which all points are right by far
+ENOUGH = 1e-4  # a loss at which all points are clearly right
 
 
 def start_seed(seed: int, start: int) -> int:
@@ -35,11 +35,11 @@ def best_start(
     starts: int,
     **options: Any,
 ) -> tuple[hdnn.Model, int]:
-    """The start of least loss on the points, and how many were made: one below ENOUGH is the last.
+    """The start with the least loss, and how many were made: a loss below ENOUGH ends the search.
 
     Each is trained, with the options of `fit`, on copies of the points whose coordinates are moved
-    by up to `moved`. `network_of` gives the network of a start. One whose layers come to have no
-    solution is passed over, unless they all do.
+    by up to `moved`. `network_of` gives the network of a start. A start whose layers get no
+    solution is skipped, unless none has one.
     """
     generator = torch.Generator().manual_seed(seed)
     near, labels = x.repeat(copies, 1), t.repeat(copies)

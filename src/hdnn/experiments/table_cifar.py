@@ -50,7 +50,7 @@ TITLES = {
     "alexnet": "AlexNet",
 }
 PAPER = {"resnet56": 93.68, "h1": 92.27, "h1_paper": 92.27, "alexnet": 91.55}
-RESNETS = ("resnet56", "resnet56_drop")  # with the better of which the others are compared
+RESNETS = ("resnet56", "resnet56_drop")  # the others are compared with the better of these
 COMPARED = (*RESNETS, "h1", "h2")
 SHORT = {"alexnet": 10}  # epochs, of one seed
 KEPT = 5000  # training images for the choice of variants
@@ -152,7 +152,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy against the epoch: the mean of the seeds, and between which they are."""
+    """Accuracy against the epoch: the mean of the seeds, and their range."""
     Figure = require("matplotlib.figure", extra="plot").Figure
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     ax = figure.subplots()
@@ -173,7 +173,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _chosen(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """The options that make this table from nothing, wherever its rows were taken from."""
+    """The options that make this table from scratch, even if some rows were recorded before."""
     found = f"--epochs {options.epochs} --seeds {options.seeds}" + " --validate" * options.validate
     names = [row["network"] for row in rows]
     fewer = any(row["test"]["seeds"] < options.seeds for row in rows if row["network"] not in SHORT)

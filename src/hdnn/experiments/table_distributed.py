@@ -3,16 +3,16 @@
 Each node owns a pair (p, q) of the 16 features. *Masked* weights link it to itself and to its two
 neighbours on the ring; *centralised* ones link all. The layers of the paper's distributed scheme
 have 64 and 144 parameters; the 112 and 272 that its table prints are those of the general layer
-with a full K, which is solved by Newton's method, is not local, and is kept where each step has
-exactly one solution. Training is by coordinate descent with the output layer solved for each
-minibatch, the step is h = 0.5, and K is drawn from N(0, 4/n), which for 16 features leaves sigma
-room on both sides. As in our recipe for table-planar, H2 sees copies of the training points that
-are moved a little, and may start again from other weights: the start of least loss on the training
-points is taken. That was chosen on other seeds than those of the table
+with a full K, which is solved by Newton's method, is not local, and is kept in the range where each
+step has exactly one solution. Training is by coordinate descent with the output layer solved for
+each minibatch, the step is h = 0.5, and K is drawn from N(0, 4/n), which for 16 features leaves
+sigma room on both sides. As in our recipe for table-planar, H2 sees copies of the training points
+that are moved a little, and may start again from other weights: the start of least loss on the
+training points is taken. That was chosen on other seeds than those of the table
 (docs/results/recipe-search.md). The general layer takes twenty times as long: it sees the same
-copies, and starts once. A seed is one data set, one sequence of initial weights and one
-order of the samples; the test points decide nothing. Rows of variants that are not asked for are
-taken from a recorded table (`--recorded`).
+copies, and starts once. A seed is one data set, one sequence of initial weights and one order of
+the samples; the test points decide nothing. Rows of variants that are not asked for are taken from
+a recorded table (`--recorded`).
 
     hdnn reproduce table-distributed
     hdnn reproduce table-distributed -- --seeds 2 --variants masked
@@ -66,7 +66,7 @@ MORE = {
     "swiss_roll": {"epochs": 5, "copies": 10, "moved": 0.05, "starts": 4},
     "double_circles": {"epochs": 10, "copies": 10, "moved": 0.3, "starts": 4},
 }
-BETWEEN = 0.2  # times the blocks of a full K through which one row sees both p and q
+BETWEEN = 0.2  # factor of the blocks of a full K through which one row sees both p and q
 VARIANTS = {
     "masked": "H2 on the ring, 64 parameters a layer",
     "centralised": "H2, 144 parameters a layer",
@@ -98,7 +98,7 @@ def network(variant: str, layers: int, seed: int) -> hdnn.Model:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter *= 2
-        if full:  # begin not far from H2, whose K has no such blocks
+        if full:  # start close to H2, whose K has no such blocks
             K, m = net.weight("K").clone(), NODES
             K[:, :m, m:] *= BETWEEN
             K[:, m:, :m] *= BETWEEN

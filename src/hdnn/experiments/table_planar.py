@@ -10,9 +10,9 @@ the loss on the training points is next to nothing, it starts again from other w
 start of least loss on them is taken. That was chosen on other seeds than those of the table
 (docs/results/recipe-search.md). A seed is one data set, one sequence of initial
 weights and one order of the samples; the test points decide nothing.
-Counted are the means, and for the paper's recipe the best, that are at or above the paper's figure
-as they are, not rounded; beside it stands the count within rounding. Rows of recipes that are not
-asked for are taken from a recorded table (`--recorded`).
+For our recipe the means are counted that are at or above the paper's figure, for the other recipes
+the best seeds; without rounding, and beside it within rounding. Rows of recipes that are not asked
+for are taken from a recorded table (`--recorded`).
 
     hdnn reproduce table-planar
     hdnn reproduce table-planar -- --seeds 2 --recipes ours
@@ -79,8 +79,8 @@ ABOUT = """A cell: mean ± standard deviation (worst to best), the paper's figur
 bold where it is at or above that figure without rounding."""
 CHOSEN = "The recipe was chosen on other seeds: [how](recipe-search.md)."
 T_TRIED = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.8, 2.4, 3.6, 4.8, 7.2, 10.8)
-ROUNDS = ((13, range(1000, 1004)), (4, range(1004, 1012)))  # how many T, at which seeds
-BEST = 3  # runs by which a T is judged
+ROUNDS = ((13, range(1000, 1004)), (4, range(1004, 1012)))  # how many T are tried, on which seeds
+BEST = 3  # best runs that a T is judged by
 
 
 def T_ours(layers: int) -> float:
@@ -131,7 +131,7 @@ def cells() -> list[Job]:
 
 
 def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
-    """For each cell, the T whose best runs did best on data kept aside: many at first, then few."""
+    """For each cell, the T whose best runs did best on data kept aside, in two rounds."""
     found: dict[tuple[str, str, int], dict[float, list[float]]] = {
         _cell(cell): {T: [] for T in T_TRIED} for cell in cells()
     }
@@ -197,7 +197,7 @@ def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def counted(recipe: str) -> str:
-    """What of a recipe's seeds is compared with the paper, which does not say what it prints."""
+    """What is compared with the paper, which does not say if its figures are means or best."""
     return "mean" if recipe == "ours" else "best"
 
 

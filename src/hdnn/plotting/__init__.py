@@ -1,7 +1,7 @@
 """Pictures. Every function draws into `ax`, or a new figure, and returns the Axes.
 
-Colours are those of Okabe and Ito, told apart by colour-blind readers; classes also differ in
-their markers, lines in their dashes, so that a print in grey can be read.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart; classes also differ
+in their markers, lines in their dashes, so that a print in grey can be read.
 `ax.figure.savefig(path)` writes a picture.
 """
 

@@ -31,7 +31,7 @@ def training_history(
     marker = "o" if len(history.loss) < 3 else ""
     ax.plot(epochs, history.loss, color=BLUE, marker=marker, label="loss")
     if history.accuracy:
-        # An epoch without a mistake has no logarithm: it is left open, and the legend says so.
+        # Zero mistakes have no logarithm: such epochs are left out, and the legend says so.
         wrong = [1 - a if a < 1 else math.nan for a in history.accuracy]
         last = max((epoch for epoch, w in zip(epochs, wrong, strict=True) if w > 0), default=0)
         label = "wrong labels"
@@ -98,8 +98,8 @@ def gradient_surface(
 ) -> Axes:
     """norm(dy_N/dy_j) through a training, as colours over steps and layers (fig:gradients).
 
-    `name` is what of the samples is shown: "smallest", "median", "largest", or "of_mean", the norm
-    of their mean matrix. What is below `low` has the last colour.
+    `name` chooses what is shown of the samples: "smallest", "median", "largest", or "of_mean", the
+    norm of their mean matrix. What is below `low` has the last colour.
     """
     if not monitor.records:
         raise ShapeError("the monitor has recorded nothing yet.")

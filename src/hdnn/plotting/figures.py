@@ -25,7 +25,7 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def log_scale(ax: Axes) -> None:
-    """1, 2, 5, 10 .. beside an axis of a few decades; powers of ten beside a longer one."""
+    """A log axis with ticks 1, 2, 5, 10 .. over a few decades, or powers of ten over more."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     if high < 1e4 * low:

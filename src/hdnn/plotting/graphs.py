@@ -1,4 +1,4 @@
-"""One picture of a graph: its nodes and links, beside the patterns R, T, S and who needs whom.
+"""One picture of a graph: its nodes and links, its patterns R, T, S, and who needs whom.
 
 The nodes lie on a circle if they are few, else so that distances in the picture are those along
 the links, as well as a plane allows. The same graph gives the same picture.
@@ -191,19 +191,19 @@ def _spread(d: np.ndarray) -> np.ndarray:
 
 
 def _start(d: np.ndarray) -> np.ndarray:
-    """Two differences of distances to nodes that are far apart, the second across the first."""
+    """Start places: two differences of distances to far nodes, the second across the first."""
     a = int(d[0].argmax())
     b = int(d[a].argmax())
     x = d[a] - d[b]
     c = int((np.minimum(d[a], d[b]) - np.abs(x)).argmax())
     e = int((d[c] - np.abs(x)).argmax())
-    # A little of the node's number: nodes that are alike in all distances must not fall together.
+    # A small offset by number keeps nodes apart that have the same distances to all others.
     shift = 1e-2 * np.sin(np.arange(len(d)) * np.array([[1.0], [2.0]]))
     return np.stack([x, d[c] - d[e]], 1) / 2 + shift.T
 
 
 def _upright(spots: np.ndarray, linked: np.ndarray) -> np.ndarray:
-    """Turned so that most links are level or plumb and numbers grow rightwards and downwards."""
+    """Turned so that most links are horizontal or vertical, and numbers grow right and down."""
     i, k = _edges(linked).T
     along = (spots[i] - spots[k]) @ np.array([1, 1j])
     turn = np.exp(-1j * np.angle((along**4).sum()) / 4)
@@ -224,7 +224,7 @@ def draw_pattern(
     title: str,
     within: np.ndarray | None = None,
 ) -> None:
-    """A pattern as filled blocks, paler on the diagonal; red what is not `within` another."""
+    """A pattern as filled blocks, paler on the diagonal, red where not `within` another pattern."""
     ax.set_title(title, fontsize=11)
     if pattern is None:
         ax.text(0.5, 0.5, "not given", ha="center", va="center", transform=ax.transAxes)

@@ -55,7 +55,7 @@ def perturbation_growth(
 ) -> Axes:
     """The distance that states gamma apart have after t, over gamma: for each gamma (t, sizes).
 
-    `slope` adds the line of an infinitely small gamma, `diameter` where each gamma has to end.
+    `slope` adds the line of an infinitely small gamma, `diameter` the largest value for each gamma.
     """
     ax = axes_of(ax, (6.0, 3.8))
     longest = max((float(t.max()) for t, _ in curves.values()), default=1.0)
@@ -84,7 +84,7 @@ def layer_growth(
 ) -> Axes:
     """Norms of dy_N/dy_j against N - j, (N+1,) for each name, on a log scale.
 
-    `rates` adds how each would grow by exp(rate) a layer, where that is not 0.
+    `rates` adds the lines of growth by exp(rate) a layer, for rates other than 0.
     """
     ax = axes_of(ax, (6.0, 3.8))
     for i, (name, sizes) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""Colours, markers and lines: those of Okabe and Ito, told apart by colour-blind readers."""
+"""Markers, lines, and the colours of Okabe and Ito, which colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
