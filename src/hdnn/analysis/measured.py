@@ -157,7 +157,7 @@ class _Defects:
         self.worst, self.hidden, self.broken = 0.0, False, False
 
     def see(self, P: Tensor, e: Tensor, largest: Tensor, moved: Tensor, fine: Tensor) -> None:
-        """Add Phi = P 2^e with |P| = largest, to which its layer added an error eps times `moved`."""
+        """Add Phi = P 2^e with |P| = largest; its layer has rounded it by eps times `moved`."""
         before, self.log = self.log, largest.log2() + e
         highest = torch.maximum(self.highest, self.log)
         self.growth = self.growth * torch.exp2(2 * (self.highest - highest))

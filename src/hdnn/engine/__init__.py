@@ -1,15 +1,15 @@
-"""How fast and in how much memory a stack runs: the same results, by other means.
+"""How a stack runs: the same results, but faster or in less memory.
 
-`hdnn.functional` is the definition. An *engine* says where the layers run: "reference" (plain
+`hdnn.reference` is the definition. An *engine* says where the layers run: "reference" (plain
 PyTorch, one layer after the other) or "fused" (the whole stack as one kernel). *Backprop* says what
-gradients come back from: "stored" states, or the states at about sqrt(N) "checkpoint"s, from which
-the layers between them run a second time. Both have the gradients of stored states for any weights.
-"reversible" keeps y_N alone and rebuilds the rest by undoing the layers, so that memory does not
-grow with depth; but rounding then grows by what the layers expand, so each reversal is checked: a
-`ReversalWarning` with figures, or a `TrainingError` where the gradients would be worthless.
+the backward pass starts from: "stored" states, or about sqrt(N) "checkpoint"s, between which the
+layers run a second time. Both give the same gradients, for any weights. "reversible" keeps y_N
+alone and rebuilds the other states by undoing the layers, so that memory does not grow with depth.
+But rounding then grows as the layers expand, so each reversal is checked: a `ReversalWarning` with
+figures, or a `TrainingError` if the gradients would be worthless.
 
 "auto" never rebuilds states. It stores them while they take no more than 1/32 of the memory of the
-GPU, or of the machine, and takes checkpoints beyond. What else is asked for runs or is an error.
+GPU, or of the machine, and takes checkpoints beyond. Any other choice runs as asked, or raises.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Settings:
     """What the caller asks of the engine.
 
     `state="fixed"` keeps the state on a grid of 2^-40, about 1e-12, up to 8e6, so that its reversal
-    is exact to the last bit; what is too small for the grid is a warning, what is too large an
-    error. `precision` is of the matrix products on a GPU: "auto" follows the dtype, and for float32
-    `torch.set_float32_matmul_precision`. `deterministic` forbids atomic additions there.
+    is exact to the last bit; states too small for the grid give a warning, too large ones an error.
+    `precision` is that of matrix products on a GPU: "auto" follows the dtype, and for float32
+    `torch.set_float32_matmul_precision`. `deterministic` forbids atomic additions on a GPU.
     `check=False` leaves out the check of reversals.
     """
 
@@ -61,7 +61,7 @@ _current: ContextVar[Settings] = ContextVar("hdnn_engine", default=_DEFAULT)
 
 
 def current(engine: str | None = None, backprop: str | None = None) -> Settings:
-    """The settings in force, with those that are given and not None in their place."""
+    """The settings in force, with those that are given here (not None) replaced."""
     settings = _current.get()
     if engine is None and backprop is None:
         return settings

@@ -17,7 +17,7 @@ from hdnn.engine.tracing import batched, transformed
 
 
 def run(y: Tensor, tensors: Tensors, method: Stored) -> Tensor:
-    """y_N from y_0 (B, n), by the form that costs least here."""
+    """y_N from y_0 (B, n), by the cheapest form of the function."""
     if transformed():
         return StackFunction.apply(y, *tensors, method)[0]  # pyright: ignore[reportOptionalSubscript]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, *tensors)):
@@ -29,7 +29,7 @@ def gradients(
     method: Stored, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors
 ) -> Sequence[Any]:
     """The gradients of y_0 and of all tensors, from that of y_N."""
-    if torch.is_grad_enabled() or batched(g):  # a gradient of the gradient is wanted, or many
+    if torch.is_grad_enabled() or batched(g):  # for second derivatives, or many gradients at once
         return _by_definition(method.stack, g, y, tensors)
     g = g.contiguous()
     tensors = tuple([_readable(t, g) for t in tensors])
@@ -37,7 +37,7 @@ def gradients(
 
 
 def _readable(t: Any, like: Tensor) -> Any:
-    """A tensor as kernels read it: `saved_tensors_hooks` may give back other strides and dtypes."""
+    """A tensor as kernels need it: `saved_tensors_hooks` may change strides and dtypes."""
     if t is None or (t.dtype is like.dtype and t.is_contiguous()):
         return t
     return t.to(like).contiguous() if t.is_floating_point() else t.contiguous()
@@ -62,7 +62,7 @@ def _by_definition(stack: Stack, g: Tensor, y: Tensor, tensors: Tensors) -> Sequ
 
 
 class StackFunction(torch.autograd.Function):
-    """y_N and what gradients come back from, given y_0 and tensors, for `torch.func`."""
+    """y_N and what the backward pass needs, given y_0 and tensors, for `torch.func`."""
 
     @staticmethod
     def forward(y: Tensor, *rest: Any) -> Any:
@@ -86,7 +86,7 @@ class StackFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         y, *tensors, method = args
-        if all(d is None for d in in_dims[1:-1]):  # mapped samples are more samples
+        if all(d is None for d in in_dims[1:-1]):  # only samples are mapped: that is a larger batch
             y = y.movedim(in_dims[0], 0)
             flat = y.flatten(0, 1).contiguous()
             found: Any = StackFunction.apply(flat, *tensors, method.with_samples(len(flat)))
@@ -100,7 +100,7 @@ class StackFunction(torch.autograd.Function):
 
 
 class EagerStackFunction(torch.autograd.Function):
-    """The same for ordinary autograd: PyTorch calls this form with less ado."""
+    """The same for ordinary autograd: PyTorch calls this form with less overhead."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

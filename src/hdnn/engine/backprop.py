@@ -1,7 +1,7 @@
 """What the backward pass of a stack starts from: stored states, checkpoints, or y_N alone.
 
 Each of the three runs a stack forwards (`last`: y_N alone; `forward`: with what must be kept) and
-backwards. What is kept is never y_N itself: whoever changes that in place changes no gradient.
+backwards. What is kept is never y_N itself, so changing y_N in place changes no gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stored:
         return self.kernel.forward(y, tensors, False)[0]
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """y_N, and what gradients come back from besides y_0."""
+        """y_N, and what the backward pass needs besides y_0."""
         return self.kernel.forward(y, tensors, True)
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
@@ -79,9 +79,9 @@ class Checkpoints(Stored):
 
 
 class Reversible(Stored):
-    """Keeps y_N, and undoes the layers: down to y_1, which is known, so that this is checked.
+    """Keeps y_N, and undoes the layers down to y_1, which is compared with the true y_1.
 
-    The layer that ran first reads y_0 itself: what is exactly 0 there stays so.
+    The first layer reads y_0 itself: what is exactly 0 there stays 0.
     """
 
     def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
@@ -116,7 +116,7 @@ def between(N: int) -> int:
 def _joined(found: list[Any], inverse: bool) -> list[Tensor | None]:
     """The gradients of whole stacks, from those of their parts in the order in which they ran.
 
-    Weights are ordered by layer, and c as the steps run.
+    Weights are ordered by layer, and c in the order in which the steps run.
     """
     by_layer = found[::-1] if inverse else found
     *weights, _ = (_cat(pieces) for pieces in zip(*by_layer, strict=True))

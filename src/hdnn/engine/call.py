@@ -1,4 +1,4 @@
-"""What a function of `hdnn.functional` was asked to run, and what kernels are given for it."""
+"""A call of a function of `hdnn.functional`, and the arguments of kernels for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hdnn.interconnection import times_J, times_X
 
 
 class Call(NamedTuple):
-    """A stack with its weights and the state that it is to run."""
+    """A stack with its weights, and the state to run it on."""
 
     shears: tuple[splitting.Shear, ...] | None  # of a layer; None: forward Euler
-    kind: str  # by what sigma moves the state: see `kernels.protocol`
+    kind: str  # what V is: see `kernels.protocol`
     inverse: bool
     y: Tensor
     weights: tuple[Tensor, ...]
@@ -28,12 +28,12 @@ class Call(NamedTuple):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """Which half moves in each shear of a layer, as it runs; none: forward Euler."""
+        """Which half moves in each shear of a layer, in order; empty for forward Euler."""
         return tuple(int(half == "q") for half, _ in self._order())
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """By what signed fraction of h each shear of a layer moves; forward Euler moves by h."""
+        """The signed fraction of h by which each shear of a layer moves; 1 for forward Euler."""
         if self.shears is None:
             return (1.0,)
         return tuple(part if half == "q" else -part for half, part in self._order())
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 def with_V(weights: tuple[Tensor, ...], link: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The weights and V, by which sigma moves the state: K X^T and so on, or None if that is K."""
+    """The weights and V, which maps sigma to the state: K X^T and so on, or None if it is K."""
     if len(weights) == 2:
         return *weights, None if link is None else times_J(weights[0], link)
     if len(weights) == 3:  # of MS1
@@ -82,7 +82,7 @@ def coefficients(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """By how much each step moves: its fraction of the step of its layer."""
+    """The coefficient c of each step: its fraction times the h of its layer."""
     steps = h if isinstance(h, Tensor) else torch.tensor(h, dtype=torch.float64)
     steps = steps.expand(layers)
     if inverse:

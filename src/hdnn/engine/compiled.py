@@ -1,6 +1,6 @@
-"""Inside `torch.compile`, a stack that other engines run is one operator of the graph.
+"""Inside `torch.compile`, a stack that a kernel runs is one operator of the graph.
 
-Exporters see the layers one by one: their formats know no such operator.
+Exporters see the layers one by one: their formats have no such operator.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hdnn.engine.tracing import transformed
 
 @dataclass
 class CompiledCall:
-    """As `prepared.PreparedCall`, for the compiler to trace."""
+    """Like `prepared.PreparedCall`, but the compiler can trace it."""
 
     engine: str
     backprop: str
 
     def __call__(self, call: Call) -> Tensor:
-        # Kernels read no products that autocast rounded.
+        # Kernels must not read products that autocast has rounded.
         with torch.autocast(call.y.device.type, enabled=False):
             return self._run(call)
 
@@ -56,7 +56,7 @@ def choose(call: Call, engine: str | None, backprop: str | None) -> CompiledCall
 
 
 def _exporting() -> bool:
-    """Whether the graph is for another program, which has no such operator."""
+    """Whether the graph is exported to another program, which has no such operator."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)
     return True if is_exporting is None else is_exporting()  # PyTorch before 2.7 cannot tell
 
@@ -97,7 +97,7 @@ def stack(
     kind: str,
     how: str,
 ) -> tuple[Tensor, Tensor]:
-    """y_N, and what gradients come back from; `turns` is "01" if p moves first, then q."""
+    """y_N, and what the backward pass needs; `turns` is "01" if p moves first, then q."""
     method = _method(y, tensors, turns, inverse, activation, kind, how)
     return method.forward(y, _all(tensors, turns))
 
@@ -133,7 +133,7 @@ def stack_backward(
     method = _method(y, tensors, turns, inverse, activation, kind, how)
     with torch.no_grad():
         grads = autograd.gradients(method, y, kept, g, _all(tensors, turns))
-    # Copies, because what a kernel returns may be pieces of one buffer, and an operator may not.
+    # Copies: a kernel may return pieces of one buffer, but an operator may not.
     return [grad.clone() for grad in grads if grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""A network and its gradients without autograd, which costs more than a small stack itself."""
+"""A network and its gradients without autograd, which costs more than running a small stack."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hdnn.engine import autograd, prepared
 
 
 class DirectGradients:
-    """y_N of a network that runs as one call; then, from its gradient, those of all parameters.
+    """y_N of a network that is one call of a stack; then the gradients of all its parameters.
 
-    Where the kernels take the parameters as they are stored, they are called straight away. Where
-    weights are made of parameters (a skew-symmetric K, blocks), autograd has just that part.
+    If kernels can take the parameters as stored, they are called directly. If weights are computed
+    from parameters (a skew-symmetric K, blocks), autograd does just that part.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -22,7 +22,7 @@ class DirectGradients:
         self.known: dict[torch.Size, Any] = {}
 
     def usable(self, y: Tensor) -> bool:
-        """Whether a network takes such states by one call."""
+        """Whether the network runs such states as one call of a stack."""
         return self._find(y) is not None
 
     def forward(self, y: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class DirectGradients:
     def _find(self, y: Tensor) -> Any:
         with torch.enable_grad(), prepared.recorded() as record:
             y_N = self.net(y)
-        # A call that is recorded gives back what it takes: so nothing is done before it or after.
+        # A recorded call returns its input: if the network does too, it does nothing else.
         if len(record) != 1 or y_N is not y:
             return None
         call, tensors = record[0]
@@ -62,12 +62,12 @@ class DirectGradients:
         if call.converting or shared or _hooked(self.net) or any(_hooked(t) for t in leaves):
             return None
         if all(t is None or t.is_leaf for t in tensors):
-            self.known[y.shape] = call, tensors  # they change in place
+            self.known[y.shape] = call, tensors  # parameters are updated in place
         return call, tensors
 
 
 def _hooked(one: Any) -> bool:
-    """Whether a module or a parameter has hooks, which autograd or a call of it would run."""
+    """Whether a module or a parameter has hooks, which would not run here."""
     return any(getattr(one, name, None) for name in HOOKS)
 
 

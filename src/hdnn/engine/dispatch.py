@@ -1,4 +1,4 @@
-"""Which engine runs a stack, and why; by which kernels, and from which states back."""
+"""Which engine, kernels and backprop run a stack, and why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOT_REVERSIBLE = (
 
 
 SHARE = 1 / 32
-"""Of the memory of a GPU, or of the machine: up to which `auto` stores the states of a stack.
+"""The part of the memory of a GPU, or of the machine, in which `auto` stores a stack's states.
 
 Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them twice.
 """
@@ -152,7 +152,7 @@ def _fixed_plan(settings: Settings, reversible: bool) -> EnginePlan:
 def _why_not_fused(
     device: torch.device, dtype: torch.dtype, n: int, activation: str
 ) -> tuple[str, type[OptionError] | type[MissingExtraError]]:
-    """What is missing for a fused kernel, or nothing, and the error that this is if asked for."""
+    """Why no fused kernel can run (empty if one can), and the error to raise if it must."""
     if activation not in FUSED:
         return f"the kernels do not know the activation {activation!r}", OptionError
     if device.type not in FUSED_KERNELS:
@@ -168,7 +168,7 @@ FUSED_KERNELS: dict[str, tuple[tuple[Any, Any], str, str]] = {
     "cpu": ((CpuShears, CpuEuler), "numba", "fast"),
     "cuda": ((TritonShears, TritonEuler), "triton", "gpu"),
 }
-"""By device: the kernels of shears and of forward Euler, what compiles them, and its extra."""
+"""By device: the kernels of shears and of forward Euler, the package that compiles, its extra."""
 
 
 def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
@@ -178,7 +178,7 @@ def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) ->
     if device.type == "cuda":
         widest = 128 if reversible else 64  # past that the state no longer fits the registers
     else:
-        widest = 256  # past that matrix products by BLAS are as fast one by one
+        widest = 256  # past that, separate matrix products by BLAS are as fast
     if n > widest:
         return False, f"one kernel is not faster for more than {widest} features"
     return True, "one kernel for all layers is faster than one an operation"
@@ -189,9 +189,9 @@ def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) ->
 
 @lru_cache(maxsize=1024)
 def method(stack: Stack, engine: str, backprop: str, settings: Settings) -> Stored:
-    """How a stack of such sizes runs, by a plan: its kernels, and from which states back.
+    """How a stack of such sizes runs: its kernels, and what the backward pass starts from.
 
-    Of the settings, the precision must be resolved.
+    The precision in the settings must not be "auto" any more.
     """
     if settings.state == "fixed":
         return Stored(stack, FixedShears)
@@ -218,7 +218,7 @@ def kernel(stack: Stack, engine: str, settings: Settings) -> Any:
     return made(stack, settings.precision, settings.deterministic)
 
 
-# Where BLAS wins: weights of at least so many elements, where tiles are padded at least so much.
+# BLAS wins for weights of at least this many elements, if tiles are padded by at least this much.
 BLAS_FROM = {
     torch.float32: ((2**16, 1.5), (2**13, 3.0)),
     torch.float64: ((2**13, 4.0),),
@@ -226,7 +226,7 @@ BLAS_FROM = {
 
 
 def blas_is_faster(stack: Stack) -> bool:
-    """Whether matrix products one by one beat the tiles of the CPU kernels.
+    """Whether separate matrix products beat the tiles of the CPU kernels.
 
     Full tiles are faster at every width measured, up to 512. A last tile costs as much as a full
     one, so that few samples and wide layers are left to BLAS.

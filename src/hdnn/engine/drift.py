@@ -1,8 +1,8 @@
-"""Whether a backward pass that rebuilt its states came back to where the forward pass began.
+"""Checks that a backward pass which rebuilds its states returns to where the forward pass began.
 
-To undo layers one by one lets rounding grow by what the layers expand. y_0 is kept, so y_1 is known
-when the reversal arrives there, and each reversal is checked: gradients that are a little off are a
-warning, worthless ones an error.
+When layers are undone one by one, rounding grows as the layers expand. y_0 is kept, so the true y_1
+is known and each reversal is checked against it: gradients that are a little off give a warning,
+worthless ones an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hdnn.engine.tracing import transformed
 from hdnn.errors import TrainingError
 
-WORTHLESS = 0.1  # of a state, by which the rebuilt one is off
+WORTHLESS = 0.1  # relative error of a rebuilt state
 ADVICE = (
     'take backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
     "steps or weights"
@@ -25,19 +25,19 @@ ADVICE = (
 
 
 class ReversalWarning(UserWarning):
-    """A backward pass whose rebuilt states are no longer those that the forward pass had."""
+    """A backward pass whose rebuilt states differ from those of the forward pass."""
 
 
 def noticeable(dtype: torch.dtype) -> float:
-    """From how large a drift on gradients are said to be inexact."""
+    """The smallest drift that gives a warning."""
     return torch.finfo(dtype).eps ** 0.5
 
 
 def drift_of(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
-    """By how much the rebuilt y_1 (B, ...) is off, as a part of its size: the worst sample's.
+    """The relative error of the rebuilt y_1 (B, ...), for the worst sample.
 
-    A sample next to nothing counts as a thousandth of the largest. It is infinite where the rebuilt
-    state is not finite, and NaN if y_N is not: nothing leads back from there.
+    Tiny samples count as a thousandth of the largest. It is infinite if the rebuilt state is not
+    finite, and NaN if y_N is not, from which no state can be rebuilt.
     """
     off, size, end = (t.abs().flatten(1).amax(1) for t in (rebuilt - y_1, y_1, y_N))
     most = size.max()
@@ -47,10 +47,10 @@ def drift_of(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
 
 
 def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
-    """The gradients, if the drift is small; else with a warning, or an error if it is too large.
+    """The gradients; warns if the drift is noticeable, and raises if it is too large.
 
-    Where nothing can be read, in a CUDA graph, in `torch.compile` and under the transforms of
-    `torch.func`, worthless gradients become NaN; and so they do where y_N is not finite.
+    Worthless gradients become NaN where values cannot be read (in a CUDA graph, in `torch.compile`
+    and under the transforms of `torch.func`), and if y_N is not finite.
     """
     recorded = drift.is_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or recorded or transformed():

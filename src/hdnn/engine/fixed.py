@@ -2,8 +2,8 @@
 
 The state is whole multiples of 2^-40, about 1e-12, held by 64-bit integers, which reach to 8e6. A
 shear adds a *rounded* increment, and undoing it subtracts the very same one, because it is computed
-from the half that the shear did not touch. What the arithmetic inside is (float32, bf16) does not
-matter. A state that leaves the grid is an error; one that is too small for it, a warning.
+from the half that the shear did not touch. The precision of that computation (float32, bf16) does
+not matter. A state that leaves the grid is an error; one that is too small for it, a warning.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hdnn.engine.kernels.protocol import Tensors
 from hdnn.errors import TrainingError
 
 GRID = 2.0**40
-LIMIT = 2.0**23  # as a number: beyond 2^63 multiples there is no integer
-COARSE = 1e-3  # of a number, from which on rounding it to the grid is worth a warning
+LIMIT = 2.0**23  # the largest state: 2^63 multiples, the largest integer
+COARSE = 1e-3  # relative rounding to the grid that gives a warning
 
 
 class GridWarning(UserWarning):
-    """A state, or what layers add to it, that is hardly larger than the steps of the grid."""
+    """A state, or an increment of one, that is hardly larger than the steps of the grid."""
 
 
 def to_grid(y: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def to_grid(y: Tensor) -> Tensor:
 
 
 def from_grid(Y: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state on the grid as numbers."""
+    """A state on the grid as floats."""
     return (Y.double() / GRID).to(dtype)
 
 
@@ -59,7 +59,7 @@ class FixedShears(PlainShears):
         return self.undo(kept, g, tensors)[1]
 
     def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
-        """As of `PlainShears`, but y_N and y_0 are integers."""
+        """As in `PlainShears`, but y_N and y_0 are integers."""
         halves = list(y_N.chunk(2, -1))
 
         def undo(half: int, increment: Tensor) -> None:
@@ -78,7 +78,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _check_limit(sizes: Tensor) -> None:
-    """That no state, nor what was added to it, is beyond the integers; NaN is beyond them too."""
+    """Raise if a state, or an increment of one, is too large for the integers, or NaN."""
     if not bool((sizes < LIMIT).all()):
         raise TrainingError(
             f"the state left the fixed-point grid: it reached {float(sizes.max()):.4g}, "
@@ -88,9 +88,9 @@ def _check_limit(sizes: Tensor) -> None:
 
 
 def _check_grain(size: Tensor, moves: Tensor) -> None:
-    """Warn if rounding to the grid changes y_0, or all that is added to it, by more than a little.
+    """Warn if rounding to the grid noticeably changes y_0, or all increments.
 
-    What is exactly 0 loses nothing.
+    An exact 0 is not changed.
     """
     grain = 0.5 / GRID
     for what, found in (("y_0", float(size)), ("what a layer adds", float(moves.max()))):

@@ -10,12 +10,12 @@ from typing import Any
 
 @cache
 def installed() -> bool:
-    """Whether numba is there; it is imported at the first use."""
+    """Whether numba is installed; it is imported at the first use."""
     return importlib.util.find_spec("numba") is not None
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """A function compiled by numba, kept on disk where there is a place for it."""
+    """A function compiled by numba, and cached on disk if possible."""
     import numba
 
     try:

@@ -1,4 +1,4 @@
-"""One call of a stack: what was checked and decided for it serves every call that resembles it.
+"""One call of a stack: its checks and decisions are reused by every later call like it.
 
 Checks, plans and schedules cost more than a small stack itself. They depend on shapes, dtypes,
 devices and options alone, so a call that agrees in them with an earlier one goes straight to its
@@ -29,17 +29,17 @@ _known: dict[Any, PreparedCall] = {}
 
 
 def known(call: Call, engine: str | None, backprop: str | None) -> PreparedCall | None:
-    """What ran an earlier call of these sizes and options, if there was one: it needs no checks."""
+    """What ran an earlier call with these sizes and options, if any: then no checks are needed."""
     if torch.compiler.is_compiling():
         return None
     try:
         return _known.get(_key(call, current(engine, backprop)))
-    except (AttributeError, TypeError):  # something is no tensor, or steps are a list
+    except (AttributeError, TypeError):  # something is not a tensor, or steps are a list
         return None
 
 
 def choose(call: Call, engine: str | None, backprop: str | None) -> Any:
-    """What is to run a sound call, or None if that is the reference, layer by layer."""
+    """What runs a call that was checked, or None for the reference, layer by layer."""
     if torch.compiler.is_compiling():
         return compiled.choose(call, engine, backprop)
     settings = current(engine, backprop)
@@ -58,7 +58,7 @@ def choose(call: Call, engine: str | None, backprop: str | None) -> Any:
 
 
 def _key(call: Call, settings: Settings) -> Any:
-    """What decides how a call runs, or None where PyTorch follows it."""
+    """All that decides how a call runs; None if PyTorch traces or transforms the call."""
     if transformed() or watched():
         return None
     shears, kind, inverse, y, weights, link, h, sigma = call
@@ -88,7 +88,7 @@ class PreparedCall:
 
     def __init__(self, call: Call, plan: dispatch.EnginePlan, settings: Settings) -> None:
         y, h, fused = call.y, call.h, plan.engine == "fused"
-        # The kernels know no half precision: they take such a state, and give it back, by float32.
+        # The kernels have no half precision: such a state is converted to float32 and back.
         self.dtype = torch.float32 if fused and y.dtype in dispatch.HALF else y.dtype
         self.converting = fused and (self.dtype != y.dtype or autocasting(y.device))
         self.fractions, self.stack = call.fractions, call.describe(self.dtype)
@@ -136,7 +136,7 @@ _recording = _Recording()
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[PreparedCall, Tensors]]]:
-    """The calls in here are not run but recorded: each with its tensors, as kernels take them."""
+    """Record calls instead of running them: each with its tensors, as kernels take them."""
     _recording.record = record = []
     try:
         yield record

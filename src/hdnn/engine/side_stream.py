@@ -1,4 +1,4 @@
-"""A second stream of a GPU, for work that nobody waits for before the end."""
+"""A second stream of a GPU, for work whose results are only needed at the end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class SideStream:
-    """Runs what is done inside of it aside; without a GPU, at once. Here: gradients of weights.
+    """A `with` block that runs on a second stream, or as usual without a GPU.
 
-    It always starts after the work that the first stream has been given, so whatever it allocates
-    anew is free by then.
+    Used for the gradients of weights. It waits for all work given to the first stream so far, so
+    the memory it allocates is free by then.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -29,6 +29,6 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Wait for it."""
+        """Make the first stream wait for this one."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

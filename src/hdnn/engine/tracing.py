@@ -1,4 +1,4 @@
-"""Whether PyTorch itself follows a call: compiles, traces, transforms or watches it."""
+"""Whether PyTorch compiles, traces, transforms or watches a call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:
-    """Mark a function that `torch.compile` asks while it traces, instead of tracing it too.
+    """Mark a function that `torch.compile` calls while it traces, instead of tracing it too.
 
-    `torch.compiler.assume_constant_result` does this as well, but would import the compiler now. A
-    PyTorch that does not know the mark sees a transform everywhere, and so the layers one by one.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler. A PyTorch that
+    does not know the mark takes every call for a transform, and compiles layer by layer.
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 
 def traced(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch is compiling or transforming the call, or some tensor is no plain one."""
+    """Whether PyTorch is compiling or transforming the call, or some tensor is not a plain one."""
     plain = (Tensor, nn.Parameter, type(None))
     return (
         torch.compiler.is_compiling()
@@ -34,7 +34,7 @@ def traced(*tensors: Tensor | None) -> bool:
 
 
 def watched() -> bool:
-    """Whether PyTorch follows each operation: traced, counted, or with derivatives forwards."""
+    """Whether PyTorch sees each operation: to trace it, count it, or differentiate forwards."""
     return (
         forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0

@@ -1,7 +1,7 @@
-"""A Hamiltonian unit on a GPU: convolutions by cuDNN, all between them by `kernels/pixels.py`.
+"""A Hamiltonian unit on a GPU: convolutions by cuDNN, the rest by `kernels/pixels.py`.
 
-Between shears the state is kept in float32, and in the precision of the convolutions. With K
-alone, since J and h are put into the passes between, a shear and its gradients are
+Between shears the state is kept both in float32 and in the precision of the convolutions. These use
+K alone; J and h are applied between them. So a shear and its gradients are
 
     w = K^T sigma(x + a),  x = K s,  target += c J w
     g~ = c J^T g,  d = (K g~) sigma'(x + a),  g += K^T d,  dK = sum of d s^T + sigma(x + a) g~^T
@@ -26,13 +26,13 @@ from hdnn.engine.kernels.pixels import Pixels, Step, images
 from hdnn.engine.side_stream import SideStream
 from hdnn.operators import conv
 
-IMAGES = 5  # as many as a state is large, that the backward pass of a layer needs
+IMAGES = 5  # of the size of a state, which the backward pass of a layer needs
 
 
 def segment(N: int) -> int:
     """Layers between two of about sqrt(N) checkpoints.
 
-    It is half of sqrt(N), since within a segment a layer takes several times what a state does.
+    It is half of sqrt(N), since a layer inside a segment takes several times the memory of a state.
     """
     return max(1, math.isqrt(N) // 2)
 
@@ -42,7 +42,7 @@ class Shear(NamedTuple):
 
     source: int
     target: int
-    kind: int  # which of the weights are its own
+    kind: int  # the index of its weights
     layer: int
     c: float
 
@@ -58,12 +58,12 @@ class Schedule:
     eps: float
     work: torch.dtype
     backprop: str  # "stored", "checkpoint" or "reversible"
-    check: bool  # whether the end of a reversal is looked at
+    check: bool  # whether reversals are checked
     reference: Callable[..., Tensor]  # y_N by plain PyTorch, for gradients of gradients
 
     @property
     def count(self) -> int:
-        """Of shears in a layer, and of halves that take turns: two, or one that is all of y."""
+        """The shears in a layer, and the halves that take turns: 2, or 1 if all of y moves."""
         return 1 + self.shears[-1].target
 
     def halves(self, y: Tensor) -> list[Tensor]:
@@ -72,7 +72,7 @@ class Schedule:
 
 
 class KindWeights(NamedTuple):
-    """Those of all shears of one kind."""
+    """The weights of all shears of one kind."""
 
     K: Tensor  # (N, r, n, k, k)
     a: Tensor  # (N, r)
@@ -81,13 +81,13 @@ class KindWeights(NamedTuple):
 
 
 def grouped(schedule: Schedule, weights: Sequence[Tensor]) -> list[KindWeights]:
-    """The weights by kind, from all of them in a row."""
+    """The weights by kind, from one flat sequence."""
     each = 4 if schedule.normed else 2
     return [KindWeights(*weights[k : k + each]) for k in range(0, len(weights), each)]
 
 
 class Kept(NamedTuple):
-    """What the backward pass of a shear needs; it fills the other half of `s` and of `z`."""
+    """What the backward pass of a shear needs; that pass fills the rest of `s` and `z`."""
 
     s: Tensor  # (2B, ...): s, then g~
     z: Tensor  # (2B, ...): d, then sigma
@@ -112,10 +112,10 @@ def run(
 
 @contextmanager
 def _as_precise_as_set() -> Iterator[None]:
-    """Convolutions in float32 are cut to tf32 only as matrix products are, where that is asked for.
+    """Use tf32 for float32 convolutions only if it was asked for, as for matrix products.
 
-    `torch.set_float32_matmul_precision` asks for it, as for all stacks here; cuDNN would do it by
-    default, and gradients lose half of their digits.
+    `torch.set_float32_matmul_precision` decides, as for all stacks here; cuDNN would use it by
+    default, and gradients would lose half of their digits.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32
@@ -129,8 +129,8 @@ def _as_precise_as_set() -> Iterator[None]:
 class _UnitStack(torch.autograd.Function):
     """A unit as one step of autograd.
 
-    Besides the inputs, it saves what its way back starts from, none of which is the output: that
-    may be changed in place.
+    Besides the inputs, it saves what the backward pass starts from, but never the output, which may
+    be changed in place.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ class _UnitStack(torch.autograd.Function):
         y, factors, *rest = ctx.saved_tensors
         schedule: Schedule = ctx.schedule
         weights, rest = rest[: ctx.weights], rest[ctx.weights :]
-        if torch.is_grad_enabled():  # gradients of these gradients will be asked for
+        if torch.is_grad_enabled():  # for gradients of these gradients
             asked = [t for t in (y, *weights) if t.requires_grad]
             out = schedule.reference(y, factors, *weights)
             found = iter(torch.autograd.grad(out, asked, grads[0], create_graph=True))
@@ -181,7 +181,7 @@ def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 class _Unit:
     """The shears of a unit with their weights, for one batch.
 
-    `normals` (4, C) of each shear are known when it runs a second time.
+    `normals` (4, C) of each shear are given when it runs a second time.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class _Unit:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The shears between states that are kept; of a reversal, the first layer and the rest."""
+        """The shears between states that are kept; for a reversal, the first layer and the rest."""
         size = self.M
         if self.schedule.backprop == "checkpoint":
             size = self.count * segment(self.M // self.count)
@@ -211,7 +211,7 @@ class _Unit:
         return [(first, min(first + size, self.M)) for first in range(0, self.M, size)]
 
     def room(self) -> Tensor:
-        """For twice as many images, in the precision of the convolutions."""
+        """Memory for twice as many images, in the precision of the convolutions."""
         return self.empty(2 * self.B, self.schedule.work)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -219,13 +219,13 @@ class _Unit:
         return torch.empty((count, *self.like.shape[1:]), dtype=dtype, **layout)
 
     def start(self, source: Tensor) -> Tensor:
-        """Room with the source in it, rounded as between two shears."""
+        """`room` with the source in it, in the precision of the convolutions."""
         s = self.room()
         self.pixels.move(source, None, s[: self.B])
         return s
 
     def step(self, i: int, sign: int = 1) -> Step:
-        """What a shear moves by."""
+        """The factors by which a shear moves its target."""
         shear = self.shears[i]
         return sign * shear.c, None if self.factors is None else self.factors[shear.layer]
 
@@ -259,10 +259,10 @@ class _Unit:
         end: torch.dtype | None = None,
         wide: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The halves behind the shears from `first` to before `last`; `kept`: of each of them.
+        """The halves after the shears `first` .. `last` - 1; `kept` collects what each must keep.
 
-        In float32, or in the dtype `end` of y_N, and then for `wide` in float32 besides. With
-        `kept` and without `end` they are run again for what is kept: the last not to its end.
+        In float32, or in the dtype `end` of y_N, with `wide` also in float32. With `kept` but
+        without `end`, they run again only for what is kept, and the last one stops early.
         """
         last = self.M if last is None else last
         halves, turn = list(halves), "w" if self.schedule.turn else ""
@@ -302,7 +302,7 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
     pixels, stores = unit.pixels, schedule.backprop == "stored"
     like: dict[str, Any] = {"dtype": torch.float32, "device": g_N.device}
     rebuilds = schedule.backprop == "reversible"
-    # What is rebuilt is soon given away again, which a second stream would have to be waited for.
+    # Rebuilt states are soon freed, and for that the second stream would have to be waited for.
     aside = SideStream(None if rebuilds else g_N.device)
     dK: list[list[Tensor]] = [[] for _ in unit.weights]
     sums: list[list[Tensor]] = [[] for _ in unit.weights]
@@ -328,20 +328,20 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
             if normal is None:
                 partial = torch.empty(pixels.programs, pixels.C, **like)
                 pixels.slope(x, d_z, z[:B], unit.weights[kind].a[layer], partial)
-                # Those of many layers would need room: then each is added up at once.
+                # Partial sums of many layers would need memory: unless stored, add each up at once.
                 sums[kind].append(partial if stores else partial.sum(0, keepdim=True))
             else:
                 sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
             with aside():
                 dK[kind].append(conv.gradient(s, z, K))
             d_s = conv.adjoint(K, z[:B])
-            if i > first:  # which is what the shear before this one starts from
+            if i > first:  # the input of the backward pass of the shear before
                 before, times = past.s(i - 1)[B:], unit.step(i - 1)
                 g[source] = pixels.move(g[source], d_s, before, times=times, turn=turn)
             else:
                 room = torch.empty_like(d_s, dtype=torch.float32 if i else g_N.dtype)
                 g[source] = pixels.move(g[source], d_s, room, keep=False)
-        aside.join()  # before the segment is given away, and the next one takes its room
+        aside.join()  # before the segment is freed, and the next one reuses its memory
         del past
     found: list[Tensor | None] = [_joined(g, g_N.dtype)]
     for one, grads, totals in zip(unit.weights, dK, sums, strict=True):
@@ -349,7 +349,7 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
         total = torch.stack(totals[::-1])
         if one.gamma is None:
             found.append(total.sum(1).to(one.a.dtype))
-        else:  # the mean that is taken off takes the bias with it
+        else:  # subtracting the mean removes the bias
             d_gamma, d_beta = total[:, 1].to(one.gamma.dtype), total[:, 0].to(one.gamma.dtype)
             found += [torch.zeros_like(one.a), d_gamma, d_beta]
     if rebuilt and schedule.check:
@@ -372,7 +372,7 @@ class _Stored:
 
 
 class _Rebuilt:
-    """The same from the end of the state: each shear is undone, since its source has not moved."""
+    """The same, rebuilt from the last state: a shear can be undone, as its source has not moved."""
 
     def __init__(self, unit: _Unit, end: Sequence[Tensor]) -> None:
         self.unit, self.halves = unit, list(end)

@@ -1,1 +1,1 @@
-"""Whole stacks forwards and backwards, each file for one kind of machine."""
+"""Kernels that run whole stacks forwards and backwards, one file for each kind of machine."""

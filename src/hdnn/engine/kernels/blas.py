@@ -15,7 +15,7 @@ from hdnn.engine.kernels.protocol import Stack, Tensors, schedule
 def _value_and_slope(
     a: Tensor, activation: str, *, slope: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """sigma(a) and, if asked for and unless the value says it all, sigma'(a). May overwrite a."""
+    """sigma(a) and, if asked for and not a function of that, sigma'(a). May overwrite a."""
     if activation == "tanh":
         return a.tanh_(), None
     if activation == "relu":
@@ -57,7 +57,7 @@ def _shear_back(
     work: tuple[Tensor, ...],
     ones: Tensor,
 ) -> Tensor:
-    """Backwards through y += c sigma(x K^T + b) V: undo it, unless y is None, and add gradients.
+    """Backwards through y += c sigma(x K^T + b) V: undo it unless y is None, and add gradients.
 
     Adds to gx and to grads = (dK, db, dV); returns the gradient of c.
     """
@@ -78,12 +78,12 @@ def _shear_back(
 
 
 def _steps(kept: Tensor, steps: int, like: Tensor) -> Tensor:
-    """The room for what each step reads: (steps, *like.shape)."""
+    """The memory for what each step reads: (steps, *like.shape)."""
     return kept[: steps * like.numel()].view(steps, *like.shape)
 
 
 class BlasShears:
-    """A shear stack; pairs of weights have those that move p first."""
+    """A shear stack; in pairs of weights, those that move p come first."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -150,7 +150,7 @@ class BlasShears:
         V = {"same": same, "identity": none}.get(self.stack.kind, (V_q, V_p))
         return (K_q, K_p), (b_q, b_p), V
 
-    # As much as the tiles keep, since a compiled graph does not know which of the two will run.
+    # As much as the tiles keep, since a compiled graph does not know which kernel will run.
     kept_size = staticmethod(cpu.kept_size)
     why_not = staticmethod(cpu.why_not)
 

@@ -1,9 +1,9 @@
 """The whole stack as one call on the CPU: tiles of samples, spread over threads.
 
-What a kernel needs to know besides its tensors depends on their sizes alone and is worked out once.
-Sums over samples are made tile by tile within groups that depend on the batch size alone, then
-group by group: results are the same to the bit for any number of threads. Steps are taken back a
-few at a time, so that these partial sums need the same little room at any depth.
+What a kernel needs besides its tensors depends on their sizes alone and is computed once. Sums over
+samples are made tile by tile within groups that depend on the batch size alone, then group by
+group, so results are the same to the bit for any number of threads. The backward pass takes a few
+steps at a time, so that these partial sums need the same little memory at any depth.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, Tensors, schedule
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
 
 GROUPS = 8, 32  # the fewest and the most groups of tiles that have sums of their own
-PARTIAL_BYTES = 2**18  # for the sums of all groups over the steps that are taken back at a time,
-STEPS = 16  # or room for so many steps, if that is more
-PARALLEL_FROM = 100_000  # products, below which waking a thread costs more than it brings
-LONG = 5_000_000  # products, which take far longer than a millisecond that a thread may be late
+PARTIAL_BYTES = 2**18  # for the sums of all groups, over the steps of one part of a backward pass,
+STEPS = 16  # or as much as this many steps need, if that is more
+PARALLEL_FROM = 100_000  # products: below this, waking a thread costs more than it brings
+LONG = 5_000_000  # products: takes far longer than the millisecond that a thread may be late
 
 
 class _Sizes:
-    """What the sizes of a stack decide."""
+    """What depends on the sizes of a stack alone."""
 
     def __init__(self, stack: Stack) -> None:
         B, width, steps, R = stack.samples, stack.width, stack.steps, max(stack.rows)
@@ -45,7 +45,7 @@ class _Sizes:
         each = (R * width + R + 1) + (R * width if general else 0)  # sums of one step
         most = max(STEPS, PARTIAL_BYTES // (self.groups * each * self.bytes))
         chunk = max(1, min(steps, most))
-        # Steps taken back at a time: the first, and how many. None copy the state.
+        # The parts of a backward pass: first step and count. Without steps, it copies the state.
         spans = [(max(0, high - chunk), min(chunk, high)) for high in range(steps, 0, -chunk)]
         self.chunks = spans or [(0, 0)]
         self.total = -(-chunk * each // lanes) * lanes  # elements of the sums of a group
@@ -65,7 +65,7 @@ def kept_size(stack: Stack) -> int:
 
 
 def why_not(dtype: torch.dtype, features: int) -> str:
-    """Why tiles cannot hold such states, or nothing."""
+    """Why tiles cannot hold such states; empty if they can."""
     known = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # half: by float32
     return "" if dtype in known else f"the CPU kernel is not for {dtype}"
 
@@ -106,7 +106,7 @@ class CpuShears:
         return out, kept
 
     def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
-        # Not 0, even where there is nothing to read, for then the kernel would read y.
+        # Not 0, even if there is nothing to read: 0 would make the kernel read y.
         return self._gradients(kept.data_ptr() or 1, 0, 0, g, tensors)
 
     def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
@@ -114,7 +114,7 @@ class CpuShears:
         return y_0, self._gradients(0, y_N.data_ptr(), y_0.data_ptr(), g, tensors)
 
     def _gradients(self, kept: int, y: int, y_0: int, g: Tensor, tensors: Tensors) -> Tensors:
-        """From what was kept or, where that is 0, from y = y_N, which is undone to y_0."""
+        """From the address `kept` or, if that is 0, from y = y_N, which is undone to y_0."""
         K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
         new = torch.empty_like if self.once else torch.zeros_like
         g_0, dcoef = torch.empty_like(g), torch.empty_like(coef) if self.learned else None
@@ -226,9 +226,9 @@ class _Collect:
 
 
 class _Work:
-    """A kernel over so many shares of the samples, each with rows of vectors to write on.
+    """A kernel over shares of the samples, each with rows of vectors as scratch memory.
 
-    Threads take one share after the other, whoever is free.
+    Each thread takes the next share as soon as it is free.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class _Work:
                 wait(rest)
 
     def _threads(self) -> int:
-        """How many it is worth waking for this."""
+        """How many threads are worth waking for this."""
         if _openmp is None and self.products < 20 * PARALLEL_FROM:
             return 1
         if self.products < LONG and time.perf_counter() < _alone_until:
@@ -273,13 +273,13 @@ class _Work:
 
 
 class _Workspace(threading.local):
-    """Memory to write on, kept from call to call; each thread that calls has its own."""
+    """Scratch memory, kept from call to call; each calling thread has its own."""
 
     def __init__(self) -> None:
         self.rooms: dict[str, tuple[int, int, Tensor]] = {}
 
     def address(self, name: str, size: int) -> int:
-        """Where so many bytes are."""
+        """The address of this many bytes."""
         found = self.rooms.get(name)
         if found is None or found[1] < size:
             room = torch.empty(size, dtype=torch.uint8)
@@ -291,7 +291,7 @@ _workspace = _Workspace()
 
 
 def _room_for_sums(size: int) -> tuple[int, Tensor | None]:
-    """The address of so many bytes, and what must live as long as they are used."""
+    """The address of this many bytes, and the tensor to keep alive while they are used."""
     if size <= 4 * PARTIAL_BYTES:
         return _workspace.address("sums", size), None
     room = torch.empty(size, dtype=torch.uint8)  # too much to keep until the next call
@@ -302,7 +302,7 @@ _alone_until = 0.0
 
 
 def _watched(kernel: Any, address: int, threads: int) -> None:
-    """Run a short kernel on threads; where they keep it waiting, work alone for a while.
+    """Run a short kernel on threads; if they are late, use this thread alone for a while.
 
     On a busy machine a thread may get its core only after milliseconds, and all wait for the last.
     """
@@ -316,7 +316,7 @@ def _watched(kernel: Any, address: int, threads: int) -> None:
 
 
 def _find_openmp() -> Any:
-    """The parallel regions of the OpenMP that PyTorch runs on: its threads are awake already."""
+    """The function that starts threads of PyTorch's own OpenMP, which are awake already."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -342,7 +342,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _after_fork() -> None:
-    """The threads and whatever they had locked stayed in the parent, those of OpenMP too."""
+    """Start afresh: threads, OpenMP's too, and the locks they held stayed in the parent."""
     global _workers, _lock, _openmp
     _workers, _lock, _openmp = None, threading.RLock(), None
     tiles.after_fork()

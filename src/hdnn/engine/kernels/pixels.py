@@ -1,9 +1,9 @@
-"""What stands between the convolutions of a unit, as Triton kernels over images in channels-last.
+"""All work between the convolutions of a unit, as Triton kernels over channels-last images.
 
 Such an image is a matrix: a row for each pixel, a column for each channel. A shear moves one image
-by another, `target += c K^T sigma(K source + a)`; all of it but the two convolutions, and the same
-of its backward pass, is done here in a few passes over memory. Sums over all pixels are taken in
-two steps, first by some programs and then over these, so they do not depend on who is first.
+by another, `target += c K^T sigma(K source + a)`. All of it except the two convolutions, and the
+same of its backward pass, is done here in a few passes over memory. Sums over all pixels are taken
+in two steps, within each program and then over programs, so that their order is always the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hdnn.errors import require
 
 Step: TypeAlias = tuple[float, Tensor | None]  # c, and a factor of it for each image (B,)
 ONE: Step = (1.0, None)
-PROGRAMS = 1024  # at the most, that add up pixels
+PROGRAMS = 1024  # at the most, for sums over pixels
 TILE = 2048  # entries at once
 
 tl: Any = None
@@ -36,7 +36,7 @@ kernel_slope: Any = None
 
 
 def _tile(tile, rows, C: constexpr, CB: constexpr, RB: constexpr):  # pragma: kernel
-    """Of some pixels: where the first begins, where the entries are from there, which exist."""
+    """For a tile of pixels: its start, the offsets of its entries, and which of them exist."""
     row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
     inside = tile * RB + row < rows
     if CB > C:
@@ -145,12 +145,12 @@ def _slope_kernel(
 
 
 def _scalar(number):  # pragma: kernel
-    """A number as one of Triton's, also where its interpreter counts with Python's."""
+    """A number as a Triton scalar, also in the interpreter, which uses Python's numbers."""
     return tl.program_id(0) * 0 + number
 
 
 def _moments_kernel(x, partial, rows, C: constexpr, CB: constexpr, RB: constexpr):  # pragma: kernel
-    """Sums of x and of its squares, less the value of the first pixel: that saves digits."""
+    """Sums of x and of its squares, with the first pixel subtracted: that saves digits."""
     start = _channel(x, C, CB)
     total, square = tl.zeros((RB, CB), tl.float32), tl.zeros((RB, CB), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
@@ -170,7 +170,7 @@ def _halve_kernel(
     """Means over 2 x 2 pixels; `rows` and `width` are those of the smaller image."""
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
     row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
-    # The pixels of all images in a row: two lines below each other belong to one line of `out`.
+    # The lines of all images follow each other: two of them make one line of `out`.
     start = y + (row // width * 4 * width + row % width * 2) * C + tl.arange(0, CB)[None, :]
     total = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(start + C, mask=inside, other=0.0).to(tl.float32)
@@ -183,7 +183,7 @@ def _halve_kernel(
 def _double_kernel(
     g, out, rows, width, C: constexpr, CB: constexpr, RB: constexpr
 ):  # pragma: kernel
-    """The adjoint: a quarter of each pixel to 2 x 2; `rows` and `width` of the larger image."""
+    """The adjoint: each pixel gives a quarter to 2 x 2; `rows`, `width` are of the larger image."""
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
     row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
     source = row // (2 * width) * (width // 2) + row % width // 2
@@ -311,7 +311,7 @@ _HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair", "_of_image")
 
 @functools.cache
 def _load() -> dict[str, Any]:
-    """Import Triton and compile what is above, at the first call."""
+    """Import Triton and compile the kernels above, at the first call."""
     triton_stacks.load()  # sigma and its slope are the same
     triton, here = require("triton", extra="gpu"), globals()
     for name in ("tl", "constexpr", "kernel_sigma", "kernel_slope"):
@@ -348,7 +348,7 @@ class Pixels:
     def __init__(self, like: Tensor, activation: str) -> None:
         self.C, self.activation, self.size = like.shape[1], activation, like.shape[2:].numel()
         self.rows = like.numel() // max(self.C, 1)
-        # Some tiles for each, as long as there are enough programs; a power of 2.
+        # Several tiles each, if there are enough for all programs; a power of 2.
         tiles = _tiles(self.rows, self.C)[0]
         self.programs = min(PROGRAMS, max(16, 1 << (tiles // 4).bit_length()))
 
@@ -379,9 +379,9 @@ class Pixels:
         turn: str = "",
         keep: bool = True,
     ) -> Tensor:
-        """y + by w, and s = times that; `turn="w"` puts J before w, "s" J^T before s.
+        """y + by w, and s = times that; `turn="w"` takes J w for w, "s" applies J^T to s.
 
-        What is not to be kept in float32 is only written to s.
+        The sum is also kept in float32, unless `keep` is false or w is None.
         """
         keep = keep and w is not None
         new = torch.empty_like(y, dtype=torch.float32) if keep else s
@@ -435,7 +435,7 @@ class Pixels:
 
 
 def fuse(x: Tensor) -> bool:
-    """Whether the kernels are for these images, as things stand: on a GPU, and nobody traces."""
+    """Whether the kernels can run for these images now: on a GPU, and not traced by PyTorch."""
     return (
         x.is_cuda
         and not torch.compiler.is_compiling()  # which could not look at what follows
@@ -481,7 +481,7 @@ class Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, beta, normal = ctx.saved_tensors
-        if torch.is_grad_enabled():  # gradients of these gradients will be asked for
+        if torch.is_grad_enabled():  # for gradients of these gradients
             asked = [t for t in (x, gamma, beta) if t.requires_grad]
             v = F.batch_norm(x, None, None, gamma, beta, True, 0.0, ctx.eps)
             z = activations.get(ctx.pixels.activation)(v)

@@ -1,7 +1,6 @@
 """Stacks in plain PyTorch, on any device and dtype: what the other kernels are tested against.
 
-The forward passes are differentiable too: autograd and the transforms of `torch.func` may look
-through them.
+The forward passes are differentiable too, by autograd and by the transforms of `torch.func`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class PlainShears:
         grads = [half.clone() for half in g.chunk(2, -1)]
         found: Any = [None if t is None else torch.zeros_like(t) for t in tensors]
         d_K_p, d_K_q, d_b_p, d_b_q, d_V_p, d_V_q, d_coef = found
-        # By the half that they move.
+        # Indexed by the half that they move.
         d_K, d_b, d_V = (d_K_q, d_K_p), (d_b_q, d_b_p), (d_V_q, d_V_p)
         for s in reversed(range(len(self.order))):
             (half, j), c = self.order[s], coef[s]

@@ -1,13 +1,13 @@
-"""What a kernel is made for, and what it can do.
+"""What describes a stack to a kernel, and the methods that a kernel has.
 
 A *shear stack* takes turns: p and q = (0, 1) move one after the other, each by the other half:
 target += c sigma(source K^T + b) V. V is K itself ("same"), nothing ("identity"), or given
 ("general"). An *Euler stack* moves all of y at once, y += c sigma(y K^T + b) V, and there V may
 also be K J^T with the canonical J ("canonical").
 
-Kernels take and return tensors in one order. Of a shear stack that is K_p, K_q, b_p, b_q, V_p, V_q
-and c; of an Euler stack K, b, V and c. Weights lead with the layer, V is None unless it is given,
-and c is by how much each step moves: of each shear, or of each layer, in the order in which they
+Kernels take and return tensors in one order: K_p, K_q, b_p, b_q, V_p, V_q and c for a shear stack;
+K, b, V and c for an Euler stack. Weights lead with the layer, V is None unless it is given, and c
+is the coefficient of each step (a shear, or a layer of forward Euler), in the order in which they
 run. All are contiguous, of one dtype and on one device.
 """
 
@@ -30,7 +30,7 @@ Tensors = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stack:
-    """All that is known of a stack before its tensors are."""
+    """All that is known of a stack without its tensors."""
 
     activation: str
     kind: str  # what V is
@@ -83,7 +83,7 @@ class Kernel(Protocol):
 
     @staticmethod
     def why_not(dtype: torch.dtype, features: int) -> str:
-        """Why it cannot run such states, or nothing."""
+        """Why it cannot run such states; empty if it can."""
         ...
 
 
@@ -99,7 +99,7 @@ class ShearKernel(Kernel, Protocol):
 def schedule(
     turns: tuple[int, ...], layers: int, inverse: bool, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of each shear of so many layers: which half moves, and by the weights of which layer.
+    """For each shear of these layers: which half moves, and by which layer's weights.
 
     As int64 on the CPU, or as int32 on a device.
     """
@@ -112,7 +112,7 @@ def schedule(
 
 @constant
 def installed(module: str) -> bool:
-    """Whether the package that a kernel is compiled by is there; it is imported at first use."""
+    """Whether the package that compiles a kernel is installed; it is imported at first use."""
     return _found(module)
 
 

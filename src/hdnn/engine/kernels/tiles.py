@@ -27,9 +27,9 @@ SAME, IDENTITY, GENERAL, CANONICAL = range(4)
 # number: at(address, i, like) is element i of an array of the type of `like`, load(address, row,
 # like) the row-th vector.
 
-arguments: Any = None  # arguments(args, count): so many whole numbers
+arguments: Any = None  # arguments(args, count): the first `count` arguments, as integers
 unit: Any = None  # 1 in the type that the kernel is for
-claim: Any = None  # claim(args, i): argument i, which grows by 1 each time, in any thread
+claim: Any = None  # claim(args, i): read argument i and add 1 to it, atomically
 at: Any = None  # scalars
 put: Any = None
 integer: Any = None
@@ -37,7 +37,7 @@ load: Any = None  # vectors
 store: Any = None
 splat: Any = None
 total_of: Any = None  # the sum over a vector
-turn_block: Any = None  # four by four elements from one place to another, turned
+turn_block: Any = None  # four by four elements from one place to another, transposed
 fold: Any = None  # the sum of the quarters of a vector
 dot: Any = None  # the sum of the quarters of a product, and then one product more
 dot_more: Any = None
@@ -171,12 +171,12 @@ def _normal_cdf(x, bell):  # pragma: kernel
 
 
 def _far(x):  # pragma: kernel
-    """From where on `_exp` of -x stands still, so that x times it is no longer next to 0."""
+    """Past this, `_exp` of -x no longer falls, so that x times it would not be almost 0."""
     return splat(708.0, x) if is_double(x) else splat(87.0, x)
 
 
 def _unless_far_below(x):  # pragma: kernel
-    """x, or 0 where sigma(x) = x times next to nothing."""
+    """x, or 0 where sigma(x) is x times almost 0."""
     return where_less(x, splat(0.0, x) - _far(x), splat(0.0, x), x)
 
 
@@ -325,7 +325,7 @@ def _one_row(W, across, x, count, one):  # pragma: kernel
 
 
 def _two_rows(W, down, across, x, count, one):  # pragma: kernel
-    """`_one_row` for W and for what lies `down` bytes below."""
+    """`_one_row` for W and for the row `down` bytes after it."""
     a = b = splat(0.0, one)
     for k in range(count):
         v, place = load(x, k, one), W + k * across
@@ -497,7 +497,7 @@ def _turn(x, step, y, other_step, rows, columns, one):  # pragma: kernel
 
 
 def _gather(y, tile, B, n, x, again, one):  # pragma: kernel
-    """The rows y (B, n) of a tile, turned: x is (n, lanes).
+    """The rows y (B, n) of a tile, transposed: x is (n, lanes).
 
     Lanes without a sample repeat the last one, if `again`, or are zero. States repeat: a made-up
     state might overflow where no sample does, and 0 times infinity would reach the sums.
@@ -557,7 +557,7 @@ def _split_forward(args):  # pragma: kernel
 
 
 def _split_backward(args):  # pragma: kernel
-    """From y_N each shear is undone; where the halves that they read were kept, none is."""
+    """Undoes each shear from y_N; if the halves that they read were kept, reads those."""
     one, given = unit(args), arguments(args, 29)
     groups, scratch, part, B, tiles, m, r_p, r_q, M = given[2:11]
     y, g, y_0, g_0, K_p, K_q, b_p, b_q, V_p, V_q = given[11:21]
@@ -644,7 +644,7 @@ def _euler_forward(args):  # pragma: kernel
             if kind == IDENTITY:
                 for k in range(n):
                     store(x, k, load(x, k, one) + load(z, k, one) * c)
-            elif kind == CANONICAL:  # J V^T z: the halves trade places, one turns its sign
+            elif kind == CANONICAL:  # J V^T z: swap the halves and change one sign
                 half = n // 2
                 place = V + j * r * n * size
                 _add_adjoint(place, n, z, c, x + half * vector, r, half, one)
@@ -797,15 +797,15 @@ def _compile(name: str, dtype: torch.dtype) -> Any:
         signature = numba.void(numba.types.CPointer(number))
         try:
             compiled = numba.cfunc(signature, cache=True, error_model="numpy")(KERNELS[name])
-        except RuntimeError:  # there is no place on disk to keep it
+        except RuntimeError:  # no folder on disk for the cache
             compiled = numba.cfunc(signature, error_model="numpy")(KERNELS[name])
-        # Only the address of a compiled function goes to C, so the object must stay.
+        # C gets only the address of a compiled function, so the object must stay alive.
         _compiled[name, dtype] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
         _kept.append(compiled)
     return _compiled[name, dtype]
 
 
 def after_fork() -> None:
-    """Whatever thread held the lock stayed in the parent."""
+    """A new lock: the thread that may hold the old one stayed in the parent."""
     global _lock
     _lock = threading.RLock()

@@ -5,12 +5,12 @@ Yoshida) is a schedule of shears `target += coef * sigma(source K^T + b) V`; eac
 the backward kernel starts from y_N and reconstructs every state on its way back. Forward Euler (H1,
 MS2) cannot be undone: its backward kernel reads the stored states.
 
-A shear with r hidden units is the sum of shears with a part of them, which move the same target by
-the same source: kernels walk over (shear, block of rows of K), so r has no limit and K needs no
-more room than one block.
+A shear with r hidden units is the sum of shears with some of the units each, with the same source
+and target: kernels loop over (shear, block of rows of K), so r has no limit and K takes no more
+registers than one block.
 
-A kernel is chosen, cut up and compiled once for a stack (`_Recipe`). Later calls only allocate what
-they return and launch it.
+A kernel is chosen, split into tiles and compiled once for a stack (`_Recipe`). Later calls only
+allocate what they return and launch it.
 
 Triton is imported when a kernel is first asked for. It reads the names that a kernel uses from this
 module, which is why `tl` is one of them and why `load` replaces each kernel by its compiled form.
@@ -39,7 +39,7 @@ MAX_WIDTH = 256
 """The widest state y, in features."""
 
 PARTIAL_BYTES = 64 * 2**20
-"""Room for the sums of the single tiles that the deterministic mode adds up afterwards."""
+"""Memory for the sums of single tiles, which the deterministic mode adds up afterwards."""
 
 tl: Any = None
 constexpr: TypeAlias = Any
@@ -54,7 +54,7 @@ def kernel_sigma(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
             z = tl.inline_asm_elementwise(
                 "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
             )
-        else:  # exact to rounding near 0 too, where the difference of two large numbers is not
+        else:  # exact to rounding also near 0, where subtracting large numbers would not be
             s = x * x
             near = ((s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2) * s
             near = x + x * (((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s)
@@ -103,7 +103,7 @@ def _rounded(x, PREC: constexpr):  # pragma: kernel
         x = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
     elif PREC == "bf16":
         x = x.to(tl.bfloat16)
-    elif PREC == "emulated":  # bf16 in the interpreter, which cannot multiply it
+    elif PREC == "emulated":  # bf16 in the interpreter, which cannot multiply bf16
         x = x.to(tl.bfloat16).to(tl.float32)
     return x
 
@@ -120,7 +120,7 @@ def _dot(a, b, acc, PREC: constexpr):  # pragma: kernel
 
 def _ordered(x, ROWS: constexpr, COLS: constexpr, PREC: constexpr):  # pragma: kernel
     # Of every 8 columns, a thread of the tensor cores holds 2t and 2t + 1 of a result, but t and
-    # t + 4 of a tf32 operand. The order of a sum is free: counting the columns anew in both factors
+    # t + 4 of a tf32 operand. The order of a sum is free: renumbering the columns of both factors
     # saves the exchange among threads.
     if PREC == "tf32":
         x = tl.reshape(x, (ROWS, COLS // 8, 4, 2))
@@ -156,7 +156,7 @@ def _column_sum(u, u_T, into, block, r, BR: constexpr, BT: constexpr, PREC, DET)
 
 
 def _column(n, BM: constexpr, GAP: constexpr):  # pragma: kernel
-    """Which column of a matrix a tile's column is; both halves of y = (p, q) may be padded."""
+    """The matrix column of each column of a tile; both halves of y = (p, q) may be padded."""
     k = tl.arange(0, BM)
     if GAP:
         k = tl.where(k < BM // 2, k, k - BM // 2 + n // 2)
@@ -296,8 +296,8 @@ def _split_forward_kernel(
         for e in tl.static_range(1 + ALT):
             k = pair * (1 + ALT) + e
             turn, c, K, b, V = turn_next, c_next, K_next, b_next, V_next
-            # The weights of the next step are asked for before this one starts, and what says
-            # where they are one step earlier still.
+            # Load the weights of the next step before this one starts, and their addresses
+            # one step earlier still.
             block = tl.minimum(k + 1, M * RB - 1) % RB
             turn_next, j_next, c_next = turn_after, j_after, c_after
             s = tl.minimum(k + 2, M * RB - 1) // RB
@@ -400,7 +400,7 @@ def _split_backward_kernel(
     BM: constexpr,
     BR: constexpr,
 ):  # pragma: kernel
-    """With KEEP, y_in is what the shears have read, and none is undone; else it is y_N."""
+    """With KEEP, y_in is what the shears have read, and none is undone; without, it is y_N."""
     pid = tl.program_id(0)
     first = pid.to(tl.int64) * BT
     rows = tl.arange(0, BT)
@@ -418,7 +418,7 @@ def _split_backward_kernel(
         source_next = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
     else:
         y_in += here
-        # Rows beyond the batch repeat its last sample: a state that surely can be taken back.
+        # Rows beyond the batch repeat its last sample, a state that can surely be undone.
         last = (tl.minimum(B - first, BT) - 1).to(tl.int32)
         again = tl.minimum(rows, last)[:, None] * (2 * m) + cols[None, :]
         source = tl.load(y_in + again + m, mask=cols[None, :] < m, other=0.0)
@@ -633,7 +633,7 @@ def _euler_forward_kernel(
             y = new
         else:
             y = tl.where(k % RB == RB - 1, new, y)
-        if KEEP:  # the last block has the last word
+        if KEEP:  # each block overwrites it, and the last is right
             tl.store(y_out + (zero + k // RB + 1) * (B * n) + at, new, mask=inside)
     if not KEEP:
         tl.store(y_out + at, y, mask=inside)
@@ -755,7 +755,7 @@ class _Kernels(NamedTuple):
     euler_forward: Any
     euler_backward: Any
     fast: bool  # whether inline assembly can be used
-    direct: bool  # whether a compiled kernel can be called without Triton's look at each argument
+    direct: bool  # whether a compiled kernel can be called without Triton's check of each argument
 
 
 _HELPERS = (
@@ -781,7 +781,7 @@ _HELPERS = (
 
 @functools.cache
 def load() -> _Kernels:
-    """Import Triton and compile what is above, at the first call."""
+    """Import Triton and compile the kernels above, at the first call."""
     triton = require("triton", extra="gpu")
     here = globals()
     here["tl"] = require("triton.language", extra="gpu")
@@ -813,7 +813,7 @@ def interpreted() -> bool:
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut up: samples a tile, rows of K a block, warps a program."""
+    """The sizes of a kernel's parts: samples a tile, rows of K a block, warps a program."""
 
     samples: int
     rows: int
@@ -874,7 +874,7 @@ _CANONICAL = {  # Euler with V = K J^T
 
 
 def tiling(name: str, kind: str, width: int, r: int, precision: str, *, backward: bool) -> Tiling:
-    """How a kernel over K of this padded width and r rows is cut up."""
+    """The tiling of a kernel over K of this padded width and r rows."""
     table = _SPLIT if name == "split" else _CANONICAL if kind == "canonical" else _EULER
     samples, rows, warps = table[max(32, width)][precision][backward]
     return Tiling(samples, min(rows, _padded(r)), warps)
@@ -884,7 +884,7 @@ _INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
 
 
 def _weight_precision(precision: str) -> str:
-    """How the gradients of the weights, which no layer works on further, are multiplied."""
+    """The precision for gradients of weights, on which no other layer depends."""
     return "bf16" if precision == "tf32" else precision
 
 
@@ -903,7 +903,7 @@ class _Call(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of K, or of K_q and K_p: kernels count q first."""
+        """The rows of K, or of K_q and K_p: kernels count q first."""
         return self.stack.rows[::-1]
 
 
@@ -927,7 +927,7 @@ def _check(stack: Stack, precision: str) -> None:
 
 
 class _Recipe:
-    """A stack's kernel, cut up for its sizes: made once, and then called again and again."""
+    """A stack's kernel with the tiling for its sizes: made once, and then called many times."""
 
     def __init__(self, call: _Call) -> None:
         stack, rows = call.stack, call.rows
@@ -940,7 +940,7 @@ class _Recipe:
         self.tiles, self.blocks = -(-stack.samples // BT), -(-r // BR)
         self.empty = stack.samples == 0 or stack.steps == 0
         self.steps, self.rows = stack.steps, rows
-        # p and q take turns, which the kernel likes, but not where it adds in order.
+        # The kernel has a faster loop if p and q alternate, but not if it adds in a fixed order.
         alternating = sorted(stack.turns) == [0, 1] and not call.deterministic
         precision = call.precision
         if interpreted():
@@ -975,14 +975,14 @@ class _Recipe:
         self.constants = {
             name: constants[name] for name in self.kernel.arg_names if name in constants
         }
-        # To fuse products and sums is Triton's default, but only for now.
+        # Fusing products and sums is Triton's default now, but may not stay so.
         self.options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
         self.device = -1 if stack.device.type == "cpu" else stack.device.index
         self.rest = (*self.sizes, *self.constants.values())
         self.direct: Any = None
 
     def launch(self, tensors: tuple[Tensor, ...], *span: int) -> None:
-        """Run the kernel over so many steps, or over the steps from .. to."""
+        """Run the kernel over a number of steps, or from one step to another."""
         if self.device >= 0 and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.launch(tensors, *span)
@@ -999,7 +999,7 @@ class _Recipe:
             *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
         )
         if aligned and load().direct:
-            # Triton compiles for aligned pointers, and for what _Call tells apart.
+            # Triton compiles for aligned pointers, and for each different _Call.
             self.direct = compiled[grid]
         return None
 
@@ -1007,8 +1007,8 @@ class _Recipe:
 class _Gradients:
     """How the gradients of a stack share one buffer, each of them contiguous.
 
-    Rows of dK, db and dV are counted alike: layer by layer, all of q before all of p. One row more
-    takes what is for none of them.
+    Rows of dK, db and dV have the same order: layer by layer, all of q before all of p. A spare row
+    at the end takes what belongs to none of them.
     """
 
     def __init__(self, stack: Stack, rows: tuple[int, ...]) -> None:
@@ -1039,7 +1039,7 @@ class _Gradients:
     def add_in_order(
         self, buffer: Tensor, rows: Tensor, recipe: _Recipe, tensors: tuple[Tensor, ...]
     ) -> None:
-        """Launch for some steps at a time; add up what each tile found, always in one order.
+        """Launch for some steps at a time, and add up the sums of all tiles in a fixed order.
 
         rows (steps, most) says where the rows of a step belong.
         """
@@ -1056,7 +1056,7 @@ class _Gradients:
             for part, w, offset in zip(parts, widths, self.offsets, strict=False):
                 total = buffer.as_strided((self.spare + 1, w), (w, 1), offset)
                 summed = part[: high - low].sum(1).view(-1, w)
-                # Sorts the rows first; index_add_ would add in the order of arrival.
+                # This sorts the rows first; index_add_ would add in any order.
                 total.index_put_((here,), summed, accumulate=True)
             if len(of_steps):
                 of_steps[low:high] = step_parts[: high - low].sum(1)
@@ -1068,7 +1068,7 @@ def _aligned(size: int) -> int:
 
 
 def _targets(parts: list[Any]) -> tuple[Any, Any, Any, Any]:
-    """dK, db, dV and dstep for a kernel; of those that are not there, it takes no notice."""
+    """dK, db, dV and dstep for a kernel; any tensor stands in for None, and is not touched."""
     dK, db, dV, dstep = parts
     return dK, db, dK if dV is None else dV, db if dstep is None else dstep
 
@@ -1078,7 +1078,7 @@ def _name(stack: Stack) -> str:
 
 
 def why_not(dtype: torch.dtype, features: int) -> str:
-    """Why no kernel takes such states, or nothing; half precision comes as float32."""
+    """Why no kernel takes such states, or empty; half precision is converted to float32."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the GPU kernel is for float32 and half precision, not {dtype}"
     if features > MAX_WIDTH:
@@ -1087,7 +1087,7 @@ def why_not(dtype: torch.dtype, features: int) -> str:
 
 
 class _TritonStack:
-    """The kernels of a stack; each is cut up when it is first asked for.
+    """The kernels of a stack; each is prepared when it is first needed.
 
     `deterministic` adds up the tiles in a fixed order, in at most PARTIAL_BYTES. Gradients are
     float32 and contiguous.
@@ -1168,7 +1168,7 @@ class TritonShears(_TritonStack):
 
 
 def _rows_of_shears(half: Tensor, layer: Tensor, recipe: _Recipe) -> Tensor:
-    """Of each shear: which rows of the gradients its rows are added to."""
+    """For each shear, the rows of the gradients to which its rows are added."""
     into, (r_q, r_p) = recipe.gradients, recipe.rows
     i = torch.arange(into.most, device=half.device)
     is_p = half.long()[:, None]
@@ -1189,7 +1189,7 @@ class TritonEuler(_TritonStack):
         return (out[-1].clone(), out.view(-1)) if keep else (out, None)
 
     def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
-        # The kernel knows no other way than to read the states, and has no option for it.
+        # keep=False: this kernel always reads the states, and has no such option.
         recipe, in_order = self.recipe(True, False), self.deterministic
         g_0 = g.clone() if in_order or recipe.empty else torch.empty_like(g)
         buffer, parts = recipe.gradients.new(g)

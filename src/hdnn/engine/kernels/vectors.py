@@ -1,4 +1,4 @@
-"""What numba has not got: vectors as values, and memory by address."""
+"""What numba does not have: vectors as values, and memory by address."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def operations() -> dict[str, Any]:  # pragma: kernel
     def add_totals(typing: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any):
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             def add_pairs(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
-                def mix(mask: list[int]) -> Any:  # the same within each four lanes
+                def mix(mask: list[int]) -> Any:  # the same permutation in each group of four lanes
                     lanes = x.type.count
                     picked = [g + k % 4 + k // 4 * lanes for g in range(0, lanes, 4) for k in mask]
                     t = ir.VectorType(ir.IntType(32), lanes)
@@ -300,7 +300,7 @@ def operations() -> dict[str, Any]:  # pragma: kernel
         return ternary
 
     def bits(builder: Any, x: Any, kind: Any) -> tuple[Any, Any, int]:
-        """The integers behind whole numbers x, their type, and the bits of a mantissa."""
+        """Whole numbers x as integers, the type of these, and the bits of a mantissa."""
         mantissa = 23 if kind.dtype.bitwidth == 32 else 52
         t = ir.VectorType(ir.IntType(kind.dtype.bitwidth), kind.lanes)
         shift = ir.Constant(x.type, [1.5 * 2.0**mantissa] * kind.lanes)
