@@ -126,7 +126,7 @@ def symplectic(net: Network) -> bool:
 
 
 def _rounding(state: Tensor, depth: int) -> float:
-    """How far rounding can move a singular value of so many factors, relative to the largest."""
+    """How far rounding can move a singular value of `depth` factors, relative to the largest."""
     return 8 * (math.sqrt(state.numel()) + depth) * torch.finfo(state.dtype).eps
 
 

@@ -56,7 +56,7 @@ class Certificates:
 
     @property
     def nothing(self) -> str:
-        """Why there is no certificate, where there is none."""
+        """Why there is no certificate, if there is none."""
         if self.parts:
             return ""
         return f"no guarantee: this {self.network} has no Hamiltonian layers"
@@ -80,8 +80,8 @@ def certify_images(
 ) -> Certificates:
     """Check the promises of a classifier at normalised images x, or at random ones.
 
-    As `certify`, in float64 and in evaluation mode. `samples` is how many pixels, or images where
-    the parts are units, are looked at, at the most.
+    As `certify`, in float64 and in evaluation mode, at no more than `samples` pixels (or images, if
+    the parts are units).
     """
     name, points = type(model).__name__, points or ("random images" if x is None else "images")
     positive_int("samples", samples)

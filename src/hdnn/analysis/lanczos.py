@@ -19,7 +19,7 @@ SURE = 1e-3  # the chance that `shortfall` is exceeded
 
 
 class Triple(NamedTuple):
-    """A v = value u, and A^T u = value v but for `residual`.
+    """A v = value u, and A^T u = value v up to `residual`.
 
     So A has a singular value no further than `residual` from `value`.
     """

@@ -56,7 +56,7 @@ class Record:
 
 
 class GradientMonitor:
-    """Records norm(dy_N/dy_j) and the gradients of the weights every so many steps.
+    """Records norm(dy_N/dy_j) and the gradients of the weights every few steps.
 
         monitor = GradientMonitor(x=data.x_test)
         fit(model, data.x_train, data.t_train, callbacks=[monitor])

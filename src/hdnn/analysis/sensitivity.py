@@ -20,7 +20,7 @@ from hdnn.networks import Network
 from hdnn.networks.promise import own_methods
 
 SMALL = 16  # features: up to this many, compiled loops multiply faster
-MEMORY = 2**28  # bytes for the matrices of the layers that are looked at together
+MEMORY = 2**28  # bytes for the matrices of layers that are processed together
 
 _ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
 
@@ -177,7 +177,7 @@ def _wanted(layers: Iterable[int] | None, N: int) -> list[int]:
 def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
     """The 2-, 1-, inf- or Frobenius norm of each matrix of (..., n, n): (...).
 
-    Infinite where an entry is too large for its dtype, and NaN where an entry is no number.
+    Infinite if an entry is too large for its dtype, and NaN if an entry is NaN.
     """
     order = _ORDERS[choose("ord", f"{ord:g}" if isinstance(ord, float) else str(ord), _ORDERS)]
     found, fine = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
@@ -186,7 +186,7 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
 
 
 def singular_values(Phi: Tensor) -> Tensor:
-    """Of each matrix of (..., n, n), largest first: (..., n); NaN where it is not finite."""
+    """Those of each matrix of (..., n, n), largest first: (..., n); NaN if it is not finite."""
     found, fine = _of_finite(Phi, torch.linalg.svdvals)
     return found.where(fine[..., None], torch.nan)
 

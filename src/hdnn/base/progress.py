@@ -1,4 +1,4 @@
-"""One line for a person who waits."""
+"""A progress line in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Breadth-first search on a graph that is given as the neighbours of each node."""
+"""Breadth-first search on a graph, given by the neighbours of each node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Safetensors files with a JSON text in their metadata and a checksum of all that they hold.
 
-A file is looked at before it is loaded: `opened` maps it, which costs no memory however large it
-says it is, so that names, shapes and text can be checked first. Never pickle.
+A file is checked before it is loaded: `opened` maps it, which costs no memory whatever size it
+claims, so that names, shapes and text can be read first. Never pickle.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _method(y: Tensor, tensors: Sequence[Tensor], *how: Any) -> Stored:
 
 
 def _all(tensors: Sequence[Tensor], turns: str) -> tuple[Tensor | None, ...]:
-    """The tensors of a stack, with None for V where it is K or nothing."""
+    """The tensors of a stack, with None for V unless it is given."""
     *weights, coef = tensors
     full = 6 if turns else 3
     return *weights, *[None] * (full - len(weights)), coef

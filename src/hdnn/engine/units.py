@@ -173,7 +173,7 @@ class _UnitStack(torch.autograd.Function):
 
 
 def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """K of each layer, as the convolutions want it."""
+    """K of each layer, in the form that the convolutions need."""
     N, r = K.shape[:2]
     return images(K.flatten(0, 1), dtype).unflatten(0, (N, r)).unbind(0)
 

@@ -162,7 +162,7 @@ def mnist_conv(
 
 
 def halved(y: Tensor) -> Tensor:
-    """The mean of each 2 x 2 pixels."""
+    """The means of all blocks of 2 x 2 pixels."""
     return pixels.Halve.apply(y) if pixels.fuse(y) else F.avg_pool2d(y, 2)
 
 

@@ -30,7 +30,7 @@ class ShearLayers(NamedTuple):
     K_q: Tensor
     b_p: Tensor
     b_q: Tensor
-    V_p: Tensor | None  # by which sigma(K_p p + b_p) moves q
+    V_p: Tensor | None  # q moves by sigma(K_p p + b_p) V_p
     V_q: Tensor | None
 
 

@@ -32,7 +32,7 @@ class BatchNorm(nn.BatchNorm2d):
             and self.affine
             and self.track_running_stats
             and self.momentum is not None
-            and input.numel() > self.num_features  # else PyTorch says that there is no deviation
+            and input.numel() > self.num_features  # else let PyTorch raise its error
             and self.activation in dispatch.FUSED
             and pixels.fuse(input)
         )

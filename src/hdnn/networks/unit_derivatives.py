@@ -1,7 +1,7 @@
 """Derivatives of a unit's layers at a state, as products with vectors.
 
 M = dy_{j+1}/dy_j of one layer, here as a Jacobian: `forwards` is M v, `backwards` M^T u, `undo`
-M^-1 v and `undo_backwards` M^-T u. All are in closed form, but for the inverse of an H1 layer,
+M^-1 v and `undo_backwards` M^-T u. All are in closed form, except the inverse of an H1 layer,
 which solves linear equations. Vectors have the shape of the state (1, ...), or (k, ...).
 """
 

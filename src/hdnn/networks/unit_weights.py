@@ -23,9 +23,9 @@ MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
 class UnitWeights(nn.Module):
-    """K and b of each half, stacked over layers, and what normalises between K y + b and sigma.
+    """K and b of each half, stacked over layers, and the normalisation between K y + b and sigma.
 
-    Of a block-sparse K only the free entries are stored.
+    If K is block-sparse, only its free entries are stored.
     """
 
     channels: int

@@ -16,7 +16,7 @@ import numpy as np
 
 from hdnn.errors import SparsityError
 
-Links = tuple[tuple[int, ...], ...]  # of each node: the nodes in its row, itself included
+Links = tuple[tuple[int, ...], ...]  # for each node, the nodes in its row, itself included
 
 WORK = 2 * 10**8  # steps from node to node: half a minute at the most
 CHUNK = 2**20  # steps at once

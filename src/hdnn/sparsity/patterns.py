@@ -51,7 +51,7 @@ def product(*patterns: Tensor) -> Tensor:
 
 
 def dependency(T: Any, R: Any) -> Tensor:
-    """T R^T R + R^T R T: on whom each node's forward and backward update depend."""
+    """T R^T R + R^T R T: the nodes that each node's forward and backward updates depend on."""
     T, R = binary("T", T), binary("R", R)
     _check_alike(T=T, R=R)
     return product(T, R.mT, R) | product(R.mT, R, T)
@@ -116,7 +116,7 @@ def _check_diagonal(name: str, pattern: Tensor) -> None:
 
 
 def _whole(sizes: Any, nodes: int, name: str = "sizes") -> tuple[int, ...]:
-    """The features of each node, as many as there are nodes."""
+    """The features of each node, checked: one size a node."""
     given: list[Any] = list(sizes) if isinstance(sizes, Iterable) else []
     if len(given) != nodes or not all(isinstance(k, Integral) and int(k) >= 1 for k in given):
         raise SparsityError(
@@ -155,7 +155,7 @@ class Sparsity:
             self.check_local(self.T)
 
     def check_local(self, T: Tensor) -> None:
-        """Raise if S is known and the updates need nodes that are no neighbours in it."""
+        """Raise if S is given and the updates need nodes that it does not link."""
         if self.S is None or is_local(T, self.R, self.S):
             return
         first = list(islice(_breaches(T, self.R, self.S, 5), 5))
