@@ -71,7 +71,7 @@ def _steps_that_fill(step: Step, block: float, device: str) -> int:
 
 
 def _clock(step: Step, count: int, device: str) -> float:
-    """Seconds a step, of so many in a row."""
+    """Seconds a step, averaged over `count` in a row."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(count):

@@ -64,7 +64,7 @@ def speed(network: str, batch: int, data: ImageData) -> dict[str, Any]:
 
 
 def memory(layers: int, backprop: str) -> dict[str, Any]:
-    """The peak of a training step in MiB, what of it an image costs, and seconds."""
+    """The peak of a training step in MiB, the part of it that an image costs, and seconds."""
     options = {name: value for name, value in H2.items() if name != "reversible"}
     options |= {"layers": layers, "backprop": backprop, "step": 3 / layers}
     model = models.hdnn_star(**options).cuda()

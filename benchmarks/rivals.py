@@ -62,7 +62,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {"h1": plain_h1, "h2": plain_h2}
 def training_step(
     function: Callable[..., Tensor], tensors: list[Tensor], h: float = H, **options: Any
 ) -> Step:
-    """Forwards and backwards, as one trains."""
+    """Forward and backward pass of a training."""
 
     def forward() -> Tensor:
         return function(*tensors, h, **options)

@@ -65,7 +65,7 @@ def check(patterns: GraphPatterns) -> dict[str, Any]:
 
 
 def messages(patterns: GraphPatterns) -> dict[str, int]:
-    """Of one layer, forward and as many backward, where each node is a process of its own.
+    """Messages of one layer forward (and as many backward) if each node is a process.
 
     Each evaluation of the field gathers states along R and reduces contributions back along it.
     H1 has a J, which takes a round along T.

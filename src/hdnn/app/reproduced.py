@@ -39,7 +39,7 @@ def pictures(folder: Path) -> list[Picture]:
 
 
 def picture(file: Path, name: str = "", caption: str = "") -> Picture | None:
-    """A PNG inside of the page, or None if it is none."""
+    """A PNG to put into the page, or None if the file is not one."""
     content = _read(file)
     if not content.startswith(b"\x89PNG"):
         return None

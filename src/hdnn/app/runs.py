@@ -52,7 +52,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether it came to its end."""
+        """Whether it is finished."""
         return self.metrics_file.is_file()
 
     def check_free(self) -> None:
@@ -106,7 +106,7 @@ class Run:
             raise CheckpointError(f"{self.config_file} was edited: {error}") from error
 
     def resumed(self, given: dict[str, Any]) -> TableConfig | ImageConfig:
-        """The same, unless the options that were given ask for something else."""
+        """The same config; an error if the given options ask for something else."""
         config = self.config()
         for name, new in given.items():
             if not hasattr(config, name):

@@ -156,7 +156,7 @@ def _transfer(url: str, part: Path, limit: int, progress: bool) -> None:
         response = urllib.request.build_opener(_HTTPSOnly).open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and start:  # there is no more: it is complete, or wrong
+        if error.code == 416 and start:  # no bytes are left: the file is complete, or wrong
             return
         raise _FailedError(f"the server says {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:

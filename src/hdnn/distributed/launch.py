@@ -123,7 +123,7 @@ class _Watch:
                 self.output += line
 
     def wait(self, patience: float) -> tuple[int, int] | None:
-        """The first part that failed and its exit code; None if all came to their end."""
+        """The first part that failed and its exit code; None if all ended well."""
         bad, since = None, 0.0
         try:
             while self._running():

@@ -53,7 +53,7 @@ def entering(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def extremes(stage: Stage, y: Tensor, j: int, steps: int) -> Extremes:
-    """Those of dy_N/dy_j, from the states y that enter the stage."""
+    """The extreme singular values of dy_N/dy_j, from the states y that enter the stage."""
     if isinstance(stage[0], HamiltonianUnit):
         return unit_extremes(stage[0], y, layers=[j], steps=steps)
     with torch.no_grad():

@@ -133,7 +133,7 @@ def train(job: Job) -> Job:
 
 
 def job_of(variant: str, data: str, layers: int, seed: int) -> Job:
-    """One training, with all that decides how it goes."""
+    """One training, with everything that decides its result."""
     cell = {"variant": variant, "data": data, "layers": layers, "seed": seed}
     more = {**MORE[data], "starts": 1} if _full(variant) else MORE[data]
     return {**cell, "options": OPTIONS, "more": more}

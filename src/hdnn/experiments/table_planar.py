@@ -161,7 +161,7 @@ def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, i
 
 
 def job_of(cell: Job, recipe: str, T: float, seed: int) -> Job:
-    """One training, with all that decides how it goes."""
+    """One training, with everything that decides its result."""
     job = {**cell, "recipe": recipe, "options": RECIPES[recipe], "T": T, "seed": seed}
     if recipe == "ours":
         job["more"] = MORE[cell["data"]]

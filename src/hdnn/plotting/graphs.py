@@ -25,8 +25,8 @@ GREY = "#8C8C8C"
 CIRCLE = 16  # nodes, up to which they lie on a circle
 NAMED = 100  # nodes, up to which they have their numbers on them
 MOST = 1000  # nodes: of more, nothing could be seen
-ROUNDS = 300  # of improving the places of the nodes, at the most
-PAIRS = 5 * 10**7  # of nodes that are looked at meanwhile
+ROUNDS = 300  # most rounds of improving the places of the nodes
+PAIRS = 5 * 10**7  # pairs of nodes that are compared in doing so
 DRAWN = 5000  # lines of one kind: more of them take long and hide each other
 
 

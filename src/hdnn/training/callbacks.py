@@ -24,7 +24,7 @@ from hdnn.training import coordinate, identity
 from hdnn.training.checks import check_data, head_of, number, whole_number
 from hdnn.training.history import Callback, Moment
 
-PART = 4096  # samples of a validation set that are looked at together
+PART = 4096  # samples of a validation set that are evaluated together
 
 
 @dataclass
@@ -170,7 +170,7 @@ class EarlyStopping:
         return {**{name: getattr(self, name) for name in names}, "data": data}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of a training needs to know: numbers, lists and tensors."""
+        """The state that a resumed training needs: numbers, lists and tensors."""
         tensors = {f"weights.{name}": value for name, value in self.weights.items()}
         tensors |= {} if self.output is None else {"output": self.output}
         return {"means": asdict(self.means), "watched": asdict(self.watched), **tensors}

@@ -61,7 +61,7 @@ class OutputProblem:
         return (each * self.share).sum()
 
     def hessian(self, S: Tensor) -> Tensor:
-        """Of the mean loss in all of W, row by row: (c d, c d)."""
+        """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
         A, c = self.A, S.shape[1]
         if isinstance(self.head, RegressionHead):
             D = torch.full_like(S, 2 / c) * self.share

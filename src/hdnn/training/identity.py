@@ -29,7 +29,7 @@ LONG = 200  # characters; of longer values only a digest is kept
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of some tensors."""
+    """A digest of the bits of some tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(bits(tensor))
@@ -42,7 +42,7 @@ def shapes(tensors: Iterable[Tensor]) -> str:
 
 
 def of_model(model: nn.Module) -> dict[str, Any]:
-    """What a model is and how it runs, but for the values of its weights."""
+    """A model and how it runs, without the values of its weights."""
     named = list(model.named_parameters())
     dtypes = sorted({str(p.dtype)[6:] for _, p in named})
     several = {name: str(p.dtype) for name, p in named}

@@ -159,7 +159,7 @@ class _Training:
         self.smooth = Smoothness(smooth, options["smoothness"])
         self.output = Output(self.head, self.solver, options["ridge"], self.rate, self.y_0)
         self.history = History()
-        self.epoch = self.k = 0  # where the training stands
+        self.epoch = self.k = 0  # the position of the training
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch
         self.order = self.generator.get_state()  # from which the order of this epoch is drawn
         self.wish = self.stopped = False  # a callback asks to end; all processes have agreed
@@ -255,7 +255,7 @@ class _Training:
         return self._advance((found.loss, found.correct, norm), rate, last)
 
     def _gradient_norm(self) -> float:
-        """Of all that is trained."""
+        """The norm of the gradient of all trained parameters."""
         grads = [p.grad for p in self.trained if p.grad is not None]
         if isinstance(self.optimizer, small_steps.CompiledAdam):
             return small_steps.norm(grads)

@@ -61,7 +61,7 @@ def fit_multilevel(
             callbacks, folders = list(callbacks), [None] * len(counts)
             place = checkpoint.open_folder(folder, resume) if members.first else None
             stack.enter_context(checkpoint.locked(place))
-            if place is not None:  # all are looked at before the first one is trained
+            if place is not None:  # all are checked before the first one is trained
                 named = [place / f"level-{level}" for level in range(len(counts))]
                 folders = [checkpoint.open_folder(one, resume) for one in named]
         for level, count in enumerate(counts):

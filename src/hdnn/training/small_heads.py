@@ -188,7 +188,7 @@ def _residual(S, T, share, kind, R):  # pragma: kernel
 
 
 def _gradient(A, R, W, ridge, g):  # pragma: kernel
-    """Of mean loss + ridge/2 |W|^2."""
+    """The gradient of mean loss + ridge/2 |W|^2."""
     c, d = W.shape
     B = A.shape[1]
     whole = B - B % 8
@@ -281,7 +281,7 @@ def _adam(
 
 
 def _hessian(A, S, share, kind, H, P, w):  # pragma: kernel
-    """Of the mean loss in W, row by row; P (c, B) and w (B,) are to write on."""
+    """The Hessian of the mean loss in W, row by row; P (c, B) and w (B,) are scratch space."""
     (c, B), d = S.shape, A.shape[0]
     H[:] = 0.0
     if kind == SIGMOID:

@@ -68,7 +68,7 @@ def launch(**options: Any) -> int:
 
 
 def _plan(task: GraphTask, options: dict[str, Any]) -> Plan:
-    """Which process has which nodes, if the numbers that were asked for make sense."""
+    """Which process owns which nodes; an error if the given numbers do not fit."""
     restarts, replicas = options.get("restarts", 0), options.get("replicas", 1)
     if not 0 <= restarts <= 1000:
         raise OptionError(f"restarts must be a whole number from 0 to 1000, but got {restarts}.")

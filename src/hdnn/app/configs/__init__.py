@@ -1,1 +1,1 @@
-"""What trainings are asked to do: on tables, on images, on graphs."""
+"""Configs of trainings: on tables, on images, on graphs."""

@@ -1,4 +1,4 @@
-"""What a training on the images of mnist and cifar10 is asked to do.
+"""The config of a training on the images of mnist and cifar10.
 
 All blanks are filled in at once, from the recipe of the paper's table, so that the config.toml of a
 run says everything that a flag could have said.
@@ -21,10 +21,10 @@ from hdnn.training.images import ImageRecipe
 from hdnn.training.images import recipes as image_recipes
 from hdnn.training.images.recipes import NETWORKS
 
-HIDDEN = ("step", "T", "activation", "init", "smoothness")  # of Hamiltonian layers only
+HIDDEN = ("step", "T", "activation", "init", "smoothness")  # only for Hamiltonian layers
 RECIPE = ("batch", "optimizer", "learning_rate", "weight_decay", "clip", "smoothness")
-NUMBERS = {"mnist": 8 * 28**2, "cifar10": 64 * 32**2}  # in the state of one image, about
-WEIGHTS = {"mnist": 8**2, "cifar10": 9 * (64**2 + 96**2 + 144**2)}  # of a layer, about
+NUMBERS = {"mnist": 8 * 28**2, "cifar10": 64 * 32**2}  # about as many in the state of one image
+WEIGHTS = {"mnist": 8**2, "cifar10": 9 * (64**2 + 96**2 + 144**2)}  # about as many in a layer
 STEPS, LEAST = 20, 10  # steps in an epoch of few images; images in such a minibatch
 SEEDS = 2**32  # the seed of an epoch is a multiple of it
 
@@ -148,7 +148,7 @@ class ImageConfig(BaseConfig):
         return image_recipes.recipe(self.data, self.network, layers, self.epochs, self.seed)
 
     def recipe(self) -> ImageRecipe:
-        """How to train; a warm-up that was asked for replaces other courses of the rate."""
+        """How to train; a given warm-up replaces the recipe's other schedules of the rate."""
         given = {k: getattr(self, k) for k in (*RECIPE, "warmup") if getattr(self, k) is not None}
         found = replace(self._table(), **given)
         if self.warmup is not None:

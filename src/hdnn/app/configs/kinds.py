@@ -1,4 +1,4 @@
-"""Which kind of training options ask for, and their files."""
+"""The kind of training that options ask for, and config files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training on a table or on points of the plane is asked to do."""
+"""The config of a training on a table or on points of the plane."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hdnn.networks.initial import INITS
 from hdnn.training import table_recipe
 from hdnn.training.checks import whole_number
 
-# For a file: what serves most tables. What depends on the task is filled in by `resolved`.
+# For a file: options that suit most tables. What depends on the task is filled in by `resolved`.
 _PENALTIES = ("weight_decay", "ridge")
 TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     {

@@ -60,7 +60,7 @@ class GraphTask:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the training, with all defaults."""
+        """The options of the training, defaults included."""
         return _options(self.config)
 
     def plan(self, parts: int) -> Plan:
@@ -99,11 +99,11 @@ class GraphTask:
             )
 
     def go_on(self, command: str) -> str:
-        """How to resume it."""
+        """The command that resumes it."""
         return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
 
     def stopped(self, how: str) -> terminal.StoppedError:
-        """What to say after an interruption, with how to go on."""
+        """The message after an interruption, with the command that resumes."""
         if not (self.folder / "config.json").is_file():
             return terminal.StoppedError("interrupted before anything was written.")
         return terminal.StoppedError(f"interrupted; {how}")
@@ -214,7 +214,7 @@ def _options(config: run.Config) -> dict[str, Any]:
 def _resumed(
     folder: Path, given: dict[str, Any], graph: str | None, nodes: int | None
 ) -> GraphTask:
-    """The training of a folder, unless something else is asked for."""
+    """The training of a folder; an error if the options ask for something else."""
     file = folder / "config.json"
     try:
         written = read_json(file, MOST_CONFIG)

@@ -49,7 +49,7 @@ class Task(ABC):
     def fit(
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
-        """Train, or go on with what the folder has."""
+        """Train, or resume from the folder."""
 
     @abstractmethod
     def write(self, run: Run) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def train(
 ) -> Result:
     """Train, measure, draw and save in the folder of `run`.
 
-    A run that was started there with the same config goes on; a complete one stays as it is. Of
+    A run started there with the same config is resumed; a complete one stays as it is. Of
     several processes the first reads and writes, and all of them train.
     """
     processes, start = processes or OneProcess(), time.perf_counter()

@@ -61,7 +61,7 @@ def linked(pids: Sequence[int]) -> tuple[set[tuple[int, int]], list[set[End]]]:
 
 
 def _end(text: str) -> End:
-    """An end out of /proc/net/tcp, which prints 32-bit words in the machine's byte order."""
+    """One end from /proc/net/tcp, which prints 32-bit words in the machine's byte order."""
     hexadecimal, port = text.split(":")
     words = [hexadecimal[k : k + 8] for k in range(0, len(hexadecimal), 8)]
     packed = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)

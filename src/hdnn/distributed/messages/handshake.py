@@ -1,6 +1,6 @@
 """Before any work, all parts compare fingerprints: do they run the same training?
 
-A fingerprint has one size whatever goes in, so that it can always be read: a message of another
+A fingerprint always has the same size, so that it can be read: a message of another
 size than expected would be cut off in silence, or end the process.
 """
 

@@ -180,7 +180,7 @@ _broken: list[Pending] = []  # kept for ever: MPI may still write into their mes
 class _Pending:
     def __init__(self, transport: Mpi, out: Sequence[Message], into: Sequence[Message]) -> None:
         self.transport = transport
-        self.messages = [*out, *into]  # MPI has no more than their addresses
+        self.messages = [*out, *into]  # kept alive, because MPI has only their addresses
         self.works: list[tuple[list[int], Any]] = []
 
     def add(self, parts: list[int], begin: Callable[[], Any]) -> None:

@@ -28,7 +28,7 @@ class NodeHead:
         W = head.weight.detach()[:, own].clone()
         w = head.bias.detach().clone()[:, None] if tree.is_root else W[:, :0].clone()
         self.weights = {"W": W, "w": w}
-        # Where each feature of a node stands among this part's rows, and whose each row is.
+        # The row of each feature of a node in this part, and the node of each row.
         node_of = {k: i for i, n in enumerate(net.part.nodes) for k in net.positions_of(n)}
         self.owner = torch.tensor([node_of[k] for k in own.tolist()])
         at_root = [i for i, n in enumerate(net.part.nodes) if n == plan.tree.root]

@@ -47,7 +47,7 @@ class Small:
                 self.given[r, own] = entries
         self.padded = bool((self.entry == stencil.entries).any())
         self.padded |= bool((self.given == stencil.entries).any())
-        # Where the gradient of each entry stands among those by slot and row.
+        # The position of each entry's gradient among those ordered by slot and row.
         self.place = torch.zeros(stencil.entries + 1, dtype=torch.int64)
         self.place[self.entry.flatten()] = torch.arange(self.entry.numel())
         self.place = self.place[:-1]

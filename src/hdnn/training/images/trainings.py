@@ -232,7 +232,7 @@ class ImageTraining:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a GPU in a stream of its own, after all that came before it elsewhere."""
+        """On a GPU, run in a separate stream, after earlier work in the default stream."""
         if self.stream is None:
             yield
             return

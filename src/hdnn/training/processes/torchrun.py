@@ -84,14 +84,14 @@ class SeveralProcesses:
         return (attempt or Attempt.unpacked(self.store.get(word))).result()
 
     def device(self, name: str) -> str:
-        """The device of this process, now that all know what is asked for, and their group."""
+        """The device of this process, once the options are known; also joins the process group."""
         here = self._device(name)
         if self.ranks is None:
             self._all_say("ready", self.timeout)
             try:
                 with meeting.kept_here(meeting.on_one_machine()):
                     dist.init_process_group(
-                        "gloo" if here == name else "cpu:gloo,cuda:nccl",  # files, words by gloo
+                        "gloo" if here == name else "cpu:gloo,cuda:nccl",  # messages by gloo
                         store=self.store,
                         rank=self.rank,
                         world_size=self.size,
