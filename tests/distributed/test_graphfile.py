@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import tomllib
 import tracemalloc
 from pathlib import Path
@@ -335,3 +336,14 @@ def test_a_large_file_of_anything_else_is_refused_before_it_is_read(tmp_path, mo
         read_graph(file)
     file.write_text("nodes = 2\nR = [[0, 1]]\n")
     assert read_graph(file).nodes == 2
+
+
+def test_a_graph_pickled_when_its_module_had_another_place_is_read_back(tmp_path):
+    file = tmp_path / "path.toml"
+    file.write_text("nodes = 3\nedges = [[0, 1], [1, 2]]\n")
+    graph = read_graph(file)
+    here = b"hdnn.distributed.graph.graph\nGraph"
+    pickled = pickle.dumps(graph, protocol=0)
+    assert here in pickled
+    before = pickle.loads(pickled.replace(here, b"hdnn.distributed.graph\nGraph"))
+    assert (type(before), before.R, before.S) == (Graph, graph.R, graph.S)
