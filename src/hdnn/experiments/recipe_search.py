@@ -46,6 +46,12 @@ CELLS: dict[str, list[Cell]] = {
 }
 PLAIN: Options = {"copies": 1, "moved": 0.0, "starts": 1}
 TAKEN = "points moved, several starts (taken)"
+
+
+def _moved_less(taken: Options) -> Options:
+    return {**taken, "moved": taken["moved"] / 1.5, "epochs": 5}
+
+
 TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # given the final recipe
     "planar": {
         "minibatches of 50, 50 epochs (before)": lambda _: {**PLAIN, "batch": 50, "epochs": 50},
@@ -63,20 +69,12 @@ TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # given the final
             "starts": 1,
         },
         "points moved, one start": lambda taken: {**taken, "starts": 1},
-        "points moved 2/3 as far, 5 epochs": lambda taken: {
-            **taken,
-            "moved": taken["moved"] / 1.5,
-            "epochs": 5,
-        },
+        "points moved 2/3 as far, 5 epochs": _moved_less,
         TAKEN: lambda taken: taken,
     },
     "general": {
         "50 epochs (before)": lambda _: {**PLAIN, "epochs": 50},
-        "points moved 2/3 as far, 5 epochs": lambda taken: {
-            **taken,
-            "moved": taken["moved"] / 1.5,
-            "epochs": 5,
-        },
+        "points moved 2/3 as far, 5 epochs": _moved_less,
         TAKEN: lambda taken: taken,
     },
 }
