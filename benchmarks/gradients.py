@@ -247,7 +247,7 @@ def ran(net: nn.Module, y: Tensor, device: str) -> str:
     """The engine that ran, and the states that gradients came from."""
     if isinstance(net, hdnn.HamiltonianUnit):
         work = torch.float32
-        return f"units, {net._way(y.to(device), work)}"
+        return f"units, {net._chosen_backprop(y.to(device), work)}"
     said = copy.deepcopy(net).to(device).engine_report(batch=len(y))
     engine = "fused" if "fused engine" in said else "reference"
     return f"{engine}, {said.split('backprop ')[1].split()[0]}"
