@@ -54,8 +54,8 @@ def unit_errors(
     draw = torch.randn(2, batch, channels, *size, generator=random).to(getattr(torch, given))
     y, g = draw[0].double().requires_grad_(), draw[1].double()
     factors = torch.randint(0, 3, (layers, batch), generator=random) / 1.5 if drop else None
-    states, seen = exact._run(y, factors)
-    wanted = [states[-1], *torch.autograd.grad(states[-1], [y, *free(exact)], g)]
+    y_N, *seen = exact._run(y, factors)
+    wanted = [y_N, *torch.autograd.grad(y_N, [y, *free(exact)], g)]
     y = draw[0].to(device).requires_grad_()
     schedule = fast._schedule(getattr(torch, work), backprop)
     given = schedule, fast._raw(), None if factors is None else factors.to(device)
@@ -65,7 +65,7 @@ def unit_errors(
         end = out.detach().clone()
         out.mul_(4)
         found = [end, *torch.autograd.grad(out, [y, *free(fast)], draw[1].to(device) / 4)]
-    if seen is not None:
+    if seen:
         wanted, found = [*wanted, *seen], [*found, *statistics]
     with torch.no_grad():
         assert torch.equal(units.run(y, *given)[0], end)
@@ -119,7 +119,7 @@ def second_errors(network, norm, *, device="cpu"):
     work, factors = torch.float32, torch.tensor([[0.0, 1.25], [1.25, 1.25]], device=device)
     schedule = unit._schedule(work, "checkpoint")
     found = twice(lambda y: units.run(y, schedule, unit._raw(), factors)[0])
-    wanted = twice(lambda y: unit._plain(work, y, factors, *unit._raw()))
+    wanted = twice(lambda y: unit._plain(work, factors, y, *unit._raw()))
     x = torch.randn(2, 4, 4, 4, device=device, requires_grad=True)
     ones = torch.ones(4, device=device, requires_grad=True)
     for function, other in (
@@ -146,8 +146,7 @@ def extreme_errors(activation, *, device="cpu"):
     z, d, shift = torch.empty_like(near), torch.empty_like(near), torch.zeros(2, device=device)
     kernels = pixels.Pixels(near, activation)
     kernels.activate(near, z, shift)
-    partial = torch.empty(kernels.programs, 2, device=device)
-    kernels.slope(near, torch.ones_like(near), d, shift, partial)
+    kernels.slope(near, torch.ones_like(near), d, shift)
     pairs = ((z, sigma(x.double())), (d, sigma.slope(x.double())))
     return [float(((a.cpu() - b) / b.abs().clamp_min(1)).abs().max()) for a, b in pairs]
 

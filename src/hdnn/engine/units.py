@@ -16,14 +16,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdnn.engine.drift import check_reversal, drift_of
-from hdnn.engine.kernels.pixels import Pixels, Step, images
-from hdnn.engine.side_stream import SideStream
+from hdnn.engine.kernels.pixels import Pixels, Step, differentiable, empty_images, images
 from hdnn.operators import conv
 
 IMAGES = 5  # of the size of a state, which the backward pass of a layer needs
@@ -59,7 +59,7 @@ class Schedule:
     work: torch.dtype
     backprop: str  # "stored", "checkpoint" or "reversible"
     check: bool  # whether reversals are checked
-    reference: Callable[..., Tensor]  # y_N by plain PyTorch, for gradients of gradients
+    reference: Callable[..., Tensor]  # y_N by plain PyTorch, from factors, y_0 and weights
 
     @property
     def count(self) -> int:
@@ -78,12 +78,6 @@ class KindWeights(NamedTuple):
     a: Tensor  # (N, r)
     gamma: Tensor | None = None
     beta: Tensor | None = None
-
-
-def grouped(schedule: Schedule, weights: Sequence[Tensor]) -> list[KindWeights]:
-    """The weights by kind, from one flat sequence."""
-    each = 4 if schedule.normed else 2
-    return [KindWeights(*weights[k : k + each]) for k in range(0, len(weights), each)]
 
 
 class Kept(NamedTuple):
@@ -162,14 +156,12 @@ class _UnitStack(torch.autograd.Function):
         schedule: Schedule = ctx.schedule
         weights, rest = rest[: ctx.weights], rest[ctx.weights :]
         if torch.is_grad_enabled():  # for gradients of these gradients
-            asked = [t for t in (y, *weights) if t.requires_grad]
-            out = schedule.reference(y, factors, *weights)
-            found = iter(torch.autograd.grad(out, asked, grads[0], create_graph=True))
-            g_y, *rest = (next(found) if t.requires_grad else None for t in (y, *weights))
-            return g_y, None, None, *rest
-        unit = _Unit(y, schedule, weights, factors, rest[: ctx.normals])
-        g, *rest = _backward(grads[0], y, unit, rest[ctx.normals :])
-        return g, None, None, *rest
+            reference = partial(schedule.reference, factors)
+            g, *found = differentiable(reference, (y, *weights), grads[0])
+        else:
+            unit = _Unit(y, schedule, weights, factors, rest[: ctx.normals])
+            g, *found = _backward(grads[0], y, unit, rest[ctx.normals :])
+        return g, None, None, *found
 
 
 def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -193,7 +185,8 @@ class _Unit:
         normals: Sequence[Tensor] = (),
     ) -> None:
         self.schedule, self.shears, self.M = schedule, schedule.shears, len(schedule.shears)
-        self.weights = grouped(schedule, weights)
+        each = 4 if schedule.normed else 2
+        self.weights = [KindWeights(*weights[k : k + each]) for k in range(0, len(weights), each)]
         self.Ks = [_kernels(one.K, schedule.work) for one in self.weights]
         self.factors = None if factors is None else factors.to(torch.float32).contiguous()
         self.normals = list(normals)
@@ -215,8 +208,7 @@ class _Unit:
         return self.empty(2 * self.B, self.schedule.work)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        layout: Any = {"memory_format": torch.channels_last, "device": self.like.device}
-        return torch.empty((count, *self.like.shape[1:]), dtype=dtype, **layout)
+        return empty_images(self.like, (count, *self.like.shape[1:]), dtype)
 
     def start(self, source: Tensor) -> Tensor:
         """`room` with the source in it, in the precision of the convolutions."""
@@ -300,10 +292,10 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
     schedule, shears, B = unit.schedule, unit.shears, unit.B
     g, turn = schedule.halves(g_N), "s" if schedule.turn else ""
     pixels, stores = unit.pixels, schedule.backprop == "stored"
-    like: dict[str, Any] = {"dtype": torch.float32, "device": g_N.device}
     rebuilds = schedule.backprop == "reversible"
+    # The gradients of weights are only needed at the end: a GPU takes a second stream for them.
     # Rebuilt states are soon freed, and for that the second stream would have to be waited for.
-    aside = SideStream(None if rebuilds else g_N.device)
+    side = torch.cuda.Stream(g_N.device) if g_N.is_cuda and not rebuilds else None
     dK: list[list[Tensor]] = [[] for _ in unit.weights]
     sums: list[list[Tensor]] = [[] for _ in unit.weights]
     rebuilt: list[Tensor] = []
@@ -326,13 +318,14 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
             (s, z, x), K, normal = past.shear(i), unit.K(i), unit.normal(i)
             d_z = conv.apply(K, s[B:])
             if normal is None:
-                partial = torch.empty(pixels.programs, pixels.C, **like)
-                pixels.slope(x, d_z, z[:B], unit.weights[kind].a[layer], partial)
+                total = pixels.slope(x, d_z, z[:B], unit.weights[kind].a[layer])
                 # Partial sums of many layers would need memory: unless stored, add each up at once.
-                sums[kind].append(partial if stores else partial.sum(0, keepdim=True))
+                sums[kind].append(total if stores else total.sum(0, keepdim=True))
             else:
                 sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
-            with aside():
+            if side is not None:  # it waits for the work so far: what it allocates is free by then
+                side.wait_stream(torch.cuda.current_stream(g_N.device))
+            with torch.cuda.stream(side):
                 dK[kind].append(conv.gradient(s, z, K))
             d_s = conv.adjoint(K, z[:B])
             if i > first:  # the input of the backward pass of the shear before
@@ -341,7 +334,8 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
             else:
                 room = torch.empty_like(d_s, dtype=torch.float32 if i else g_N.dtype)
                 g[source] = pixels.move(g[source], d_s, room, keep=False)
-        aside.join()  # before the segment is freed, and the next one reuses its memory
+        if side is not None:  # before the segment is freed, and the next one reuses its memory
+            torch.cuda.current_stream(g_N.device).wait_stream(side)
         del past
     found: list[Tensor | None] = [_joined(g, g_N.dtype)]
     for one, grads, totals in zip(unit.weights, dK, sums, strict=True):

@@ -66,15 +66,13 @@ class Kind(NamedTuple):
         return conv.gradient(y, z, K, self.groups, self.padding)
 
 
-class Statistics(NamedTuple):
-    """The batch statistics of all shears that normalise, in the order in which they run."""
-
-    mean: Tensor  # (M, r)
-    scale: Tensor  # (M, r), 1 / sqrt(var + eps)
-
-
 Layer: TypeAlias = tuple[tuple[ShearWeights, ...], Tensor | None]  # weights, factors of its step
-Passed: TypeAlias = tuple[list[Tensor], Statistics | None]  # states, and batch statistics
+
+Passed: TypeAlias = tuple[Tensor, ...]
+"""The last state, and the batch statistics of all shears that normalise, if there are any.
+
+These are the means (M, r) and 1 / sqrt(var + eps) (M, r), in the order in which shears run.
+"""
 
 
 class Inner(NamedTuple):
@@ -137,20 +135,21 @@ def run(
     factors: Tensor | None = None,
     *,
     inverse: bool = False,
-    keep: bool = False,
+    states: list[Tensor] | None = None,
 ) -> Passed:
-    """y_N layer by layer, y_0 from it, or all states; and the batch statistics.
+    """y_N from y_0 layer by layer, or y_0 from y_N; `states` collects all of them.
 
     `parts` are the weights of H1, or those of q and of p for H2. `factors` (N, B) scale the step
     of each layer for each image.
     """
-    halves, states, used = list(y.chunk(len(parts), 1)), [y] * keep, []
-    layers = _layers(parts, factors)
+    halves, used, layers = list(y.chunk(len(parts), 1)), [], _layers(parts, factors)
+    if states is not None:
+        states.append(y)
     for layer in reversed(layers) if inverse else layers:
         used += _through(halves, layer, kind, inverse=inverse)
-        if keep:
+        if states is not None:
             states.append(_joined(halves))
-    return (states if keep else [_joined(halves)]), _statistics(used)
+    return _joined(halves), *_statistics(used)
 
 
 def checkpointed(
@@ -167,7 +166,7 @@ def checkpointed(
         out = checkpoint(again, *halves, use_reentrant=False, preserve_rng_state=False)
         assert out is not None
         halves, used = out[:n], used + out[n:]
-    return [_joined(halves)], _statistics(used)
+    return _joined(halves), *_statistics(used)
 
 
 def _segment(layers: Sequence[Layer], kind: Kind, *halves: Tensor) -> list[Tensor]:
@@ -212,8 +211,8 @@ def _joined(halves: Sequence[Tensor]) -> Tensor:
     return halves[0] if len(halves) == 1 else torch.cat(list(halves), 1)
 
 
-def _statistics(used: list[Tensor]) -> Statistics | None:
-    return Statistics(torch.stack(used[::2]), torch.stack(used[1::2])) if used else None
+def _statistics(used: list[Tensor]) -> tuple[Tensor, ...]:
+    return (torch.stack(used[::2]), torch.stack(used[1::2])) if used else ()
 
 
 class _Reversible(torch.autograd.Function):
@@ -230,20 +229,18 @@ class _Reversible(torch.autograd.Function):
     def forward(
         y: Tensor, kind: Kind, check: bool, factors: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        halves, layers, used = list(y.chunk(2, 1)), _layers(_paired(weights), factors), []
-        for layer in layers:
-            used += _through(halves, layer, kind)
-        return _joined(halves), *halves, *(_statistics(used) or ())
+        y_N, *statistics = run(y, _paired(weights), kind, factors)
+        return y_N, y_N.clone(), *statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         y, ctx.kind, ctx.check, factors, *weights = inputs
-        ctx.save_for_backward(y, *output[1:3], factors, *weights)
+        ctx.save_for_backward(y, output[1], factors, *weights)
         ctx.mark_non_differentiable(*output[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        y, p, q, factors, *weights = ctx.saved_tensors
+        y, y_N, factors, *weights = ctx.saved_tensors
         with torch.autocast(y.device.type, enabled=False):
             layers, kind = _layers(_paired(weights), factors), ctx.kind
             # y_N alone could not give gradients of these gradients, if they will be asked for.
@@ -251,7 +248,7 @@ class _Reversible(torch.autograd.Function):
             read, start = [], list(y.chunk(2, 1))
             for layer in layers[:known]:
                 _through(start, layer, kind, read=read)
-            halves, g = [p, q], list(grads[0].chunk(2, 1))
+            halves, g = list(y_N.chunk(2, 1)), list(grads[0].chunk(2, 1))
             found: tuple[list[ShearWeights], list[ShearWeights]] = ([], [])
             for j in reversed(range(len(layers))):
                 parts, by = layers[j]
@@ -272,28 +269,18 @@ class _Reversible(torch.autograd.Function):
             ]
             gradients = [_joined(g), *stacks]
             if ctx.check and known < len(layers) and y.numel():
-                ends = (torch.cat(one, 1) for one in (start, halves, [p, q]))
-                gradients = check_reversal(drift_of(*ends), gradients)
+                drift = drift_of(_joined(start), _joined(halves), y_N)
+                gradients = check_reversal(drift, gradients)
             return gradients[0], None, None, None, *gradients[1:]
 
 
 def rebuilt(
-    y: Tensor,
-    parts: Sequence[ShearWeights],
-    kind: Kind,
-    factors: Tensor | None = None,
-    *,
-    check: bool = True,
+    y: Tensor, parts: Sequence[ShearWeights], kind: Kind, factors: Tensor | None, check: bool
 ) -> Passed:
     """As `run` for H2, but the backward pass rebuilds all states from the last."""
     weights = [t for part in parts for t in part if t is not None]
-    y_N, _, _, *statistics = _Reversible.apply(y, kind, check, factors, *weights)
-    return ended(y_N, *statistics)
-
-
-def ended(y: Tensor, *statistics: Tensor) -> Passed:
-    """The result of a pass that only knows its last state."""
-    return [y], Statistics(*statistics) if statistics else None
+    y_N, _, *statistics = _Reversible.apply(y, kind, check, factors, *weights)
+    return y_N, *statistics
 
 
 def _paired(weights: Sequence[Tensor]) -> tuple[ShearWeights, ShearWeights]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -33,7 +34,7 @@ from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.options import step_size
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
-from hdnn.networks.shears import EPS, Kind, ShearWeights, Statistics, ended
+from hdnn.networks.shears import EPS, Kind, ShearWeights
 from hdnn.networks.unit_derivatives import Derivative, H1Derivative, H2Derivative, Unknown
 from hdnn.networks.unit_weights import MOMENTUM, UnitWeights, named
 from hdnn.sparsity import Sparsity
@@ -111,7 +112,7 @@ class HamiltonianUnit(UnitWeights):
         width = channels // 2 if split else channels
         initial = Initial(init, width // groups * kernel**2, generator, dtype, device)
         self._shape = (self.layers, width, width // groups, kernel, kernel)
-        free = None if sparsity is None else self._free(sparsity, width)
+        free = None if sparsity is None else self._free(sparsity)
         for half in self.halves[::-1]:
             self._add(half, width, initial, free)
         placed: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
@@ -155,15 +156,16 @@ class HamiltonianUnit(UnitWeights):
 
     def forward(self, y: Tensor) -> Tensor:
         """y_N from y_0 (B, C, height, width)."""
-        states, used = self._run(y, self._factors(y))
-        if used is not None:
-            self._remember(used, len(y) * math.prod(self._inner_size(y)))
-        out = states[-1].to(y.dtype)
+        y_N, *statistics = self._run(y, self._factors(y))
+        if statistics:
+            self._remember(len(y) * math.prod(self._inner_size(y)), *statistics)
+        out = y_N.to(y.dtype)
         return out if self.after is None else self.after(out)
 
     def trajectory(self, y: Tensor) -> Tensor:
         """All states y_0 .. y_N of the layers, none left out: (N+1, B, C, height, width)."""
-        states, _ = self._run(y, keep=True)
+        states: list[Tensor] = []
+        self._run(y, states=states)
         return torch.stack(states).to(y.dtype)
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -171,8 +173,7 @@ class HamiltonianUnit(UnitWeights):
         if self.network == "h1" or self.after is not None:
             why = "H1 has no explicit inverse" if self.network == "h1" else "norm='after' has none"
             raise NotInvertibleError(f"{why}; take network='h2' with norm 'none' or 'inside'.")
-        states, _ = self._run(y, inverse=True)
-        return states[-1].to(y.dtype)
+        return self._run(y, inverse=True)[0].to(y.dtype)
 
     @torch.no_grad()
     def layer_derivatives(self, y: Tensor) -> list[Derivative]:
@@ -195,20 +196,18 @@ class HamiltonianUnit(UnitWeights):
         drop = self.get_buffer("_drop")[:, None]
         return (torch.rand(self.layers, len(y), device=y.device) >= drop) / (1 - drop)
 
-    def _run(
-        self, y: Tensor, factors: Tensor | None = None, **options: bool
-    ) -> tuple[list[Tensor], Statistics | None]:
+    def _run(self, y: Tensor, factors: Tensor | None = None, **options: Any) -> shears.Passed:
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
             backprop = "stored" if options else self._chosen_backprop(y, work)
             if not options and wide is torch.float32 and self._fuses(y):
-                return ended(*units.run(y, self._schedule(work, backprop), self._raw(), factors))
+                return units.run(y, self._schedule(work, backprop), self._raw(), factors)
             given = self._given(y.to(wide), work, self._raw(), factors)
             if options or backprop == "stored" or not torch.is_grad_enabled():
                 return shears.run(*given, **options)
             if backprop == "checkpoint":
                 return shears.checkpointed(*given)
-            return shears.rebuilt(*given, check=_settings().check)
+            return shears.rebuilt(*given, _settings().check)
 
     def _given(
         self, y: Tensor, work: torch.dtype, raw: Sequence[Tensor], factors: Tensor | None
@@ -254,14 +253,12 @@ class HamiltonianUnit(UnitWeights):
                 for half in (0, 1)
             ]
         how = (self.activation, self.network == "h1", self.normed, EPS, work, backprop)
-        return units.Schedule(
-            tuple(order), *how, _settings().check, lambda *given: self._plain(work, *given)
-        )
+        return units.Schedule(tuple(order), *how, _settings().check, partial(self._plain, work))
 
-    def _plain(self, work: torch.dtype, y: Tensor, factors: Tensor | None, *raw: Tensor) -> Tensor:
+    def _plain(self, work: torch.dtype, factors: Tensor | None, y: Tensor, *raw: Tensor) -> Tensor:
         """y_N layer by layer, from weights in the order of `_raw`."""
         given = self._given(y.to(torch.float32), work, raw, factors)
-        return shears.run(*given)[0][-1].to(y.dtype)
+        return shears.run(*given)[0].to(y.dtype)
 
     def _inner_size(self, y: Tensor) -> list[int]:
         """Height and width of K y."""

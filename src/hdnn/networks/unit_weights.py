@@ -14,7 +14,7 @@ from hdnn.errors import OptionError, ShapeError
 from hdnn.networks import free_entries
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
-from hdnn.networks.shears import EPS, Kind, ShearWeights, Statistics
+from hdnn.networks.shears import EPS, Kind, ShearWeights
 from hdnn.networks.smoothness import smoothness
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
@@ -40,7 +40,7 @@ class UnitWeights(nn.Module):
     halves: tuple[str, ...]  # whose weights each shear uses
     _shape: tuple[int, ...]  # of K
 
-    def _free(self, sparsity: Sparsity | Tensor, width: int) -> Tensor:
+    def _free(self, sparsity: Sparsity | Tensor) -> Tensor:
         """The free entries of K (r, n, k, k)."""
         given = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
         if self.groups > 1 or given.R.ndim != 2:
@@ -117,7 +117,7 @@ class UnitWeights(nn.Module):
             # An affine map of each channel, which is merged into A and a.
             mean, var = (self.get_buffer(named(name, half)) for name in ("mean", "var"))
             scale = gamma * (var + EPS).rsqrt()
-            A, b = _column(scale) * K, scale * (b - mean) + beta
+            A, b = scale[:, :, None, None, None] * K, scale * (b - mean) + beta
             gamma = beta = None
         return ShearWeights(A.to(work), b.to(work), B.to(work), gamma, beta)
 
@@ -154,21 +154,16 @@ class UnitWeights(nn.Module):
         return Kind(self._sigma, self.groups, self.padding, swap)
 
     @torch.no_grad()
-    def _remember(self, used: Statistics, count: int) -> None:
-        """Move the running means and variances towards those of this batch."""
+    def _remember(self, count: int, mean: Tensor, scale: Tensor) -> None:
+        """Move the running means and variances towards those of this batch: 1 / scale^2 - eps."""
         unbiased = count / max(count - 1, 1)
         for k, half in enumerate(self.halves):
             one = slice(k, None, len(self.halves))
-            var = unbiased * (used.scale[one].pow(-2) - EPS)
-            for name, seen in (("mean", used.mean[one]), ("var", var)):
+            var = unbiased * (scale[one].pow(-2) - EPS)
+            for name, seen in (("mean", mean[one]), ("var", var)):
                 running = self.get_buffer(named(name, half))
                 running.lerp_(seen.to(running.dtype), MOMENTUM)
 
 
 def named(name: str, half: str) -> str:
     return f"{name}_{half}" if half else name
-
-
-def _column(t: Tensor) -> Tensor:
-    """One number a layer, or a layer and row, against K (N, r, n, k, k)."""
-    return t.reshape(*t.shape, *[1] * (5 - t.ndim))

@@ -9,6 +9,8 @@ in two steps, within each program and then over programs, so that their order is
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +21,6 @@ from hdnn import activations, engine
 from hdnn.engine.kernels import triton as triton_stacks
 from hdnn.engine.kernels.protocol import installed
 from hdnn.engine.tracing import traced
-from hdnn.errors import require
 
 Step: TypeAlias = tuple[float, Tensor | None]  # c, and a factor of it for each image (B,)
 ONE: Step = (1.0, None)
@@ -50,6 +51,14 @@ def _channel(vector, C: constexpr, CB: constexpr):  # pragma: kernel
     return tl.load(vector + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
 
 
+def _read(x, inside):  # pragma: kernel
+    return tl.load(x, mask=inside, other=0.0).to(tl.float32)
+
+
+def _times_slope(g, v, ACT: constexpr):  # pragma: kernel
+    return g * kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
+
+
 def _activate_kernel(
     x,
     z,
@@ -63,7 +72,7 @@ def _activate_kernel(
     SCALED: constexpr,
 ):  # pragma: kernel
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
-    v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+    v = _read(x + first + at, inside)
     if SCALED:
         v *= _channel(scale, C, CB)
     v += _channel(shift, C, CB)
@@ -95,8 +104,7 @@ def _move_kernel(
     RB: constexpr,
     ADD: constexpr,
     KEEP: constexpr,
-    TURN_W: constexpr,
-    TURN_S: constexpr,
+    TURN: constexpr,
     BY: constexpr,
     TIMES: constexpr,
 ):  # pragma: kernel
@@ -107,19 +115,19 @@ def _move_kernel(
     row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
     other = row * C + (c + C // 2) % C
     sign = tl.where(c < C // 2, -1.0, 1.0)
-    new = tl.load(y + first + at, mask=inside, other=0.0).to(tl.float32)
+    new = _read(y + first + at, inside)
     if ADD:
-        if TURN_W:
-            new += c_w * sign * tl.load(w + first + other, mask=inside, other=0.0).to(tl.float32)
+        if TURN == "w":
+            new += c_w * sign * _read(w + first + other, inside)
         else:
-            new += c_w * tl.load(w + first + at, mask=inside, other=0.0).to(tl.float32)
+            new += c_w * _read(w + first + at, inside)
     if KEEP:
         tl.store(y_out + first + at, new, mask=inside)
     s = new
-    if TURN_S:  # J^T, so with the other sign
-        s = tl.load(y + first + other, mask=inside, other=0.0).to(tl.float32)
+    if TURN == "s":  # J^T, so with the other sign
+        s = _read(y + first + other, inside)
         if ADD:
-            s += c_w * tl.load(w + first + other, mask=inside, other=0.0).to(tl.float32)
+            s += c_w * _read(w + first + other, inside)
         s = -sign * s
     tl.store(s_out + first + at, c_s * s, mask=inside)
 
@@ -136,9 +144,8 @@ def _slope_kernel(
     plus, total = _channel(shift, C, CB), tl.zeros((RB, CB), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
         first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
-        v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32) + plus
-        u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-        u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
+        v = _read(x + first + at, inside) + plus
+        u = _times_slope(_read(g + first + at, inside), v, ACT)
         tl.store(d + first + at, u, mask=inside)
         total += u
     _put_sum(total, partial + tl.program_id(0) * C, C, CB)
@@ -155,8 +162,7 @@ def _moments_kernel(x, partial, rows, C: constexpr, CB: constexpr, RB: constexpr
     total, square = tl.zeros((RB, CB), tl.float32), tl.zeros((RB, CB), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
         first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
-        v = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.where(inside, v - start, 0.0)
+        v = tl.where(inside, _read(x + first + at, inside) - start, 0.0)
         total += v
         square += v * v
     at = partial + tl.program_id(0) * 2 * C
@@ -172,11 +178,10 @@ def _halve_kernel(
     row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
     # The lines of all images follow each other: two of them make one line of `out`.
     start = y + (row // width * 4 * width + row % width * 2) * C + tl.arange(0, CB)[None, :]
-    total = tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(start + C, mask=inside, other=0.0).to(tl.float32)
+    total = _read(start, inside) + _read(start + C, inside)
     start += 2 * width * C
-    total += tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(start + C, mask=inside, other=0.0).to(tl.float32)
+    total += _read(start, inside)
+    total += _read(start + C, inside)
     tl.store(out + first + at, 0.25 * total, mask=inside)
 
 
@@ -187,8 +192,8 @@ def _double_kernel(
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
     row = tl.program_id(0).to(tl.int64) * RB + tl.arange(0, RB)[:, None]
     source = row // (2 * width) * (width // 2) + row % width // 2
-    quarter = tl.load(g + source * C + tl.arange(0, CB)[None, :], mask=inside, other=0.0)
-    tl.store(out + first + at, 0.25 * quarter.to(tl.float32), mask=inside)
+    quarter = _read(g + source * C + tl.arange(0, CB)[None, :], inside)
+    tl.store(out + first + at, 0.25 * quarter, mask=inside)
 
 
 def _pair(partial, column, C: constexpr, P: constexpr):  # pragma: kernel
@@ -204,10 +209,7 @@ def _normalise_kernel(
     partial,
     gamma,
     beta,
-    mean,
-    rstd,
-    scale,
-    shift,
+    normal,
     running_mean,
     running_var,
     rows,
@@ -218,51 +220,38 @@ def _normalise_kernel(
     CB: constexpr,
     TRACK: constexpr,
 ):  # pragma: kernel
-    """Mean and 1 / deviation of each channel; scale and shift to normalise with."""
+    """`normal` (4, C): mean and 1 / deviation of each channel; scale and shift to normalise."""
     column = tl.program_id(0) * CB + tl.arange(0, CB)
     exists = column < C
     total, square = _pair(partial, column, C, P)
     total, square = total / rows, square / rows
     var = tl.maximum(square - total * total, 0.0)
     r = tl.rsqrt(var + eps)
-    m = total + tl.load(x + column, mask=exists, other=0.0).to(tl.float32)
+    m = total + _read(x + column, exists)
     if TRACK:
-        old = tl.load(running_mean + column, mask=exists, other=0.0)
+        old = _read(running_mean + column, exists)
         tl.store(running_mean + column, old + momentum * (m - old), mask=exists)
-        old = tl.load(running_var + column, mask=exists, other=0.0)
+        old = _read(running_var + column, exists)
         unbiased = var * (rows / tl.maximum(rows - 1, 1))
         tl.store(running_var + column, old + momentum * (unbiased - old), mask=exists)
-    by = r * tl.load(gamma + column, mask=exists, other=0.0)
-    tl.store(mean + column, m, mask=exists)
-    tl.store(rstd + column, r, mask=exists)
-    tl.store(scale + column, by, mask=exists)
-    tl.store(shift + column, tl.load(beta + column, mask=exists, other=0.0) - m * by, mask=exists)
+    by = r * _read(gamma + column, exists)
+    tl.store(normal + column, m, mask=exists)
+    tl.store(normal + C + column, r, mask=exists)
+    tl.store(normal + 2 * C + column, by, mask=exists)
+    tl.store(normal + 3 * C + column, _read(beta + column, exists) - m * by, mask=exists)
 
 
 def _norm_sums_kernel(
-    x,
-    g,
-    scale,
-    shift,
-    mean,
-    rstd,
-    partial,
-    rows,
-    C: constexpr,
-    CB: constexpr,
-    RB: constexpr,
-    ACT: constexpr,
+    x, g, normal, partial, rows, C: constexpr, CB: constexpr, RB: constexpr, ACT: constexpr
 ):  # pragma: kernel
     """Sums of u = g sigma'(v), and of u times the normalised x: the gradients of beta and gamma."""
-    by, plus = _channel(scale, C, CB), _channel(shift, C, CB)
-    m, r = _channel(mean, C, CB), _channel(rstd, C, CB)
+    m, r = _channel(normal, C, CB), _channel(normal + C, C, CB)
+    by, plus = _channel(normal + 2 * C, C, CB), _channel(normal + 3 * C, C, CB)
     total, product = tl.zeros((RB, CB), tl.float32), tl.zeros((RB, CB), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, RB), tl.num_programs(0)):
         first, at, inside = _tile(_scalar(tile), rows, C, CB, RB)
-        one = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
-        v = one * by + plus
-        u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-        u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
+        one = _read(x + first + at, inside)
+        u = _times_slope(_read(g + first + at, inside), one * by + plus, ACT)
         total += u
         product += u * (one - m) * r
     at = partial + tl.program_id(0) * 2 * C
@@ -278,54 +267,32 @@ def _add_up_kernel(partial, sums, C: constexpr, P: constexpr, CB: constexpr):  #
 
 
 def _norm_slope_kernel(
-    x,
-    g,
-    d,
-    scale,
-    shift,
-    mean,
-    rstd,
-    sums,
-    rows,
-    C: constexpr,
-    CB: constexpr,
-    RB: constexpr,
-    ACT: constexpr,
+    x, g, d, normal, sums, rows, C: constexpr, CB: constexpr, RB: constexpr, ACT: constexpr
 ):  # pragma: kernel
     """From g to the gradient d of x, through sigma and through the normalisation."""
     first, at, inside = _tile(tl.program_id(0), rows, C, CB, RB)
-    one = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
-    by = _channel(scale, C, CB)
-    v = one * by + _channel(shift, C, CB)
-    u = tl.load(g + first + at, mask=inside, other=0.0).to(tl.float32)
-    u *= kernel_slope(v, kernel_sigma(v, ACT, False), ACT)
-    normal = (one - _channel(mean, C, CB)) * _channel(rstd, C, CB)
-    u -= (_channel(sums, C, CB) + normal * _channel(sums + C, C, CB)) / rows
+    one, by = _read(x + first + at, inside), _channel(normal + 2 * C, C, CB)
+    v = one * by + _channel(normal + 3 * C, C, CB)
+    u = _times_slope(_read(g + first + at, inside), v, ACT)
+    x_hat = (one - _channel(normal, C, CB)) * _channel(normal + C, C, CB)
+    u -= (_channel(sums, C, CB) + x_hat * _channel(sums + C, C, CB)) / rows
     tl.store(d + first + at, by * u, mask=inside)
 
 
 # Around the kernels
 
-_HELPERS = ("_tile", "_channel", "_scalar", "_put_sum", "_pair", "_of_image")
+_DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__module__ == __name__]
 
 
 @functools.cache
 def _load() -> dict[str, Any]:
     """Import Triton and compile the kernels above, at the first call."""
     triton_stacks.load()  # sigma and its slope are the same
-    triton, here = require("triton", extra="gpu"), globals()
-    for name in ("tl", "constexpr", "kernel_sigma", "kernel_slope"):
+    here = globals()
+    for name in ("kernel_sigma", "kernel_slope"):
         here[name] = getattr(triton_stacks, name)
-    for name in _HELPERS:
-        here[name] = triton.jit(here[name])
-    kernels = [name for name in here if name.endswith("_kernel")]
-    return {
-        name: triton.jit(
-            here[name],
-            do_not_specialize=["rows"] if "rows" in here[name].__code__.co_varnames else None,
-        )
-        for name in kernels
-    }
+    triton_stacks.compile_functions(here, _DEVICE)
+    return here
 
 
 def _tiles(rows: int, C: int) -> tuple[int, int, int]:
@@ -335,38 +302,31 @@ def _tiles(rows: int, C: int) -> tuple[int, int, int]:
     return -(-rows // RB), CB, RB
 
 
-def _over_pixels(name: str, rows: int, C: int, *arguments: Any, **constants: Any) -> None:
-    tiles, CB, RB = _tiles(rows, C)
-    programs = constants.pop("programs", tiles)
-    sizes = {"C": C, "CB": CB, "RB": RB}
-    _load()[name][programs, 1, 1](*arguments, **sizes, **constants, num_warps=4)
-
-
 class Pixels:
     """The kernels for images of one size (B, C, height, width) and one activation."""
 
-    def __init__(self, like: Tensor, activation: str) -> None:
+    def __init__(self, like: Tensor, activation: str = "identity") -> None:
         self.C, self.activation, self.size = like.shape[1], activation, like.shape[2:].numel()
         self.rows = like.numel() // max(self.C, 1)
         # Several tiles each, if there are enough for all programs; a power of 2.
         tiles = _tiles(self.rows, self.C)[0]
         self.programs = min(PROGRAMS, max(16, 1 << (tiles // 4).bit_length()))
 
-    def _sum(self, name: str, *tensors: Tensor, **how: Any) -> None:
-        self._run(name, *tensors, programs=self.programs, **how)
+    def run(self, name: str, *tensors: Tensor, c: tuple[float, ...] = (), **how: Any) -> None:
+        """A kernel over all pixels; the numbers c follow their count."""
+        tiles, CB, RB = _tiles(self.rows, self.C)
+        grid, sizes = (how.pop("programs", tiles), 1, 1), {"C": self.C, "CB": CB, "RB": RB}
+        _load()[name][grid](*tensors, self.rows, *c, **sizes, **how, num_warps=4)
 
     def _add_up(self, name: str, *arguments: Any, **constants: Any) -> None:
         """Over the programs, some channels at a time."""
         sizes = {"C": self.C, "P": self.programs, "CB": 8}
         _load()[name][-(-self.C // 8), 1, 1](*arguments, **sizes, **constants, num_warps=4)
 
-    def _run(self, name: str, *tensors: Tensor, c: tuple[float, ...] = (), **how: Any) -> None:
-        _over_pixels(name, self.rows, self.C, *tensors, self.rows, *c, **how)
-
     def activate(self, x: Tensor, z: Tensor, shift: Tensor, scale: Tensor | None = None) -> None:
         """z = sigma(x + shift), or sigma(scale x + shift)."""
         tensors = (x, z, shift if scale is None else scale, shift)
-        self._run("_activate_kernel", *tensors, SCALED=scale is not None, ACT=self.activation)
+        self.run("_activate_kernel", *tensors, SCALED=scale is not None, ACT=self.activation)
 
     def move(
         self,
@@ -387,14 +347,17 @@ class Pixels:
         new = torch.empty_like(y, dtype=torch.float32) if keep else s
         given = (w, new, s, by[1], times[1])
         tensors = [y, *(y if one is None else one for one in given)]
-        how = {"ADD": w is not None, "KEEP": keep, "TURN_W": turn == "w", "TURN_S": turn == "s"}
+        how = {"ADD": w is not None, "KEEP": keep, "TURN": turn}
         how |= {"BY": by[1] is not None, "TIMES": times[1] is not None}
-        self._run("_move_kernel", *tensors, c=(self.size, float(by[0]), float(times[0])), **how)
+        self.run("_move_kernel", *tensors, c=(self.size, float(by[0]), float(times[0])), **how)
         return new
 
-    def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor, partial: Tensor) -> None:
-        """d = g sigma'(x + shift); `partial` (programs, C) adds up to its sum over the pixels."""
-        self._sum("_slope_kernel", x, g, d, shift, partial, ACT=self.activation)
+    def slope(self, x: Tensor, g: Tensor, d: Tensor, shift: Tensor) -> Tensor:
+        """d = g sigma'(x + shift), and its sums over the pixels of each program: (programs, C)."""
+        partial = self._new(x, self.programs)
+        how = {"programs": self.programs, "ACT": self.activation}
+        self.run("_slope_kernel", x, g, d, shift, partial, **how)
+        return partial
 
     def normalise(
         self,
@@ -409,29 +372,23 @@ class Pixels:
 
         `running` mean and variance are moved towards those of these images.
         """
-        partial, found = self._partial(x), self._few(x, 4)
-        self._sum("_moments_kernel", x, partial)
-        given = (x, partial, gamma, beta, *found, *(running or (gamma, beta)))
+        normal, partial = self._new(x, 4), self._new(x, self.programs, 2)
+        self.run("_moments_kernel", x, partial, programs=self.programs)
+        given = (x, partial, gamma, beta, normal, *(running or (gamma, beta)))
         numbers = (self.rows, float(eps), float(momentum))
-        track = {"TRACK": running is not None}
-        self._add_up("_normalise_kernel", *given, *numbers, **track)
-        return found
+        self._add_up("_normalise_kernel", *given, *numbers, TRACK=running is not None)
+        return normal
 
     def norm_slope(self, x: Tensor, g: Tensor, d: Tensor, normal: Tensor) -> Tensor:
         """d, the gradient of x from that of z; the gradients of beta and of gamma: (2, C)."""
-        partial, sums = self._partial(x), self._few(x, 2)
-        mean, rstd, scale, shift = normal
-        both = (scale, shift, mean, rstd)
-        self._sum("_norm_sums_kernel", x, g, *both, partial, ACT=self.activation)
+        sums, partial, act = self._new(x, 2), self._new(x, self.programs, 2), self.activation
+        self.run("_norm_sums_kernel", x, g, normal, partial, programs=self.programs, ACT=act)
         self._add_up("_add_up_kernel", partial, sums)
-        self._run("_norm_slope_kernel", x, g, d, *both, sums, ACT=self.activation)
+        self.run("_norm_slope_kernel", x, g, d, normal, sums, ACT=act)
         return sums
 
-    def _partial(self, x: Tensor) -> Tensor:
-        return torch.empty(self.programs, 2, self.C, dtype=torch.float32, device=x.device)
-
-    def _few(self, x: Tensor, count: int) -> Tensor:
-        return torch.empty(count, self.C, dtype=torch.float32, device=x.device)
+    def _new(self, x: Tensor, *count: int) -> Tensor:
+        return torch.empty(*count, self.C, dtype=torch.float32, device=x.device)
 
 
 def fuse(x: Tensor) -> bool:
@@ -451,6 +408,21 @@ def fuse(x: Tensor) -> bool:
 def images(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The images as the kernels take them."""
     return x.to(dtype or x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def empty_images(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for images."""
+    layout: Any = {"memory_format": torch.channels_last, "device": like.device}
+    return torch.empty(*shape, dtype=dtype or like.dtype, **layout)
+
+
+def differentiable(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor
+) -> list[Tensor | None]:
+    """The gradients of the inputs by plain PyTorch, of which gradients can be taken again."""
+    asked = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs), asked, g, create_graph=True))
+    return [next(found) if t.requires_grad else None for t in inputs]
 
 
 class Normalise(torch.autograd.Function):
@@ -474,7 +446,7 @@ class Normalise(torch.autograd.Function):
         pixels, z = Pixels(x, activation), torch.empty_like(x)
         normal = pixels.normalise(x, gamma, beta, eps, running, momentum)
         pixels.activate(x, z, normal[3], normal[2])
-        ctx.pixels, ctx.eps = pixels, eps
+        ctx.pixels, ctx.plain = pixels, functools.partial(_normalised, activation, eps)
         ctx.save_for_backward(inputs, gamma, beta, normal)
         return z
 
@@ -482,16 +454,15 @@ class Normalise(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gamma, beta, normal = ctx.saved_tensors
         if torch.is_grad_enabled():  # for gradients of these gradients
-            asked = [t for t in (x, gamma, beta) if t.requires_grad]
-            v = F.batch_norm(x, None, None, gamma, beta, True, 0.0, ctx.eps)
-            z = activations.get(ctx.pixels.activation)(v)
-            found = iter(torch.autograd.grad(z, asked, g, create_graph=True))
-            rest = [next(found) if t.requires_grad else None for t in (x, gamma, beta)]
-            return *rest, *[None] * 4
+            return *differentiable(ctx.plain, (x, gamma, beta), g), *[None] * 4
         x = images(x)
         d = torch.empty_like(x)
         d_beta, d_gamma = ctx.pixels.norm_slope(x, images(g, x.dtype), d, normal)
         return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), *[None] * 4
+
+
+def _normalised(activation: str, eps: float, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return activations.get(activation)(F.batch_norm(x, None, None, gamma, beta, True, 0.0, eps))
 
 
 class Halve(torch.autograd.Function):
@@ -501,19 +472,14 @@ class Halve(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor) -> Tensor:
         y = images(y)
         B, C, height, width = ctx.shape = y.shape
-        like: Any = {"dtype": y.dtype, "device": y.device, "memory_format": torch.channels_last}
-        out = torch.empty(B, C, height // 2, width // 2, **like)
-        rows = out.numel() // C
-        _over_pixels("_halve_kernel", rows, C, y, out, rows, width // 2)
+        out = empty_images(y, (B, C, height // 2, width // 2))
+        Pixels(out).run("_halve_kernel", y, out, c=(width // 2,))
         return out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():
             return F.interpolate(0.25 * g, scale_factor=2, mode="nearest")
-        g = images(g)
-        like: Any = {"dtype": g.dtype, "device": g.device, "memory_format": torch.channels_last}
-        out = torch.empty(ctx.shape, **like)
-        rows = out.numel() // out.shape[1]
-        _over_pixels("_double_kernel", rows, out.shape[1], g, out, rows, out.shape[3])
+        out = empty_images(g, ctx.shape)
+        Pixels(out).run("_double_kernel", images(g), out, c=(out.shape[3],))
         return out

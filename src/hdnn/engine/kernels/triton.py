@@ -2,8 +2,9 @@
 
 A program takes a tile of samples through all layers. A splitting scheme (H2, MS1, MS3, Verlet,
 Yoshida) is a schedule of shears `target += coef * sigma(source K^T + b) V`; each can be undone, so
-the backward kernel starts from y_N and reconstructs every state on its way back. Forward Euler (H1,
-MS2) cannot be undone: its backward kernel reads the stored states.
+the backward kernel can start from y_N and reconstruct every state on its way back. Forward Euler
+(H1, MS2) is a schedule of steps whose source and target are the same y. They cannot be undone, so
+the backward kernel reads the stored states.
 
 A shear with r hidden units is the sum of shears with some of the units each, with the same source
 and target: kernels loop over (shear, block of rows of K), so r has no limit and K takes no more
@@ -13,7 +14,7 @@ A kernel is chosen, split into tiles and compiled once for a stack (`_Recipe`). 
 allocate what they return and launch it.
 
 Triton is imported when a kernel is first asked for. It reads the names that a kernel uses from this
-module, which is why `tl` is one of them and why `load` replaces each kernel by its compiled form.
+module, which is why `tl` is one of them and why `load` replaces each function by its compiled form.
 """
 
 # Kernels branch on what is known when they are compiled, which pyright cannot follow.
@@ -30,11 +31,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, Tensors, schedule
-from hdnn.errors import OptionError, ShapeError, choose, require
+from hdnn.engine.kernels.protocol import Stack, Tensors, schedule
+from hdnn.errors import require
 
-PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
-KINDS = ("same", "general", "identity", "canonical")
 MAX_WIDTH = 256
 """The widest state y, in features."""
 
@@ -118,33 +117,157 @@ def _dot(a, b, acc, PREC: constexpr):  # pragma: kernel
     return c
 
 
-def _ordered(x, ROWS: constexpr, COLS: constexpr, PREC: constexpr):  # pragma: kernel
+def _ordered(x, PREC: constexpr):  # pragma: kernel
     # Of every 8 columns, a thread of the tensor cores holds 2t and 2t + 1 of a result, but t and
     # t + 4 of a tf32 operand. The order of a sum is free: renumbering the columns of both factors
     # saves the exchange among threads.
     if PREC == "tf32":
-        x = tl.reshape(x, (ROWS, COLS // 8, 4, 2))
-        x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (ROWS, COLS))
+        eights = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 4, 2))
+        x = tl.reshape(tl.permute(eights, (0, 1, 3, 2)), (x.shape[0], x.shape[1]))
     return x
 
 
-def _times_transposed(
-    x, K, acc, BT: constexpr, BR: constexpr, BM: constexpr, PREC: constexpr
-):  # pragma: kernel
+def _times_transposed(x, K, acc, PREC: constexpr):  # pragma: kernel
     """Acc + x K^T."""
-    x = _ordered(_rounded(x, PREC), BT, BM, PREC)
-    return _dot(x, tl.trans(_ordered(K, BR, BM, PREC)), acc, PREC)
+    x = _ordered(_rounded(x, PREC), PREC)
+    return _dot(x, tl.trans(_ordered(K, PREC)), acc, PREC)
 
 
-def _times(
-    z, V, acc, BT: constexpr, BR: constexpr, BM: constexpr, PREC: constexpr
-):  # pragma: kernel
+def _times(z, V, acc, PREC: constexpr):  # pragma: kernel
     """Acc + z V."""
-    z = _ordered(_rounded(z, PREC), BT, BR, PREC)
-    return _dot(z, tl.trans(_ordered(tl.trans(V), BM, BR, PREC)), acc, PREC)
+    z = _ordered(_rounded(z, PREC), PREC)
+    return _dot(z, tl.trans(_ordered(tl.trans(V), PREC)), acc, PREC)
 
 
-def _column_sum(u, u_T, into, block, r, BR: constexpr, BT: constexpr, PREC, DET):  # pragma: kernel
+def _turned(x):  # pragma: kernel
+    """J x for rows x = (p, q) and the canonical J: (-q, p)."""
+    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    p, q = tl.split(tl.permute(halves, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(-q, p), (0, 2, 1)), (x.shape[0], x.shape[1]))
+
+
+def _column(n, BM: constexpr, PAD: constexpr):  # pragma: kernel
+    """The matrix column of each column of a tile."""
+    k = tl.arange(0, BM)
+    if PAD == "halves":
+        k = tl.where(k < BM // 2, k, k - BM // 2 + n // 2)
+    return k
+
+
+def _is_column(n, BM: constexpr, PAD: constexpr):  # pragma: kernel
+    k = tl.arange(0, BM)
+    if PAD == "halves":
+        return k % (BM // 2) < n // 2
+    return k < n
+
+
+def _entries(block, n, BR: constexpr, BM: constexpr, PAD: constexpr):  # pragma: kernel
+    """Where a block of rows of a matrix with n columns lies."""
+    i = tl.arange(0, BR)[:, None]
+    k = _column(n, BM, PAD)[None, :]
+    if PAD == "none":
+        at = block * (BR * BM) + (i * BM + k)
+    else:
+        at = (block * BR + i) * n + k
+    return at
+
+
+def _exist(block, r, n, BR: constexpr, BM: constexpr, PAD: constexpr):  # pragma: kernel
+    i = block * BR + tl.arange(0, BR)[:, None]
+    return (i < r) & _is_column(n, BM, PAD)[None, :]
+
+
+def _matrix(W, block, r, n, BR: constexpr, BM: constexpr, PAD: constexpr, PREC):  # pragma: kernel
+    at = W + _entries(block, n, BR, BM, PAD)
+    if PAD == "none":
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=_exist(block, r, n, BR, BM, PAD), other=0.0)
+    return _rounded(tile.to(tl.float32), PREC)
+
+
+def _pointers(
+    turn, j, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND: constexpr
+):  # pragma: kernel
+    """Where layer j has its weights for the half that moves, and how many rows they have."""
+    r = tl.where(turn == 0, r_q, r_p)
+    K = tl.where(turn == 0, K_q, K_p) + j * r * m
+    b = tl.where(turn == 0, b_q, b_p) + j * r
+    V = tl.where(turn == 0, V_q, V_p)
+    if KIND != "unit":
+        V += j * r * m
+    return K, b, V, r
+
+
+def _weights(
+    K, b, V, block, r, m, BR: constexpr, BM: constexpr, KIND: constexpr, PAD: constexpr, PREC
+):  # pragma: kernel
+    """A block of rows of the weights."""
+    i = block * BR + tl.arange(0, BR)
+    K = _matrix(K, block, r, m, BR, BM, PAD, PREC)
+    b = tl.load(b + i, mask=i < r, other=0.0).to(tl.float32)
+    if KIND == "general" or KIND == "unit":
+        V = _matrix(V, block, r, m, BR, BM, PAD, PREC)
+    else:
+        V = K
+    return K, b, V
+
+
+def _scheduled(half, layer, coef, s):  # pragma: kernel
+    """Step s: which half it moves, the layer of its weights, and its coefficient."""
+    return tl.load(half + s), tl.load(layer + s).to(tl.int64), tl.load(coef + s)
+
+
+def _swapped(swap, source, target):  # pragma: kernel
+    return tl.where(swap, target, source), tl.where(swap, source, target)
+
+
+def _places(
+    first, B, m, BT: constexpr, BM: constexpr, PAD: constexpr, EULER: constexpr
+):  # pragma: kernel
+    """Where a tile of samples lies in y (p, of p and q) and in a state that is kept."""
+    rows, cols = tl.arange(0, BT)[:, None], _column(m, BM, PAD)[None, :]
+    inside = (first + rows < B) & _is_column(m, BM, PAD)[None, :]
+    return rows * ((2 - EULER) * m) + cols, rows * m + cols, inside
+
+
+def _load_state(y, at, m, inside, EULER: constexpr):  # pragma: kernel
+    """What the first step reads and moves, if it moves p: q and p, or twice all of y."""
+    target = tl.load(y + at, mask=inside, other=0.0)
+    if EULER:
+        return target, target
+    return tl.load(y + at + m, mask=inside, other=0.0), target
+
+
+def _store_state(y, at, m, inside, turn, source, target, EULER: constexpr):  # pragma: kernel
+    if EULER:
+        tl.store(y + at, target, mask=inside)
+    else:
+        q, p = _swapped(turn != 0, source, target)
+        tl.store(y + at, p, mask=inside)
+        tl.store(y + at + m, q, mask=inside)
+
+
+def _put(into, value, mask, DET: constexpr):  # pragma: kernel
+    if DET:
+        tl.store(into, value, mask=mask)
+    else:
+        tl.atomic_add(into, value, mask=mask, sem="relaxed")
+
+
+def _put_matrix(W, value, block, r, n, PAD: constexpr, DET):  # pragma: kernel
+    BR: constexpr = value.shape[0]
+    BM: constexpr = value.shape[1]
+    at = W + _entries(block, n, BR, BM, PAD)
+    if PAD == "none":
+        _put(at, value, None, DET)
+    else:
+        _put(at, value, _exist(block, r, n, BR, BM, PAD), DET)
+
+
+def _put_column_sum(u, u_T, into, block, r, PREC: constexpr, DET):  # pragma: kernel
+    BT: constexpr = u.shape[0]
+    BR: constexpr = u.shape[1]
     i = block * BR + tl.arange(0, BR)
     if PREC == "ieee" or PREC == "emulated":
         _put(into + i, tl.sum(u, 0), i < r, DET)
@@ -155,77 +278,7 @@ def _column_sum(u, u_T, into, block, r, BR: constexpr, BT: constexpr, PREC, DET)
         _put(into + i[:, None] + column * 0, total, (i[:, None] < r) & (column == 0), DET)
 
 
-def _column(n, BM: constexpr, GAP: constexpr):  # pragma: kernel
-    """The matrix column of each column of a tile; both halves of y = (p, q) may be padded."""
-    k = tl.arange(0, BM)
-    if GAP:
-        k = tl.where(k < BM // 2, k, k - BM // 2 + n // 2)
-    return k
-
-
-def _is_column(n, BM: constexpr, GAP: constexpr):  # pragma: kernel
-    k = tl.arange(0, BM)
-    if GAP:
-        return k % (BM // 2) < n // 2
-    return k < n
-
-
-def _entries(block, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN):  # pragma: kernel
-    """Where a block of rows of a matrix with n columns lies."""
-    i = tl.arange(0, BR)[:, None]
-    k = _column(n, BM, GAP)[None, :]
-    if EVEN:
-        at = block * (BR * BM) + (i * BM + k)
-    else:
-        at = (block * BR + i) * n + k
-    return at
-
-
-def _exist(block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr):  # pragma: kernel
-    i = block * BR + tl.arange(0, BR)[:, None]
-    return (i < r) & _is_column(n, BM, GAP)[None, :]
-
-
-def _matrix(
-    W, block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN, PREC
-):  # pragma: kernel
-    at = W + _entries(block, n, BR, BM, GAP, EVEN)
-    if EVEN:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=_exist(block, r, n, BR, BM, GAP), other=0.0)
-    return _rounded(tile.to(tl.float32), PREC)
-
-
-def _turned(x, ROWS: constexpr, COLS: constexpr):  # pragma: kernel
-    """J x for rows x = (p, q) and the canonical J: (-q, p)."""
-    p, q = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(-q, p), (0, 2, 1)), (ROWS, COLS))
-
-
-def _vector(b, block, r, BR: constexpr):  # pragma: kernel
-    i = block * BR + tl.arange(0, BR)
-    return tl.load(b + i, mask=i < r, other=0.0).to(tl.float32)
-
-
-def _put(into, value, mask, DET: constexpr):  # pragma: kernel
-    if DET:
-        tl.store(into, value, mask=mask)
-    else:
-        tl.atomic_add(into, value, mask=mask, sem="relaxed")
-
-
-def _put_matrix(
-    W, value, block, r, n, BR: constexpr, BM: constexpr, GAP: constexpr, EVEN, DET
-):  # pragma: kernel
-    at = W + _entries(block, n, BR, BM, GAP, EVEN)
-    if EVEN:
-        _put(at, value, None, DET)
-    else:
-        _put(at, value, _exist(block, r, n, BR, BM, GAP), DET)
-
-
-def _split_forward_kernel(
+def _forward_kernel(
     y_in,
     y_out,
     kept,
@@ -247,7 +300,8 @@ def _split_forward_kernel(
     KIND: constexpr,
     PREC: constexpr,
     FAST: constexpr,
-    EVEN: constexpr,
+    PAD: constexpr,
+    EULER: constexpr,
     ALT: constexpr,
     KEEP: constexpr,
     RB: constexpr,
@@ -256,42 +310,20 @@ def _split_forward_kernel(
     BR: constexpr,
 ):  # pragma: kernel
     first = tl.program_id(0).to(tl.int64) * BT
-    rows = tl.arange(0, BT)
-    cols = tl.arange(0, BM)
-    here = first * (2 * m)
-    at = rows[:, None] * (2 * m) + cols[None, :]
-    inside = (first + rows[:, None] < B) & (cols[None, :] < m)
-    y_in += here
-    y_out += here
+    here = first * ((2 - EULER) * m)
+    at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
+    source, target = _load_state(y_in + here, at, m, inside, EULER)
     kept += first * m
-    in_kept = rows[:, None] * m + cols[None, :]
-    source = tl.load(y_in + at + m, mask=inside, other=0.0)
-    target = tl.load(y_in + at, mask=inside, other=0.0)
 
-    turn_next = tl.load(half)
-    j_next = tl.load(layer).to(tl.int64)
-    c_next = tl.load(coef)
-    r = tl.where(turn_next == 0, r_q, r_p)
-    K_next = _matrix(
-        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, 0, r, m, BR, BM, False, EVEN, PREC
-    )
-    b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, 0, r, BR)
-    V_next = K_next
-    if KIND == "general":
-        V_next = _matrix(
-            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m, 0, r, m, BR, BM, False, EVEN, PREC
-        )
+    turn_next, j_next, c_next = _scheduled(half, layer, coef, 0)
+    K_j, b_j, V_j, r = _pointers(turn_next, j_next, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND)
+    K_next, b_next, V_next = _weights(K_j, b_j, V_j, 0, r, m, BR, BM, KIND, PAD, PREC)
     s = tl.minimum(1, M * RB - 1) // RB
-    turn_after = tl.load(half + s)
-    j_after = tl.load(layer + s).to(tl.int64)
-    c_after = tl.load(coef + s)
+    turn_after, j_after, c_after = _scheduled(half, layer, coef, s)
     before = turn_next * 0
     if ALT:  # the shears take turns, so that the roles change by name alone
-        swap = turn_next != 0
         before = turn_next
-        other = tl.where(swap, target, source)
-        target = tl.where(swap, source, target)
-        source = other
+        source, target = _swapped(turn_next != 0, source, target)
     for pair in range(M * RB // (1 + ALT)):
         for e in tl.static_range(1 + ALT):
             k = pair * (1 + ALT) + e
@@ -301,44 +333,16 @@ def _split_forward_kernel(
             block = tl.minimum(k + 1, M * RB - 1) % RB
             turn_next, j_next, c_next = turn_after, j_after, c_after
             s = tl.minimum(k + 2, M * RB - 1) // RB
-            turn_after = tl.load(half + s)
-            j_after = tl.load(layer + s).to(tl.int64)
-            c_after = tl.load(coef + s)
-            r = tl.where(turn_next == 0, r_q, r_p)
-            K_next = _matrix(
-                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m,
-                block,
-                r,
-                m,
-                BR,
-                BM,
-                False,
-                EVEN,
-                PREC,
+            turn_after, j_after, c_after = _scheduled(half, layer, coef, s)
+            K_j, b_j, V_j, r = _pointers(
+                turn_next, j_next, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND
             )
-            b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, block, r, BR)
-            V_next = K_next
-            if KIND == "general":
-                V_next = _matrix(
-                    tl.where(turn_next == 0, V_q, V_p) + j_next * r * m,
-                    block,
-                    r,
-                    m,
-                    BR,
-                    BM,
-                    False,
-                    EVEN,
-                    PREC,
-                )
+            K_next, b_next, V_next = _weights(K_j, b_j, V_j, block, r, m, BR, BM, KIND, PAD, PREC)
 
-            if not ALT:
-                swap = turn != before
+            if not (ALT or EULER):
+                source, target = _swapped(turn != before, source, target)
                 before = turn
-                other = tl.where(swap, target, source)
-                target = tl.where(swap, source, target)
-                source = other
-
-            if KEEP:  # all blocks of a shear read the same half
+            if KEEP:  # all blocks of a step read the same
                 step = (first * 0 + k // RB) * (B * m)
                 if RB == 1:
                     tl.store(kept + step + in_kept, source, mask=inside)
@@ -346,21 +350,26 @@ def _split_forward_kernel(
                     starts = in_kept * 0 + k % RB == 0
                     tl.store(kept + step + in_kept, source, mask=inside & starts)
             bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
-            a = _times_transposed(source, K, bias, BT, BR, BM, PREC)
+            a = _times_transposed(source, K, bias, PREC)
             z = c * kernel_sigma(a, ACT, FAST)
             if KIND == "identity":
                 target += z
+            elif KIND == "canonical":
+                target += _turned(_times(z, K, tl.zeros((BT, BM), tl.float32), PREC))
             else:
-                target = _times(z, V, target, BT, BR, BM, PREC)
+                target = _times(z, V, target, PREC)
             if ALT:
                 source, target = target, source
+            elif EULER:
+                if RB == 1:
+                    source = target
+                else:
+                    source = tl.where(k % RB == RB - 1, target, source)
 
-    p_moved = before == 0
-    tl.store(y_out + at, tl.where(p_moved, target, source), mask=inside)
-    tl.store(y_out + at + m, tl.where(p_moved, source, target), mask=inside)
+    _store_state(y_out + here, at, m, inside, before, source, target, EULER)
 
 
-def _split_backward_kernel(
+def _backward_kernel(
     y_in,
     g_in,
     y_out,
@@ -384,84 +393,51 @@ def _split_backward_kernel(
     m,
     r_p,
     r_q,
-    first_p,
+    first_q,
     ACT: constexpr,
     KIND: constexpr,
     PREC: constexpr,
+    WPREC: constexpr,
     FAST: constexpr,
-    EVEN: constexpr,
-    DET: constexpr,
-    STEP: constexpr,
+    PAD: constexpr,
+    EULER: constexpr,
     ALT: constexpr,
     KEEP: constexpr,
-    WPREC: constexpr,
+    DET: constexpr,
+    STEP: constexpr,
     RB: constexpr,
     BT: constexpr,
     BM: constexpr,
     BR: constexpr,
 ):  # pragma: kernel
-    """With KEEP, y_in is what the shears have read, and none is undone; without, it is y_N."""
+    """With KEEP, y_in is what the steps have read, and none is undone; without, it is y_N."""
     pid = tl.program_id(0)
     first = pid.to(tl.int64) * BT
-    rows = tl.arange(0, BT)
-    cols = tl.arange(0, BM)
-    here = first * (2 * m)
-    at = rows[:, None] * (2 * m) + cols[None, :]
-    inside = (first + rows[:, None] < B) & (cols[None, :] < m)
-    g_in += here
-    y_out += here
-    g_out += here
+    here = first * ((2 - EULER) * m)
+    at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
     if KEEP:
         y_in += first * m
-        in_kept = rows[:, None] * m + cols[None, :]
         read = (first * 0 + high - 1) * (B * m)
         source_next = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
     else:
-        y_in += here
         # Rows beyond the batch repeat its last sample, a state that can surely be undone.
         last = (tl.minimum(B - first, BT) - 1).to(tl.int32)
-        again = tl.minimum(rows, last)[:, None] * (2 * m) + cols[None, :]
-        source = tl.load(y_in + again + m, mask=cols[None, :] < m, other=0.0)
-        target = tl.load(y_in + again, mask=cols[None, :] < m, other=0.0)
-    g_source = tl.load(g_in + at + m, mask=inside, other=0.0)
-    g_target = tl.load(g_in + at, mask=inside, other=0.0)
+        cols = tl.arange(0, BM)[None, :]
+        again = tl.minimum(tl.arange(0, BT), last)[:, None] * (2 * m) + cols
+        source, target = _load_state(y_in + here, again, m, cols < m, EULER)
+    g_source, g_target = _load_state(g_in + here, at, m, inside, EULER)
 
-    turn_next = tl.load(half + high - 1)
-    j_next = tl.load(layer + high - 1).to(tl.int64)
-    c_next = tl.load(coef + high - 1)
-    r = tl.where(turn_next == 0, r_q, r_p)
-    K_next = _matrix(
-        tl.where(turn_next == 0, K_q, K_p) + j_next * r * m, RB - 1, r, m, BR, BM, False, EVEN, PREC
-    )
-    b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, RB - 1, r, BR)
-    V_next = K_next
-    if KIND == "general":
-        V_next = _matrix(
-            tl.where(turn_next == 0, V_q, V_p) + j_next * r * m,
-            RB - 1,
-            r,
-            m,
-            BR,
-            BM,
-            False,
-            EVEN,
-            PREC,
-        )
+    turn_next, j_next, c_next = _scheduled(half, layer, coef, high - 1)
+    K_j, b_j, V_j, r = _pointers(turn_next, j_next, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND)
+    K_next, b_next, V_next = _weights(K_j, b_j, V_j, RB - 1, r, m, BR, BM, KIND, PAD, PREC)
     s = tl.maximum(high * RB - 2, low * RB) // RB
-    turn_after = tl.load(half + s)
-    j_after = tl.load(layer + s).to(tl.int64)
-    c_after = tl.load(coef + s)
+    turn_after, j_after, c_after = _scheduled(half, layer, coef, s)
     before = turn_next * 0
     if ALT:  # the shears take turns, so that the roles change by name alone
-        swap = turn_next != 0
         before = turn_next
         if not KEEP:
-            other = tl.where(swap, target, source)
-            target = tl.where(swap, source, target)
-            source = other
-        other = tl.where(swap, g_target, g_source)
-        g_target = tl.where(swap, g_source, g_target)
-        g_source = other
+            source, target = _swapped(turn_next != 0, source, target)
+        g_source, g_target = _swapped(turn_next != 0, g_source, g_target)
     for pair in range((high - low) * RB // (1 + ALT)):
         for e in tl.static_range(1 + ALT):
             turn, j, c, K, b, V = turn_next, j_next, c_next, K_next, b_next, V_next
@@ -469,66 +445,40 @@ def _split_backward_kernel(
             block = tl.maximum(k - 1, low * RB) % RB
             turn_next, j_next, c_next = turn_after, j_after, c_after
             s = tl.maximum(k - 2, low * RB) // RB
-            turn_after = tl.load(half + s)
-            j_after = tl.load(layer + s).to(tl.int64)
-            c_after = tl.load(coef + s)
-            r = tl.where(turn_next == 0, r_q, r_p)
-            K_next = _matrix(
-                tl.where(turn_next == 0, K_q, K_p) + j_next * r * m,
-                block,
-                r,
-                m,
-                BR,
-                BM,
-                False,
-                EVEN,
-                PREC,
+            turn_after, j_after, c_after = _scheduled(half, layer, coef, s)
+            K_j, b_j, V_j, r = _pointers(
+                turn_next, j_next, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND
             )
-            b_next = _vector(tl.where(turn_next == 0, b_q, b_p) + j_next * r, block, r, BR)
-            V_next = K_next
-            if KIND == "general":
-                V_next = _matrix(
-                    tl.where(turn_next == 0, V_q, V_p) + j_next * r * m,
-                    block,
-                    r,
-                    m,
-                    BR,
-                    BM,
-                    False,
-                    EVEN,
-                    PREC,
-                )
+            K_next, b_next, V_next = _weights(K_j, b_j, V_j, block, r, m, BR, BM, KIND, PAD, PREC)
 
             if KEEP:
                 source = source_next
                 read = (first * 0 + tl.maximum(k - 1, low * RB) // RB) * (B * m)
                 source_next = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
-            if not ALT:
-                swap = turn != before
-                before = turn
+            if not (ALT or EULER):
                 if not KEEP:
-                    other = tl.where(swap, target, source)
-                    target = tl.where(swap, source, target)
-                    source = other
-                other = tl.where(swap, g_target, g_source)
-                g_target = tl.where(swap, g_source, g_target)
-                g_source = other
+                    source, target = _swapped(turn != before, source, target)
+                g_source, g_target = _swapped(turn != before, g_source, g_target)
+                before = turn
 
             bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
-            a = _times_transposed(source, K, bias, BT, BR, BM, PREC)
+            a = _times_transposed(source, K, bias, PREC)
+            g_zK = g_target  # dL/d(z K), if V is made of K
+            if KIND == "canonical":
+                g_zK = _turned(-g_target)
             if KIND == "identity":
                 t = g_target
             else:
-                t = _times_transposed(g_target, V, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
+                t = _times_transposed(g_zK, V, tl.zeros((BT, BR), tl.float32), PREC)
             z = kernel_sigma(a, ACT, FAST)
             u = c * kernel_slope(a, z, ACT) * t
             cz = c * z
-            g_source = _times(u, K, g_source, BT, BR, BM, PREC)
+            g_source = _times(u, K, g_source, PREC)
             if not KEEP:
                 if KIND == "identity":
                     target -= cz
                 else:
-                    target = _times(-cz, V, target, BT, BR, BM, PREC)
+                    target = _times(-cz, V, target, PREC)
 
             block = k % RB
             r = tl.where(turn == 0, r_q, r_p)
@@ -536,275 +486,65 @@ def _split_backward_kernel(
                 slot = (k // RB - low).to(tl.int64) * tl.num_programs(0) + pid
                 row = slot * tl.maximum(r_p, r_q)
                 slot_coef = slot * RB + block
-            else:  # the rows of a layer: those of q come first
-                row = turn * first_p + j * r
+            else:  # the rows of a layer: those of p come first
+                row = (1 - turn) * first_q + j * r
                 slot_coef = k // RB
             u_T = tl.trans(_rounded(u, WPREC))
             z_T = tl.trans(_rounded(cz, WPREC))
             grad = tl.zeros((BR, BM), tl.float32)
-            if KIND == "same":
-                grad = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
+            if KIND == "same" or KIND == "canonical":
+                grad = _dot(z_T, _rounded(g_zK, WPREC), grad, WPREC)
             if KIND == "general":
                 grad_V = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
-                _put_matrix(dV + row * m, grad_V, block, r, m, BR, BM, False, EVEN, DET)
+                _put_matrix(dV + row * m, grad_V, block, r, m, PAD, DET)
             grad = _dot(u_T, _rounded(source, WPREC), grad, WPREC)
-            _put_matrix(dK + row * m, grad, block, r, m, BR, BM, False, EVEN, DET)
-            _column_sum(u, u_T, db + row, block, r, BR, BT, WPREC, DET)
+            _put_matrix(dK + row * m, grad, block, r, m, PAD, DET)
+            _put_column_sum(u, u_T, db + row, block, r, WPREC, DET)
             if STEP:
                 _put(dcoef + slot_coef, tl.sum(z * t), None, DET)
             if ALT:
                 if not KEEP:
                     source, target = target, source
                 g_source, g_target = g_target, g_source
+            elif EULER:
+                if RB == 1:
+                    g_target = g_source
+                else:
+                    g_target = tl.where(k % RB == 0, g_source, g_target)
 
-    p_moved = before == 0
     if not KEEP:
-        tl.store(y_out + at, tl.where(p_moved, target, source), mask=inside)
-        tl.store(y_out + at + m, tl.where(p_moved, source, target), mask=inside)
-    tl.store(g_out + at, tl.where(p_moved, g_target, g_source), mask=inside)
-    tl.store(g_out + at + m, tl.where(p_moved, g_source, g_target), mask=inside)
-
-
-def _euler_forward_kernel(
-    y_in,
-    y_out,
-    K,
-    b,
-    V,
-    h,
-    B,
-    N,
-    n,
-    r,
-    V_stride,
-    ACT: constexpr,
-    KIND: constexpr,
-    PREC: constexpr,
-    FAST: constexpr,
-    EVEN: constexpr,
-    GAP: constexpr,
-    KEEP: constexpr,
-    RB: constexpr,
-    BT: constexpr,
-    BM: constexpr,
-    BR: constexpr,
-):  # pragma: kernel
-    first = tl.program_id(0).to(tl.int64) * BT
-    rows = tl.arange(0, BT)
-    at = rows[:, None] * n + _column(n, BM, GAP)[None, :]
-    inside = (first + rows[:, None] < B) & _is_column(n, BM, GAP)[None, :]
-    y_in += first * n
-    y_out += first * n
-    zero = first * 0
-    y = tl.load(y_in + at, mask=inside, other=0.0)
-    if KEEP:
-        tl.store(y_out + at, y, mask=inside)
-    new = y
-
-    W_next = _matrix(K, 0, r, n, BR, BM, GAP, EVEN, PREC)
-    V_next = W_next
-    if KIND == "general":
-        V_next = _matrix(V, 0, r, n, BR, BM, GAP, EVEN, PREC)
-    b_next = _vector(b, 0, r, BR)
-    c_next = tl.load(h)
-    for k in range(N * RB):
-        W, U, bias, c = W_next, V_next, b_next, c_next
-        ahead = tl.minimum(k + 1, N * RB - 1)
-        j = (ahead // RB).to(tl.int64)
-        block = ahead % RB
-        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, GAP, EVEN, PREC)
-        V_next = W_next
-        if KIND == "general":
-            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, GAP, EVEN, PREC)
-        b_next = _vector(b + j * r, block, r, BR)
-        c_next = tl.load(h + j)
-
-        start = tl.zeros((BT, BR), tl.float32) + bias[None, :]
-        a = _times_transposed(y, W, start, BT, BR, BM, PREC)
-        z = c * kernel_sigma(a, ACT, FAST)
-        if KIND == "identity":
-            new += z
-        elif KIND == "canonical":
-            moved = _times(z, W, tl.zeros((BT, BM), tl.float32), BT, BR, BM, PREC)
-            new += _turned(moved, BT, BM)
-        else:
-            new = _times(z, U, new, BT, BR, BM, PREC)
-        if RB == 1:
-            y = new
-        else:
-            y = tl.where(k % RB == RB - 1, new, y)
-        if KEEP:  # each block overwrites it, and the last is right
-            tl.store(y_out + (zero + k // RB + 1) * (B * n) + at, new, mask=inside)
-    if not KEEP:
-        tl.store(y_out + at, y, mask=inside)
-
-
-def _euler_backward_kernel(
-    states,
-    g_in,
-    g_out,
-    K,
-    b,
-    V,
-    h,
-    dK,
-    db,
-    dV,
-    dh,
-    B,
-    low,
-    high,
-    n,
-    r,
-    V_stride,
-    ACT: constexpr,
-    KIND: constexpr,
-    PREC: constexpr,
-    FAST: constexpr,
-    EVEN: constexpr,
-    GAP: constexpr,
-    DET: constexpr,
-    STEP: constexpr,
-    OUTER: constexpr,
-    WPREC: constexpr,
-    RB: constexpr,
-    BT: constexpr,
-    BM: constexpr,
-    BR: constexpr,
-):  # pragma: kernel
-    pid = tl.program_id(0)
-    first = pid.to(tl.int64) * BT
-    rows = tl.arange(0, BT)
-    at = rows[:, None] * n + _column(n, BM, GAP)[None, :]
-    inside = (first + rows[:, None] < B) & _is_column(n, BM, GAP)[None, :]
-    states += first * n
-    g_in += first * n
-    g_out += first * n
-    g = tl.load(g_in + at, mask=inside, other=0.0)
-    new = g
-
-    top = (high - 1).to(tl.int64)
-    W_next = _matrix(K + top * r * n, RB - 1, r, n, BR, BM, GAP, EVEN, PREC)
-    V_next = W_next
-    if KIND == "general":
-        V_next = _matrix(V + top * V_stride, RB - 1, r, n, BR, BM, GAP, EVEN, PREC)
-    b_next = _vector(b + top * r, RB - 1, r, BR)
-    c_next = tl.load(h + top)
-    y_next = tl.load(states + top * B * n + at, mask=inside, other=0.0)
-    for i in range((high - low) * RB):
-        W, U, bias, c, y = W_next, V_next, b_next, c_next, y_next
-        k = high * RB - 1 - i
-        ahead = tl.maximum(k - 1, low * RB)
-        j = (ahead // RB).to(tl.int64)
-        block = ahead % RB
-        W_next = _matrix(K + j * r * n, block, r, n, BR, BM, GAP, EVEN, PREC)
-        V_next = W_next
-        if KIND == "general":
-            V_next = _matrix(V + j * V_stride, block, r, n, BR, BM, GAP, EVEN, PREC)
-        b_next = _vector(b + j * r, block, r, BR)
-        c_next = tl.load(h + j)
-        y_next = tl.load(states + j * B * n + at, mask=inside, other=0.0)
-
-        start = tl.zeros((BT, BR), tl.float32) + bias[None, :]
-        a = _times_transposed(y, W, start, BT, BR, BM, PREC)
-        g_zK = g  # dL/d(z K), if V is made of K
-        if KIND == "canonical":
-            g_zK = _turned(-g, BT, BM)
-        if KIND == "identity":
-            t = g
-        else:
-            t = _times_transposed(g_zK, U, tl.zeros((BT, BR), tl.float32), BT, BR, BM, PREC)
-        z = kernel_sigma(a, ACT, FAST)
-        u = c * kernel_slope(a, z, ACT) * t
-        new = _times(u, W, new, BT, BR, BM, PREC)
-
-        block = k % RB
-        if DET:
-            slot = (k // RB - low).to(tl.int64) * tl.num_programs(0) + pid
-            slot_h = slot * RB + block
-        else:
-            slot = (k // RB).to(tl.int64)
-            slot_h = slot
-        row = slot * r
-        u_T = tl.trans(_rounded(u, WPREC))
-        z_T = tl.trans(_rounded(c * z, WPREC))
-        grad = tl.zeros((BR, BM), tl.float32)
-        if KIND == "same" or KIND == "canonical":
-            grad = _dot(z_T, _rounded(g_zK, WPREC), grad, WPREC)
-        if OUTER:
-            grad_V = _dot(z_T, _rounded(g, WPREC), grad, WPREC)
-            _put_matrix(dV + row * n, grad_V, block, r, n, BR, BM, GAP, EVEN, DET)
-        grad = _dot(u_T, _rounded(y, WPREC), grad, WPREC)
-        _put_matrix(dK + row * n, grad, block, r, n, BR, BM, GAP, EVEN, DET)
-        _column_sum(u, u_T, db + row, block, r, BR, BT, WPREC, DET)
-        if STEP:
-            _put(dh + slot_h, tl.sum(z * t), None, DET)
-        if RB == 1:
-            g = new
-        else:
-            g = tl.where(k % RB == 0, new, g)
-    tl.store(g_out + at, g, mask=inside)
+        _store_state(y_out + here, at, m, inside, before, source, target, EULER)
+    _store_state(g_out + here, at, m, inside, before, g_source, g_target, EULER)
 
 
 # Around the kernels
 
+_DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__module__ == __name__]
 
-class _Kernels(NamedTuple):
-    split_forward: Any
-    split_backward: Any
-    euler_forward: Any
-    euler_backward: Any
-    fast: bool  # whether inline assembly can be used
-    direct: bool  # whether a compiled kernel can be called without Triton's check of each argument
+OPEN_ENDED = ("B", "M", "first_q", "low", "high", "rows")
+"""Arguments of kernels for whose values Triton does not compile again."""
 
 
-_HELPERS = (
-    "kernel_sigma",
-    "kernel_slope",
-    "_rounded",
-    "_ordered",
-    "_dot",
-    "_times_transposed",
-    "_times",
-    "_column_sum",
-    "_column",
-    "_is_column",
-    "_turned",
-    "_entries",
-    "_exist",
-    "_matrix",
-    "_vector",
-    "_put",
-    "_put_matrix",
-)
+def compile_functions(module: dict[str, Any], functions: list[Any]) -> Any:
+    """Import Triton, and replace these functions of a module by what it makes of them."""
+    triton = require("triton", extra="gpu")
+    module["tl"] = require("triton.language", extra="gpu")
+    module["constexpr"] = module["tl"].constexpr
+    for function in functions:
+        open_ended = [name for name in inspect.signature(function).parameters if name in OPEN_ENDED]
+        module[function.__name__] = triton.jit(function, do_not_specialize=open_ended)
+    return triton
 
 
 @functools.cache
-def load() -> _Kernels:
-    """Import Triton and compile the kernels above, at the first call."""
-    triton = require("triton", extra="gpu")
-    here = globals()
-    here["tl"] = require("triton.language", extra="gpu")
-    here["constexpr"] = here["tl"].constexpr
-    for name in _HELPERS:
-        here[name] = triton.jit(here[name])
-    kernels = (
-        _split_forward_kernel,
-        _split_backward_kernel,
-        _euler_forward_kernel,
-        _euler_backward_kernel,
-    )
-    # One compiled kernel serves every depth and batch.
-    open_ended = ("B", "M", "N", "first_p", "low", "high")
-    jit = [
-        triton.jit(
-            k, do_not_specialize=[a for a in open_ended if a in inspect.signature(k).parameters]
-        )
-        for k in kernels
-    ]
+def load() -> bool:
+    """Import Triton and compile the functions above, at the first call.
+
+    Whether a compiled kernel can then be called without Triton's check of each argument.
+    """
+    triton = compile_functions(globals(), _DEVICE)
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    compiled = not interpreted()
-    return _Kernels(*jit, fast=compiled, direct=compiled and version >= (3, 3))
+    return version >= (3, 3) and not interpreted()
 
 
 def interpreted() -> bool:
@@ -849,12 +589,7 @@ _EULER: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
         "tf32x3": (Tiling(32, 64, 4), Tiling(32, 64, 8)),
         "bf16": (Tiling(64, 64, 4), Tiling(64, 64, 8)),
     },
-    128: {
-        "ieee": (Tiling(32, 16, 8), Tiling(16, 32, 8)),
-        "tf32": (Tiling(32, 32, 4), Tiling(64, 64, 8)),
-        "tf32x3": (Tiling(32, 32, 8), Tiling(64, 32, 8)),
-        "bf16": (Tiling(64, 64, 8), Tiling(64, 64, 8)),
-    },
+    128: _SPLIT[128],
     256: {
         "ieee": (Tiling(16, 16, 8), Tiling(16, 16, 8)),
         "tf32": (Tiling(16, 16, 8), Tiling(64, 64, 8)),
@@ -873,108 +608,70 @@ _CANONICAL = {  # Euler with V = K J^T
 }
 
 
-def tiling(name: str, kind: str, width: int, r: int, precision: str, *, backward: bool) -> Tiling:
-    """The tiling of a kernel over K of this padded width and r rows."""
-    table = _SPLIT if name == "split" else _CANONICAL if kind == "canonical" else _EULER
-    samples, rows, warps = table[max(32, width)][precision][backward]
-    return Tiling(samples, min(rows, _padded(r)), warps)
-
-
-_INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
-
-
-def _weight_precision(precision: str) -> str:
-    """The precision for gradients of weights, on which no other layer depends."""
-    return "bf16" if precision == "tf32" else precision
+def tiling(stack: Stack, precision: str, *, backward: bool) -> Tiling:
+    """The tiling of a kernel."""
+    table = _SPLIT if stack.turns else _CANONICAL if stack.kind == "canonical" else _EULER
+    samples, rows, warps = table[max(32, _padded(stack.width))][precision][backward]
+    return Tiling(samples, min(rows, _padded(max(stack.rows))), warps)
 
 
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-class _Call(NamedTuple):
-    """What one launch of a kernel depends on besides the values of its arguments."""
-
-    stack: Stack
-    precision: str
-    backward: bool
-    keep: bool
-    deterministic: bool
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows of K, or of K_q and K_p: kernels count q first."""
-        return self.stack.rows[::-1]
-
-
-def _check(stack: Stack, precision: str) -> None:
-    choose("activation", stack.activation, ACTIVATIONS)
-    choose("kind", stack.kind, KINDS[:3] if stack.turns else KINDS)
-    choose("precision", precision, PRECISIONS)
-    dtype, n = stack.dtype, stack.features
-    if dtype != torch.float32:
-        raise OptionError(
-            f"the Triton engine computes in float32, but the state is {dtype}; "
-            "convert it or choose engine='reference'."
-        )
-    if n > MAX_WIDTH:
-        raise ShapeError(
-            f"the Triton engine takes up to {MAX_WIDTH} features, but y has {n}; "
-            "choose engine='reference'."
-        )
-    if n % 2 and (stack.turns or stack.kind == "canonical"):
-        raise ShapeError(f"y = (p, q) needs an even number of features, but has {n}.")
+_INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
 
 
 class _Recipe:
-    """A stack's kernel with the tiling for its sizes: made once, and then called many times."""
+    """A stack's kernel with the tiling for its sizes: made once, and then called many times.
 
-    def __init__(self, call: _Call) -> None:
-        stack, rows = call.stack, call.rows
-        split, width, r, name = bool(stack.turns), stack.width, max(rows), _name(stack)
-        BM = _padded(width)
-        BT, BR, warps = tiling(name, stack.kind, BM, r, call.precision, backward=call.backward)
-        self.unit = stack.kind == "identity" and BM > 128  # z in blocks, times a unit matrix
-        if stack.kind == "identity" and not self.unit:
+    `keep`: states are written forwards, or read backwards.
+    """
+
+    def __init__(
+        self, stack: Stack, precision: str, deterministic: bool, backward: bool, keep: bool
+    ) -> None:
+        width, kind, BM = stack.width, stack.kind, _padded(stack.width)
+        BT, BR, warps = tiling(stack, precision, backward=backward)
+        if kind == "identity" and BM > 128:
+            kind = "unit"  # z in blocks, times a unit matrix
+        elif kind == "identity":
             BR = BM
-        self.tiles, self.blocks = -(-stack.samples // BT), -(-r // BR)
-        self.empty = stack.samples == 0 or stack.steps == 0
-        self.steps, self.rows = stack.steps, rows
+        self.tiles, self.blocks = -(-stack.samples // BT), -(-max(stack.rows) // BR)
+        padding = "halves" if kind == "canonical" else "end"
+        if width == BM:
+            full = all(each == self.blocks * BR for each in stack.rows)
+            padding = "none" if full else "end"
         # The kernel has a faster loop if p and q alternate, but not if it adds in a fixed order.
-        alternating = sorted(stack.turns) == [0, 1] and not call.deterministic
-        precision = call.precision
+        alternating = sorted(stack.turns) == [0, 1] and not deterministic
         if interpreted():
             precision = _INTERPRETED.get(precision, precision)
         constants = {
             "ACT": stack.activation,
-            "KIND": "general" if self.unit else stack.kind,
+            "KIND": kind,
             "PREC": precision,
-            "WPREC": _weight_precision(precision),
-            "FAST": load().fast and precision in ("tf32", "bf16"),
-            "EVEN": width == BM and all(each == self.blocks * BR for each in rows),
-            "GAP": stack.kind == "canonical" and width < BM,
+            # No other layer depends on the gradients of weights.
+            "WPREC": "bf16" if precision == "tf32" else precision,
+            "FAST": precision in ("tf32", "bf16"),  # with inline assembly
+            "PAD": padding,
+            "EULER": not stack.turns,
             "ALT": alternating and self.blocks == 1,
-            "KEEP": call.keep,
-            "DET": call.deterministic,
+            "KEEP": keep,
+            "DET": deterministic,
             "STEP": stack.learned,
-            "OUTER": stack.kind == "general",
             "RB": self.blocks,
             "BT": BT,
             "BM": BM,
             "BR": BR,
         }
-        self.gradients = _Gradients(stack, rows)
-        if split:
-            sizes = (width, *stack.rows)
-            if call.backward:
-                sizes += (self.gradients.starts[1],)
-        else:
-            sizes = (width, r, 0 if self.unit else r * width)
-        self.B, self.sizes = stack.samples, sizes
-        self.kernel = getattr(load(), f"{name}_{'back' if call.backward else 'for'}ward")
+        self.gradients = _Gradients(stack)
+        self.calls_directly = load()
+        self.kernel: Any = _backward_kernel if backward else _forward_kernel
         self.constants = {
             name: constants[name] for name in self.kernel.arg_names if name in constants
         }
+        first_q = (self.gradients.starts[-1],) if backward else ()
+        self.B, self.sizes = stack.samples, (width, stack.rows[0], stack.rows[-1], *first_q)
         # Fusing products and sums is Triton's default now, but may not stay so.
         self.options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
         self.device = -1 if stack.device.type == "cpu" else stack.device.index
@@ -998,8 +695,8 @@ class _Recipe:
         compiled = self.kernel[grid](
             *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
         )
-        if aligned and load().direct:
-            # Triton compiles for aligned pointers, and for each different _Call.
+        if aligned and self.calls_directly:
+            # Triton compiles for aligned pointers, and for each different set of constants.
             self.direct = compiled[grid]
         return None
 
@@ -1007,12 +704,12 @@ class _Recipe:
 class _Gradients:
     """How the gradients of a stack share one buffer, each of them contiguous.
 
-    Rows of dK, db and dV have the same order: layer by layer, all of q before all of p. A spare row
+    Rows of dK, db and dV have the same order: layer by layer, all of p before all of q. A spare row
     at the end takes what belongs to none of them.
     """
 
-    def __init__(self, stack: Stack, rows: tuple[int, ...]) -> None:
-        N, width = stack.layers, stack.width
+    def __init__(self, stack: Stack) -> None:
+        N, rows, width = stack.layers, stack.rows, stack.width
         self.starts, self.spare = [], 0
         for r in rows:
             self.starts.append(self.spare)
@@ -1032,7 +729,7 @@ class _Gradients:
         self.size = self.offsets[-1] + stack.steps * stack.learned
 
     def new(self, like: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """The buffer, and dK, db, dV (of q and of p each) and dstep in it, all zero."""
+        """The buffer, and dK, db, dV (of p and of q each) and dc in it, all zero."""
         buffer = like.new_zeros(self.size)
         return buffer, [None if at is None else buffer.as_strided(*at) for at in self.places]
 
@@ -1067,150 +764,101 @@ def _aligned(size: int) -> int:
     return -(-size // 32) * 32
 
 
-def _targets(parts: list[Any]) -> tuple[Any, Any, Any, Any]:
-    """dK, db, dV and dstep for a kernel; any tensor stands in for None, and is not touched."""
-    dK, db, dV, dstep = parts
-    return dK, db, dK if dV is None else dV, db if dstep is None else dstep
-
-
-def _name(stack: Stack) -> str:
-    return "split" if stack.turns else "euler"
-
-
-def why_not(dtype: torch.dtype, features: int) -> str:
-    """Why no kernel takes such states, or empty; half precision is converted to float32."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the GPU kernel is for float32 and half precision, not {dtype}"
-    if features > MAX_WIDTH:
-        return f"the GPU kernel is for up to {MAX_WIDTH} features, not {features}"
-    return ""
-
-
-class _TritonStack:
-    """The kernels of a stack; each is prepared when it is first needed.
+class TritonEuler:
+    """A stack as one kernel each way; each is prepared when it is first needed.
 
     `deterministic` adds up the tiles in a fixed order, in at most PARTIAL_BYTES. Gradients are
     float32 and contiguous.
     """
 
     def __init__(self, stack: Stack, precision: str = "tf32", deterministic: bool = False) -> None:
-        _check(stack, precision)
-        self.stack, self.precision, self.deterministic = stack, precision, deterministic
+        self.stack, self.how = stack, (precision, deterministic)
+        self.schedule = schedule(stack.turns or (0,), stack.layers, stack.inverse, stack.device)
         self._recipes: dict[tuple[bool, bool], _Recipe] = {}
 
-    def recipe(self, backward: bool, keep: bool) -> _Recipe:
-        """How to launch; `keep`: states are written forwards, or read backwards."""
+    def _recipe(self, backward: bool, keep: bool) -> _Recipe:
         found = self._recipes.get((backward, keep))
         if found is None:
-            call = _Call(self.stack, self.precision, backward, keep, self.deterministic)
-            found = self._recipes[backward, keep] = _Recipe(call)
+            found = self._recipes[backward, keep] = _Recipe(self.stack, *self.how, backward, keep)
         return found
 
-    why_not = staticmethod(why_not)
-
-
-class TritonShears(_TritonStack):
-    """A shear stack, as one kernel each way."""
-
-    def __init__(self, stack: Stack, precision: str = "tf32", deterministic: bool = False) -> None:
-        super().__init__(stack, precision, deterministic)
-        self.schedule = schedule(stack.turns, stack.layers, stack.inverse, stack.device)
-
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        recipe = self.recipe(False, keep)
         kept = y.new_empty(self.kept_size(self.stack)) if keep else None
-        if recipe.empty:
+        if self._empty:
             return y.clone(), kept
         out = torch.empty_like(y)
-        recipe.launch(
-            (y, out, out if kept is None else kept, *self._weights(tensors)), recipe.steps
-        )
+        states = (y, out, out if kept is None else kept)
+        self._recipe(False, keep).launch((*states, *self._weights(tensors)), self.stack.steps)
         return out, kept
 
     def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
         return self._gradients(kept, g, tensors, keep=True)[1]
 
-    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
-        y_0, gradients = self._gradients(y_N, g, tensors, keep=False)
-        assert y_0 is not None
-        return y_0, gradients
-
     def _gradients(
         self, start: Tensor, g: Tensor, tensors: Tensors, *, keep: bool
     ) -> tuple[Tensor | None, Tensors]:
         """From what was kept, or from y_N: then the shears are undone, down to y_0."""
-        recipe, in_order = self.recipe(True, keep), self.deterministic
-        copy = torch.clone if in_order or recipe.empty else torch.empty_like
+        recipe, in_order = self._recipe(True, keep), self.how[1]
+        copy = torch.clone if in_order or self._empty else torch.empty_like
         y_0, g_0 = None if keep else copy(start), copy(g)
         buffer, parts = recipe.gradients.new(g)
         weights = self._weights(tensors)
-        if recipe.empty:
+        if self._empty:
             pass
         elif in_order:
-            rows = _rows_of_shears(*self.schedule, recipe)
             states = (start, g_0, g_0, g_0) if y_0 is None else (y_0, g_0, y_0, g_0)
+            rows = self._rows_of_steps(recipe.gradients)
             recipe.gradients.add_in_order(buffer, rows, recipe, (*states, *weights))
         else:
-            targets = _targets(parts[::2])
             states = (start, g, g_0 if y_0 is None else y_0, g_0)
-            recipe.launch((*states, *weights, *targets), 0, recipe.steps)
-        dK_q, dK_p, db_q, db_p, dV_q, dV_p, dcoef = parts
-        return y_0, (g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef)
+            dK, db, dV, dc = parts[:: len(self.stack.rows)]
+            # Any tensor stands in for None, and is not touched.
+            targets: Any = (dK, db, dK if dV is None else dV, db if dc is None else dc)
+            recipe.launch((*states, *weights, *targets), 0, self.stack.steps)
+        return y_0, (g_0, *parts)
+
+    @property
+    def _empty(self) -> bool:
+        return self.stack.samples == 0 or self.stack.steps == 0
 
     def _weights(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
-        V_p, V_q = (K_p, K_q) if V_p is None or V_q is None else (V_p, V_q)
-        return K_p, K_q, b_p, b_q, V_p, V_q, *self.schedule, coef
+        """K, b and V of p and of q, the schedule and c, as kernels take them."""
+        *weights, c = tensors
+        each = len(self.stack.rows)
+        K, b, V = weights[:each], weights[each : 2 * each], weights[2 * each :]
+        if self.stack.kind == "identity" and self.stack.width > 128:
+            V = [torch.eye(self.stack.width, dtype=c.dtype, device=c.device)]
+        elif V[0] is None:
+            V = K
+        return K[0], K[-1], b[0], b[-1], V[0], V[-1], *self.schedule, c
+
+    def _rows_of_steps(self, into: _Gradients) -> Tensor:
+        """For each step, the rows of the gradients to which its rows are added."""
+        half, layer = (one.long()[:, None] for one in self.schedule)
+        r_p, r_q = self.stack.rows[0], self.stack.rows[-1]
+        i = torch.arange(into.most, device=half.device)
+        r = torch.where(half == 0, r_q, r_p)
+        start = torch.where(half == 0, into.starts[-1], 0)
+        return torch.where(i < r, start + layer * r + i, into.spare)
 
     @staticmethod
     def kept_size(stack: Stack) -> int:
         return stack.steps * stack.samples * stack.width
 
-
-def _rows_of_shears(half: Tensor, layer: Tensor, recipe: _Recipe) -> Tensor:
-    """For each shear, the rows of the gradients to which its rows are added."""
-    into, (r_q, r_p) = recipe.gradients, recipe.rows
-    i = torch.arange(into.most, device=half.device)
-    is_p = half.long()[:, None]
-    r = r_q + (r_p - r_q) * is_p
-    return torch.where(i < r, into.starts[1] * is_p + layer.long()[:, None] * r + i, into.spare)
-
-
-class TritonEuler(_TritonStack):
-    """An Euler stack, as one kernel each way."""
-
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        recipe = self.recipe(False, keep)
-        out = y.new_empty((recipe.steps + 1, *y.shape) if keep else y.shape)
-        if recipe.empty:
-            out.copy_(y)
-        else:
-            recipe.launch((y, out, *_euler_weights(tensors, recipe)), recipe.steps)
-        return (out[-1].clone(), out.view(-1)) if keep else (out, None)
-
-    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
-        # keep=False: this kernel always reads the states, and has no such option.
-        recipe, in_order = self.recipe(True, False), self.deterministic
-        g_0 = g.clone() if in_order or recipe.empty else torch.empty_like(g)
-        buffer, parts = recipe.gradients.new(g)
-        weights = _euler_weights(tensors, recipe)
-        if recipe.empty:
-            pass
-        elif in_order:
-            N, r = tensors[1].shape
-            rows = torch.arange(N * r, device=g.device).view(N, r)
-            recipe.gradients.add_in_order(buffer, rows, recipe, (kept, g_0, g_0, *weights))
-        else:
-            recipe.launch((kept, g, g_0, *weights, *_targets(parts)), 0, recipe.steps)
-        return g_0, *parts
-
     @staticmethod
-    def kept_size(stack: Stack) -> int:
-        return (stack.steps + 1) * stack.samples * stack.width  # y_N as well
+    def why_not(dtype: torch.dtype, features: int) -> str:
+        """Why no kernel takes such states, or empty; half precision is converted to float32."""
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the GPU kernel is for float32 and half precision, not {dtype}"
+        if features > MAX_WIDTH:
+            return f"the GPU kernel is for up to {MAX_WIDTH} features, not {features}"
+        return ""
 
 
-def _euler_weights(tensors: Tensors, recipe: _Recipe) -> tuple[Tensor, ...]:
-    K, b, V, h = tensors
-    if recipe.unit:
-        return K, b, torch.eye(K.shape[1], dtype=K.dtype, device=K.device), h
-    return K, b, K if V is None else V, h
+class TritonShears(TritonEuler):
+    """The same for a shear stack, which can also be undone."""
+
+    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
+        y_0, gradients = self._gradients(y_N, g, tensors, keep=False)
+        assert y_0 is not None
+        return y_0, gradients
