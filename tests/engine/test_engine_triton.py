@@ -160,12 +160,12 @@ def euler_errors(
 
 GROUPS = {
     "odd sizes": [
-        ("split", (70, 5, 5, 5, 3), {}),
+        ("split", (40, 5, 5, 5, 3), {}),
         ("split", (1, 1, 1, 1, 1), {}),
         ("split", (33, 20, 7, 40, 2), {"kind": "general"}),
-        ("euler", (70, 10, 10, 3), {}),
+        ("euler", (40, 10, 10, 3), {}),
         ("euler", (5, 3, 20, 1), {"kind": "same"}),
-        ("euler", (70, 10, 7, 3), {"kind": "canonical"}),
+        ("euler", (40, 10, 7, 3), {"kind": "canonical"}),
         ("euler", (5, 2, 1, 1), {"kind": "canonical"}),
     ],
     "schemes": [
@@ -186,15 +186,15 @@ GROUPS = {
         ("euler", (20, 64, 128, 2), {"kind": "canonical", "deterministic": True}),
     ],
     "deterministic": [
-        ("split", (70, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
+        ("split", (40, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
         ("split", (40, 8, 8, 8, 2), {"scheme": "yoshida", "deterministic": True}),
-        ("euler", (70, 10, 12, 5), {"deterministic": True}),
+        ("euler", (40, 10, 12, 5), {"deterministic": True}),
         ("euler", (40, 10, 12, 3), {"kind": "same", "deterministic": True}),
         ("euler", (40, 10, 13, 3), {"kind": "canonical", "deterministic": True}),
     ],
     "portions": [
-        ("split", (70, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
-        ("euler", (70, 10, 12, 5), {"deterministic": True}),
+        ("split", (40, 8, 9, 20, 5), {"kind": "general", "deterministic": True}),
+        ("euler", (40, 10, 12, 5), {"deterministic": True}),
     ],
     "precisions": [
         (stack, sizes, {"precision": precision, **options})
@@ -251,7 +251,7 @@ def test_interpreted_kernels_agree_with_float64(half):
 
 @needs_triton
 def test_deterministic_sums_in_small_portions_agree_with_float64():
-    assert interpret("portions", "20000") == []
+    assert interpret("portions", "5000") == []
 
 
 @pytest.mark.gpu

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
+from hdnn.engine.kernels import protocol
 
-@cache
+
 def installed() -> bool:
     """Whether numba is installed; it is imported at the first use."""
-    return importlib.util.find_spec("numba") is not None
+    return protocol.installed("numba")
 
 
 def compiled(function: Callable[..., Any]) -> Any:

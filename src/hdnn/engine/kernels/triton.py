@@ -256,24 +256,20 @@ def _put(into, value, mask, DET: constexpr):  # pragma: kernel
 
 
 def _put_matrix(W, value, block, r, n, PAD: constexpr, DET):  # pragma: kernel
-    BR: constexpr = value.shape[0]
-    BM: constexpr = value.shape[1]
-    at = W + _entries(block, n, BR, BM, PAD)
+    at = W + _entries(block, n, value.shape[0], value.shape[1], PAD)
     if PAD == "none":
         _put(at, value, None, DET)
     else:
-        _put(at, value, _exist(block, r, n, BR, BM, PAD), DET)
+        _put(at, value, _exist(block, r, n, value.shape[0], value.shape[1], PAD), DET)
 
 
 def _put_column_sum(u, u_T, into, block, r, PREC: constexpr, DET):  # pragma: kernel
-    BT: constexpr = u.shape[0]
-    BR: constexpr = u.shape[1]
-    i = block * BR + tl.arange(0, BR)
+    i = block * u.shape[1] + tl.arange(0, u.shape[1])
     if PREC == "ieee" or PREC == "emulated":
         _put(into + i, tl.sum(u, 0), i < r, DET)
     else:  # a product with ones takes the tensor cores less time than shuffles would need
-        ones = _rounded(tl.full((BT, 16), 1.0, tl.float32), PREC)
-        total = _dot(u_T, ones, tl.zeros((BR, 16), tl.float32), PREC)
+        ones = _rounded(tl.full((u.shape[0], 16), 1.0, tl.float32), PREC)
+        total = _dot(u_T, ones, tl.zeros((u.shape[1], 16), tl.float32), PREC)
         column = tl.arange(0, 16)[None, :]
         _put(into + i[:, None] + column * 0, total, (i[:, None] < r) & (column == 0), DET)
 
