@@ -26,8 +26,13 @@ def canonical(
 
 def from_X(X: Tensor) -> Tensor:
     """J = [[0, -X^T], [X, 0]] for X of shape (..., m, m)."""
-    zero = torch.zeros_like(X)
-    return torch.cat([torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2)
+    return off_diagonal(-X.mT, X)
+
+
+def off_diagonal(A: Tensor, B: Tensor) -> Tensor:
+    """[[0, A], [B, 0]] for square A and B of one size."""
+    zero = torch.zeros_like(A)
+    return torch.cat([torch.cat([zero, A], -1), torch.cat([B, zero], -1)], -2)
 
 
 def times_canonical(g: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from hdnn.errors import (
 )
 from hdnn.networks import jacobians
 from hdnn.networks.hooks import refresh
-from hdnn.networks.promise import Guarantee, own_methods, unknown
+from hdnn.networks.initial import Initial
+from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown
 from hdnn.operators import dense
 
 
@@ -33,6 +34,8 @@ class Network(nn.Module):
     """
 
     stacked: tuple[str, ...] = ()  # the weights with one entry a layer
+    split: bool = False  # whether they act on p and q, of m = n/2 features each
+    bare_activation: bool = False  # whether the field is sigma(K y + b) itself, as J K^T = I
     invertible: bool = False
     engines: bool = False  # whether it can run other than layer by layer
     turns: int = 1  # how many p- and q-updates a layer has, where p and q take turns
@@ -52,6 +55,28 @@ class Network(nn.Module):
         self.tied = flag("tied", tied)
 
     # What a network is made of
+
+    def _draw(self, initial: Initial) -> None:
+        """Draw the stacked weights, in their order: K (N, n, n) and b (N, n), or m for n."""
+        size = self._half() if self.split else self.features
+        for name in self.stacked:
+            if name.startswith("K"):
+                self._add_K(name, initial.K(self.stored, size, size))
+            else:
+                self.register_parameter(name, nn.Parameter(initial.b(self.stored, size)))
+
+    def _add_K(self, name: str, K: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(K))
+
+    def _half(self, instead: str = "") -> int:
+        """m = n/2, if there are as many features for p as for q; `instead` is more advice."""
+        if self.features % 2:
+            raise ShapeError(
+                f"{type(self).__name__} splits the features into (p, q), so their number must be "
+                f"even, but features = {self.features}; augment them by a zero "
+                f"(hdnn.heads.Augment){instead}."
+            )
+        return self.features // 2
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -108,6 +133,10 @@ class Network(nn.Module):
         return unknown(self, own) if own else self._promise()
 
     def _promise(self) -> Guarantee:
+        if self.symplectic:
+            return Guarantee(True, SYMPLECTIC, ALWAYS)
+        if self.forward_euler:
+            return forward_euler(self.activation, self._sigma.monotone)
         return Guarantee(False, "none", f"nothing is known of {type(self).__name__}")
 
     def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
@@ -133,6 +162,8 @@ class Network(nn.Module):
 
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: S |K_j|^2 |J_j|, (N,)."""
+        if self.bare_activation:
+            return self._sigma.S * dense.norm(self.weights()[self.stacked[0]])
         field = self.field()
         return self._sigma.S * dense.norm(field["K"]).square() * dense.norm(field["J"])
 

@@ -18,9 +18,7 @@ from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, takes
-from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
 from hdnn.networks.schemes import SCHEMES, Scheme
-from hdnn.operators import dense
 from hdnn.sparsity import Sparsity
 
 
@@ -86,36 +84,23 @@ class HamiltonianNet(BlockSparseNetwork):
         self._choose_engine(engine, backprop)
         self.newton = _newton_options(scheme, integrator, tol, max_iter)
         learn_X, learn_J = flag("learn_X", learn_X), flag("learn_J", learn_J)
-        if (scheme.interconnection == "J" and (X is not None or learn_X)) or (
-            scheme.interconnection == "X" and (J is not None or learn_J)
-        ):
-            other = "J" if scheme.interconnection == "X" else "X"
+        own, other = ("X", "J") if scheme.interconnection == "X" else ("J", "X")
+        given = {"X": X is not None or learn_X, "J": J is not None or learn_J}
+        if given[other]:
             raise OptionError(
-                f"integrator {integrator!r} takes {scheme.interconnection} "
-                f"and learn_{scheme.interconnection}, not {other} or learn_{other}."
+                f"integrator {integrator!r} takes {own} and learn_{own}, "
+                f"not {other} or learn_{other}."
             )
-        if features % 2 and (scheme.interconnection == "X" or J is None):
-            raise ShapeError(
-                f"{type(self).__name__} splits the features into (p, q), so their number must be "
-                f"even, but features = {features}; augment them by a zero (hdnn.heads.Augment)"
-                + (", or give a skew-symmetric J." if scheme.interconnection == "J" else ".")
-            )
+        if own == "X" or J is None:
+            self._half(", or give a skew-symmetric J" if own == "J" else "")
         self._set_sparsity(sparsity)
-        if scheme.interconnection == "X":
+        if own == "X":
             self._add_X(X, learn_X, initial)
         else:
             self._add_J(J, learn_J, initial)
-        m, stored = self.features // 2, self.stored
-        if scheme.layout == "split":
-            self.stacked = ("K_p", "K_q", "b_p", "b_q")
-            self._add_K("K_p", initial.K(stored, m, m))
-            self._add_K("K_q", initial.K(stored, m, m))
-            self.b_p = nn.Parameter(initial.b(stored, m))
-            self.b_q = nn.Parameter(initial.b(stored, m))
-        else:
-            self.stacked = ("K", "b")
-            self._add_K("K", initial.K(stored, self.features, self.features))
-            self.b = nn.Parameter(initial.b(stored, self.features))
+        self.split = scheme.layout == "split"
+        self.stacked = ("K_p", "K_q", "b_p", "b_q") if self.split else ("K", "b")
+        self._draw(initial)
 
     # Parts
 
@@ -126,10 +111,8 @@ class HamiltonianNet(BlockSparseNetwork):
     def _add_X(self, X: Tensor | None, learn: bool, initial: Initial) -> None:
         m = self.features // 2
         self.learn_X = learn
-        free = None
         matrix = torch.eye(m, device="cpu") if X is None else self._constant("X", X, m, initial)
-        if self.sparsity is not None:
-            free = self._restrict("X", matrix)
+        free = None if self.sparsity is None else self._restrict("X", matrix)
         if learn and free is not None:
             self._add_sparse("X", initial.constant(matrix), free)
         elif learn:
@@ -171,11 +154,6 @@ class HamiltonianNet(BlockSparseNetwork):
         interconnection.check_finite(name, matrix.detach().to(initial.dtype))
         return matrix.detach() if matrix.is_floating_point() else matrix.double()
 
-    def _promise(self) -> Guarantee:
-        if self.scheme.symplectic:
-            return Guarantee(True, SYMPLECTIC, ALWAYS)
-        return forward_euler(self.activation, self._sigma.monotone)
-
     # The field
 
     def _J(self) -> Tensor | None:
@@ -194,34 +172,26 @@ class HamiltonianNet(BlockSparseNetwork):
         return self.scheme.function
 
     def field(self) -> dict[str, Tensor]:
-        w = super().weights()
-        b = w["b"] if self.scheme.layout == "full" else torch.cat([w["b_p"], w["b_q"]], -1)
-        placed = {"dtype": b.dtype, "device": b.device}
-        J = self._J() if self.scheme.interconnection == "J" else None
-        if J is None:
-            X = self.weight("X") if self.scheme.interconnection == "X" else None
-            J = (
-                interconnection.canonical(self.features, **placed)
-                if X is None
-                else (interconnection.from_X(X))
-            )
-        K = w["K"] if self.scheme.layout == "full" else _block_diagonal(w["K_p"], w["K_q"])
+        w = self.weights()
+        if self.split:
+            zero = torch.zeros_like(w["K_p"])
+            rows = torch.cat([w["K_p"], zero], -1), torch.cat([zero, w["K_q"]], -1)
+            K, b = torch.cat(rows, -2), torch.cat([w["b_p"], w["b_q"]], -1)
+        else:
+            K, b = w["K"], w["b"]
+        if w.get("X") is not None:
+            J = interconnection.from_X(w["X"])
+        elif w.get("J") is not None:
+            J = w["J"]
+        else:
+            J = interconnection.canonical(self.features, dtype=b.dtype, device=b.device)
         return {"J": J, "K": K, "b": b}
-
-    def shear_norms(self) -> Tensor:
-        if not self.scheme.shears:
-            return super().shear_norms()
-        w, h = self.weights(), self.steps()
-        X = 1.0 if w["X"] is None else dense.norm(w["X"])
-        norms = {"p": dense.norm(w["K_q"]).square(), "q": dense.norm(w["K_p"]).square()}
-        return torch.cat([abs(part) * h * X * norms[half] for half, part in self.scheme.shears])
 
     def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
         if not self.scheme.shears:
             return None
-        K_p, K_q, X = w["K_p"], w["K_q"], w["X"]
-        V = interconnection.times_X(K_p, X), interconnection.times_X(K_q, X, adjoint=True)
-        return ShearLayers(self.scheme.shears, K_p, K_q, w["b_p"], w["b_q"], *V)
+        K_p, K_q, b_p, b_q = (w[name] for name in self.stacked)
+        return ShearLayers(self.scheme.shears, K_p, K_q, b_p, b_q, w["X"])
 
     def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
         if self.scheme.shears:
@@ -282,12 +252,6 @@ class HamiltonianNet(BlockSparseNetwork):
             K[:, :m, m:] *= factor
             K[:, m:, :m] *= factor
         self.assign("K", K)
-
-    def _smooth(self) -> tuple[Tensor, Tensor]:
-        if self.scheme.layout == "full":
-            return super()._smooth()
-        w = super().weights()
-        return torch.cat([w["K_p"], w["K_q"]], -1), torch.cat([w["b_p"], w["b_q"]], -1)
 
     # Configuration and refinement
 
@@ -358,17 +322,9 @@ class ImplicitH2(HamiltonianNet):
 def _newton_options(
     scheme: Scheme, integrator: str, tol: float | None, max_iter: int | None
 ) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        k: v for k, v in (("tol", tol), ("max_iter", max_iter)) if v is not None
-    }
+    options = {"tol": tol, "max_iter": max_iter}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     check_tolerance(integrator, tol, given.get("max_iter", 1))
     if given and not scheme.implicit:
         raise OptionError(f"integrator {integrator!r} is explicit and takes no {', '.join(given)}.")
     return given
-
-
-def _block_diagonal(A: Tensor, B: Tensor) -> Tensor:
-    """diag(A, B) for stacks of matrices."""
-    upper = torch.cat([A, A.new_zeros(*A.shape[:-1], B.shape[-1])], -1)
-    lower = torch.cat([B.new_zeros(*B.shape[:-1], A.shape[-1]), B], -1)
-    return torch.cat([upper, lower], -2)

@@ -20,6 +20,7 @@ from hdnn.activations import Activation
 from hdnn.base.shapes import Step
 from hdnn.integrators import splitting
 from hdnn.interconnection import times_X
+from hdnn.operators import dense
 
 
 class ShearLayers(NamedTuple):
@@ -30,8 +31,14 @@ class ShearLayers(NamedTuple):
     K_q: Tensor
     b_p: Tensor
     b_q: Tensor
-    V_p: Tensor | None  # q moves by sigma(K_p p + b_p) V_p
-    V_q: Tensor | None
+    X: Tensor | None = None
+    bare: bool = False  # whether a half moves by sigma alone, and not by sigma times K and X
+
+    def norms(self, h: Tensor) -> Tensor:
+        """|A| / S of all shears I + A, for steps h (N,)."""
+        X = 1.0 if self.X is None else dense.norm(self.X)
+        K = {"p": dense.norm(self.K_q).square(), "q": dense.norm(self.K_p).square()}
+        return torch.cat([abs(part) * h * X * K[half] for half, part in self.shears])
 
 
 def steps(h: Step, states: Tensor) -> Tensor:
@@ -77,7 +84,9 @@ def of_shears(
     layers: ShearLayers, states: Tensor, h: Tensor, sigma: Activation, *, undone: bool = False
 ) -> Tensor:
     """The product of each layer's p- and q-updates, or its inverse, which needs no solving."""
-    shears, K_p, K_q, b_p, b_q, V_p, V_q = layers
+    shears, K_p, K_q, b_p, b_q, X, bare = layers
+    V_p = None if bare else times_X(K_p, X)
+    V_q = None if bare else times_X(K_q, X, adjoint=True)
     y, m = states[:-1], states.shape[-1] // 2
     p, q = y.chunk(2, -1)
     M = None

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from hdnn import functional, interconnection
-from hdnn.errors import NotInvertibleError, ShapeError, positive_int
+from hdnn.errors import NotInvertibleError, positive_int
 from hdnn.integrators import splitting
 from hdnn.networks import jacobians
 from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.ode import ODENetwork
-from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
+from hdnn.networks.promise import ALWAYS, Guarantee
 from hdnn.operators import dense
 
 
 class _MarginallyStable(ODENetwork):
-    """The options that MS1, MS2 and MS3 share; each adds its weights and its field."""
+    """The options that MS1, MS2 and MS3 share; each has its own weights and field."""
 
     engines = True
 
@@ -55,19 +55,7 @@ class _MarginallyStable(ODENetwork):
             initial=initial,
         )
         self._choose_engine(engine, backprop)
-        self._add_weights(initial)
-
-    def _add_weights(self, initial: Initial) -> None:
-        raise NotImplementedError
-
-    def _halves(self) -> int:
-        if self.features % 2:
-            raise ShapeError(
-                f"{type(self).__name__} splits the features into (p, q), so their number must be "
-                f"even, but features = {self.features}; augment them by a zero "
-                "(hdnn.heads.Augment)."
-            )
-        return self.features // 2
+        self._draw(initial)
 
 
 class MS1(_MarginallyStable):
@@ -77,15 +65,10 @@ class MS1(_MarginallyStable):
     """
 
     stacked = ("K_0", "b_1", "b_2")
+    split = True
     invertible = True
     turns = 2
     bare_activation = True
-
-    def _add_weights(self, initial: Initial) -> None:
-        m, stored = self._halves(), self.stored
-        self.K_0 = nn.Parameter(initial.K(stored, m, m))
-        self.b_1 = nn.Parameter(initial.b(stored, m))
-        self.b_2 = nn.Parameter(initial.b(stored, m))
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -97,20 +80,17 @@ class MS1(_MarginallyStable):
     def field(self) -> dict[str, Tensor]:
         """K = [[0, K_0], [K_0^T, 0]] and X_j = -K_0^-1: needs an invertible K_0."""
         w = self.weights()
-        zero = torch.zeros_like(w["K_0"])
-        K = torch.cat([torch.cat([zero, w["K_0"]], -1), torch.cat([w["K_0"].mT, zero], -1)], -2)
-        J = interconnection.from_X(-_inverse(w["K_0"], "K_0"))
+        K_0 = w["K_0"]
+        J = interconnection.from_X(-_inverse(K_0, "K_0"))
+        K = interconnection.off_diagonal(K_0, K_0.mT)
         return {"J": J, "K": K, "b": torch.cat([w["b_2"], w["b_1"]], -1)}
-
-    def field_rates(self) -> Tensor:
-        return self._sigma.S * dense.norm(self.weights()["K_0"])  # J K^T = I
 
     def shear_norms(self) -> Tensor:
         return torch.cat([self.steps() * dense.norm(self.weights()["K_0"])] * 2)
 
     def _shears(self, w: dict[str, Any]) -> ShearLayers:
         K = w["K_0"]
-        return ShearLayers(splitting.MS1, K.mT, K, w["b_1"], w["b_2"], None, None)
+        return ShearLayers(splitting.MS1, K.mT, K, w["b_1"], w["b_2"], bare=True)
 
     def _counted(self) -> list[tuple[str, float]]:
         return [("K_0", 2.0), ("b_1", 1.0), ("b_2", 1.0)]
@@ -131,7 +111,7 @@ class MS2(_MarginallyStable):
     bare_activation = True
     _index: Tensor
 
-    def _add_weights(self, initial: Initial) -> None:
+    def _draw(self, initial: Initial) -> None:
         n = self.features
         self.K_upper = nn.Parameter(initial.K(self.stored, n * (n - 1) // 2))
         self.b = nn.Parameter(initial.b(self.stored, n))
@@ -153,9 +133,6 @@ class MS2(_MarginallyStable):
     def function(self) -> Callable[..., Tensor]:
         return functional.ms2
 
-    def _promise(self) -> Guarantee:
-        return forward_euler(self.activation, self._sigma.monotone)
-
     def field(self) -> dict[str, Tensor]:
         """J = K^-T: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
@@ -166,19 +143,12 @@ class MS2(_MarginallyStable):
         w = self.weights()
         return {"J": _inverse(w["K"].mT, "K"), "K": w["K"], "b": w["b"]}
 
-    def field_rates(self) -> Tensor:
-        return self._sigma.S * dense.norm(self.weights()["K"])  # J K^T = I
-
     def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
         h = jacobians.steps(w["h"], states)
         return jacobians.forward_euler(states, w["K"], w["b"], None, h, self._sigma)
 
     def _counted(self) -> list[tuple[str, float]]:
         return [("K_upper", 2.0), ("b", 1.0)]  # each entry is below the diagonal too
-
-    def _smooth(self) -> tuple[Tensor, Tensor]:
-        w = self.weights()
-        return w["K"], w["b"]
 
 
 class MS3(_MarginallyStable):
@@ -190,43 +160,24 @@ class MS3(_MarginallyStable):
     """
 
     stacked = ("K_1", "K_2", "b_1", "b_2")
+    split = True
     invertible = True
     turns = 2
     symplectic = True
-
-    def _add_weights(self, initial: Initial) -> None:
-        m, stored = self._halves(), self.stored
-        self.K_1 = nn.Parameter(initial.K(stored, m, m))
-        self.K_2 = nn.Parameter(initial.K(stored, m, m))
-        self.b_1 = nn.Parameter(initial.b(stored, m))
-        self.b_2 = nn.Parameter(initial.b(stored, m))
 
     @property
     def function(self) -> Callable[..., Tensor]:
         return functional.ms3
 
-    def _promise(self) -> Guarantee:
-        return Guarantee(True, SYMPLECTIC, ALWAYS)
-
     def field(self) -> dict[str, Tensor]:
         """K = [[0, K_1], [K_2, 0]] and J = [[0, I], [-I, 0]]."""
         w = self.weights()
-        zero = torch.zeros_like(w["K_1"])
-        K = torch.cat([torch.cat([zero, w["K_1"]], -1), torch.cat([w["K_2"], zero], -1)], -2)
+        K = interconnection.off_diagonal(w["K_1"], w["K_2"])
         J = -interconnection.canonical(self.features, dtype=K.dtype, device=K.device)
         return {"J": J, "K": K, "b": torch.cat([w["b_1"], w["b_2"]], -1)}
 
-    def shear_norms(self) -> Tensor:
-        w, h = self.weights(), self.steps()
-        return torch.cat([h * dense.norm(w[name]).square() for name in ("K_1", "K_2")])
-
     def _shears(self, w: dict[str, Any]) -> ShearLayers:
-        K_p, K_q = w["K_2"], w["K_1"]
-        return ShearLayers(splitting.MS3, K_p, K_q, w["b_2"], w["b_1"], K_p, K_q)
-
-    def _smooth(self) -> tuple[Tensor, Tensor]:
-        w = self.weights()
-        return torch.cat([w["K_1"], w["K_2"]], -1), torch.cat([w["b_1"], w["b_2"]], -1)
+        return ShearLayers(splitting.MS3, w["K_2"], w["K_1"], w["b_2"], w["b_1"])
 
 
 def _inverse(A: Tensor, name: str) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn import functional
 from hdnn.networks import jacobians
@@ -33,9 +33,7 @@ class MLP(Network):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(features, layers, activation=activation, tied=tied)
-        initial = Initial(init, self.features, generator, dtype, device)
-        self.K = nn.Parameter(initial.K(self.stored, self.features, self.features))
-        self.b = nn.Parameter(initial.b(self.stored, self.features))
+        self._draw(Initial(init, self.features, generator, dtype, device))
 
     @property
     def function(self) -> Callable[..., Tensor]:

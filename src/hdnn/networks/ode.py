@@ -23,8 +23,6 @@ from hdnn.networks.smoothness import smoothness
 class ODENetwork(Network):
     """A network whose layers are time steps of an ODE: it has a step size h = T/N."""
 
-    bare_activation: bool = False  # whether the field is sigma(K y + b) itself, as J K^T = I
-
     def __init__(
         self,
         features: int,
@@ -96,6 +94,10 @@ class ODENetwork(Network):
         h = jacobians.steps(w["h"], states)
         return jacobians.of_shears(shears, states, h, self._sigma, undone=True)
 
+    def shear_norms(self) -> Tensor:
+        shears = self._shears(self.weights())
+        return super().shear_norms() if shears is None else shears.norms(self.steps())
+
     def smoothness(self) -> Tensor:
         """R_K of this network's own K and b: see `hdnn.regularization.smoothness`."""
         return smoothness(*self._smooth(), self.h)
@@ -113,8 +115,9 @@ class ODENetwork(Network):
 
     def _smooth(self) -> tuple[Tensor, Tensor]:
         """K and b in any form with the same Frobenius norms as in the paper."""
-        field = self.field()
-        return field["K"], field["b"]
+        stacks = {name: self._all_layers(self.weight(name)) for name in self.stacked}
+        K, b = ([stacks[name] for name in stacks if name.startswith(kind)] for kind in "Kb")
+        return torch.cat(K, -1), torch.cat(b, -1)
 
     def config(self) -> dict[str, Any]:
         step = list(self.step) if isinstance(self.step, tuple) else self.step
