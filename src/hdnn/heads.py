@@ -29,10 +29,8 @@ class Augment(nn.Module):
         self, inputs: int, features: int, placement: str | Sequence[int] = "split"
     ) -> None:
         super().__init__()
-        self.inputs, self.features = (
-            positive_int("inputs", inputs),
-            positive_int("features", features),
-        )
+        self.inputs = positive_int("inputs", inputs)
+        self.features = positive_int("features", features)
         if features < inputs:
             raise ShapeError(
                 f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,11 @@ FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
 LITTLE = 2**20  # numbers: so few always fit into memory
 ENDINGS = ("orig", "mask", "g", "u", "v")  # of names of tensors that a weight is made of
-IMAGES = {of.__name__: maker for of, maker in models.MAKERS.items()}
+# All that can be saved, but for a Model, and what makes each from its config.
+MAKERS: dict[type[nn.Module], Callable[..., Any]] = {
+    **{of: of for of in (Augment, *HEADS.values(), *KINDS.values())},
+    **models.MAKERS,
+}
 # What PyTorch raises for a config that contradicts itself, or for an impossible shape.
 WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
 
@@ -183,7 +187,7 @@ def _computed(part: nn.Module) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
 def describe(part: nn.Module) -> dict[str, Any]:
     """The class of a part and the arguments that make it again."""
     of = parametrize.type_before_parametrizations(part)
-    if of not in (Model, Augment, *KINDS.values(), *HEADS.values(), *models.MAKERS):
+    if of is not Model and of not in MAKERS:
         raise CheckpointError(
             f"{of.__name__} is not a class of hdnn and cannot be saved by it; save its "
             "state_dict()."
@@ -212,7 +216,10 @@ def restore(
     Of `tensors`, which are its own, only names, dtypes and shapes are read.
     """
     kind = description["kind"]
-    if kind == "Model":
+    of = next((of for of in (Model, *MAKERS) if of.__name__ == kind), None)
+    if of is None:
+        raise CheckpointError(f"kind {kind!r} is not known.")
+    if of is Model:
         parts = {
             name: restore(part, tensors, f"{name}.", device)
             for name, part in description["parts"].items()
@@ -220,7 +227,7 @@ def restore(
         return Model(parts.get("augment"), parts["net"], parts["head"])
     own = {name: t for name, t in tensors.items() if name.startswith(prefix)}
     config, constants = description["config"], description.get("constants", {})
-    if kind == "Augment":  # no tensors of its own: its features must fit those of the others
+    if of is Augment:  # no tensors of its own: its features must fit those of the others
         _check_room(config, constants, tensors)
         return Augment(**config)
     dtype = next((t.dtype for t in own.values() if t.is_floating_point()), None)
@@ -228,20 +235,17 @@ def restore(
         raise CheckpointError(f"there are no weights of its {kind}.")
     generator = None if device == "meta" else torch.Generator()
     options = {**config, "dtype": dtype, "generator": generator, "device": device or "cpu"}
-    if kind in IMAGES:
+    if of in models.MAKERS:
         _check_depth(config, own)
         options.pop("reversible", None)  # in old files the default of H2, and not a choice
-        model: Any = IMAGES[kind](**options)
-        if "parts" in description:
-            net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
-            model.set_net(net)
-        return model
-    if kind not in HEADS and kind not in KINDS:
-        raise CheckpointError(f"kind {kind!r} is not known.")
-    _check_room(config, constants, own)
-    for name, shape in constants.items():
-        options[name] = torch.zeros(shape)  # which is skew, and in every block pattern
-    return {**HEADS, **KINDS}[kind](**options)
+    else:
+        _check_room(config, constants, own)
+        # Zeros are skew, and in every block pattern.
+        options |= {name: torch.zeros(shape) for name, shape in constants.items()}
+    made = MAKERS[of](**options)
+    if "parts" in description:
+        made.set_net(restore(description["parts"]["net"], tensors, f"{prefix}net.", device))
+    return made
 
 
 def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

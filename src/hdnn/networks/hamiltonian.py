@@ -98,7 +98,6 @@ class HamiltonianNet(BlockSparseNetwork):
             self._add_X(X, learn_X, initial)
         else:
             self._add_J(J, learn_J, initial)
-        self.split = scheme.layout == "split"
         self.stacked = ("K_p", "K_q", "b_p", "b_q") if self.split else ("K", "b")
         self._draw(initial)
 
@@ -107,6 +106,10 @@ class HamiltonianNet(BlockSparseNetwork):
     @property
     def invertible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.scheme.invertible
+
+    @property
+    def split(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.scheme.layout == "split"
 
     def _add_X(self, X: Tensor | None, learn: bool, initial: Initial) -> None:
         m = self.features // 2
@@ -156,16 +159,18 @@ class HamiltonianNet(BlockSparseNetwork):
 
     # The field
 
-    def _J(self) -> Tensor | None:
+    def _X_or_J(self) -> Tensor | None:
+        """What the scheme takes of the two; None is the identity, or the canonical J."""
+        if self.scheme.interconnection == "X":
+            return self.weight("X")
         refresh(self)
         if self.J_upper is None:
             return None
         return interconnection.skew(self.J_upper, self.features, self._J_index)
 
     def weights(self) -> dict[str, Any]:
-        if self.scheme.interconnection == "X":
-            return {**super().weights(), "X": self.weight("X"), **self.newton}
-        return {**super().weights(), "J": self._J(), **self.newton}
+        X_or_J = {self.scheme.interconnection: self._X_or_J()}
+        return {**super().weights(), **X_or_J, **self.newton}
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -266,9 +271,8 @@ class HamiltonianNet(BlockSparseNetwork):
         }
 
     def constants(self) -> dict[str, Tensor]:
-        name = self.scheme.interconnection
-        value = self.weight("X") if name == "X" else self._J()
-        return {} if value is None else {name: value.detach()}
+        value = self._X_or_J()
+        return {} if value is None else {self.scheme.interconnection: value.detach()}
 
     def _refined(self, config: dict[str, Any], k: int) -> Any:
         if self.sparsity is not None and self.sparsity.R.ndim == 3 and not self.tied:

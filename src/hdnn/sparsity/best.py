@@ -214,7 +214,7 @@ def best_patterns(
     """
     links, alone, weight = _problem(S, sizes)
     edges = [(i, k) for i, k in combinations(range(len(links)), 2) if links[i] >> k & 1][::-1]
-    finish = Patterns.joined if connected else _as_is
+    finish = Patterns.joined if connected else lambda patterns, budget: patterns
     start = Patterns.of(links, weight, layers, alone)
     if len(edges) <= EXHAUSTIVE:
         best = finish(start, Budget(inf))
@@ -234,10 +234,6 @@ def best_R(S: Tensor, sizes: Sequence[int] | None, connected: bool) -> Tensor:
     return _pattern(best.joined(Budget(inf)).R if connected else best.R)
 
 
-def _as_is(patterns: Patterns, budget: Budget) -> Patterns:
-    return patterns
-
-
 def _problem(S: Tensor, sizes: Sequence[int] | None) -> tuple[list[int], list[int], list[int]]:
     """Mutual links, T = I and the features of each node, with the last node as bit 0."""
     M = len(S)
@@ -253,11 +249,8 @@ def links_and_sizes(graph: Any, size: str | None) -> tuple[Tensor, list[Any] | N
             f"graph must be a networkx graph with nodes, but got {given}; "
             "make one, e.g. with networkx.Graph(edges)."
         )
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    S = torch.eye(len(order), dtype=torch.bool)
-    for u, v in graph.edges():
-        S[order[v], order[u]] = True
-    S = S if graph.is_directed() else S | S.mT
+    heard = networkx.to_numpy_array(graph, dtype=bool, weight=None)
+    S = torch.from_numpy(heard).mT | torch.eye(len(graph), dtype=torch.bool)
     if size is None:
         return S, None
     for node, attributes in graph.nodes.items():

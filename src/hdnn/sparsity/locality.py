@@ -132,17 +132,15 @@ class Needs:
     def __init__(self, T: Rows, R: Rows, S: Rows | None = None) -> None:
         self.T, self.R, self.S, self.C = T, R, S, transpose(R)
         self.nodes = len(R.first) - 1
+        self.ways = (T, self.C, R), (self.C, R, T)  # forward and backward, three steps each
         # A set of nodes has each of them once, so no step goes along more links than there are.
-        ways = []
-        for steps in ((T, self.C, R), (self.C, R, T)):
-            cost = np.zeros(self.nodes)
-            for k in range(3):
+        self.cost = np.zeros(self.nodes)
+        for steps in self.ways:
+            for k, last in enumerate(steps):
                 reached = np.ones(self.nodes)
                 for step in reversed(steps[: k + 1]):
                     reached = step.sums(reached)
-                cost += np.minimum(reached, len(steps[k].nodes))
-            ways.append(cost)
-        self.cost = ways[0] + ways[1]
+                self.cost += np.minimum(reached, len(last.nodes))
         self.work = float(self.cost.sum())
 
     def sets(self) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
@@ -150,10 +148,8 @@ class Needs:
         done, total = 0, np.concatenate([[0.0], np.cumsum(self.cost)])
         while done < self.nodes:
             end = max(done + 1, int(np.searchsorted(total, total[done] + CHUNK, "right")) - 1)
-            at = np.arange(done, end)
-            forward, backward = ((self.T, self.C, self.R), (self.C, self.R, self.T))
-            cost = float(total[end] - total[done])
-            yield cost, self._reach(at, *forward), self._reach(at, *backward)
+            forward, backward = (self._reach(np.arange(done, end), *way) for way in self.ways)
+            yield float(total[end] - total[done]), forward, backward
             done = end
 
     def _reach(self, start: np.ndarray, *steps: Rows) -> np.ndarray:
@@ -228,7 +224,7 @@ class Needs:
         if self.C.sizes_of(near).sum() < self.R.sizes_of(holding).sum():
             position, row = follow(self.C, near)
             a = near[position]
-            good = _within(row * self.nodes + k, self._R_keys)
+            good = _within(row, holding)
         else:
             position, a = follow(self.R, holding)
             row = holding[position]
@@ -240,10 +236,6 @@ class Needs:
     @cached_property
     def _T_back(self) -> Rows:
         return transpose(self.T)
-
-    @cached_property
-    def _R_keys(self) -> np.ndarray:
-        return self.R.keys
 
 
 @dataclass
