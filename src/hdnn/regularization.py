@@ -10,7 +10,7 @@ from torch import Tensor
 from hdnn import activations
 from hdnn.errors import OptionError
 from hdnn.networks import Network, ODENetwork
-from hdnn.networks.smoothness import smoothness as smoothness
+from hdnn.networks.weights import smoothness as smoothness
 from hdnn.operators import dense
 
 

@@ -24,7 +24,7 @@ from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import KINDS, Network
-from hdnn.networks.hooks import refresh, target
+from hdnn.networks.weights import refresh, target
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number

@@ -57,10 +57,7 @@ class LayerMaker:
         device: torch.device | str | None,
     ) -> None:
         self.initial = Initial("scaled", 1, generator, dtype, device)
-        self.placed: dict[str, Any] = {
-            "dtype": self.initial.dtype,
-            "device": self.initial.device,
-        }
+        self.placed: dict[str, Any] = {"dtype": self.initial.dtype, "device": self.initial.device}
         self.options: dict[str, Any] = {**self.placed, "generator": generator}
 
     def conv(self, inputs: int, outputs: int, kernel: int, **options: Any) -> nn.Conv2d:

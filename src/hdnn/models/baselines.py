@@ -47,13 +47,8 @@ class ResNet(ImageModel):
         self.stem = make.he(make.conv(3, 16, 3, padding=1, bias=False))
         self.norm = make.norm(16, "relu")
         widths = [16] * (n + 1) + [32] * n + [64] * n
-        drops = rising(drop, 3 * n)
-        self.blocks = nn.Sequential(
-            *(
-                ResidualBlock(a, b, q, make)
-                for (a, b), q in zip(pairwise(widths), drops, strict=True)
-            )
-        )
+        blocks = zip(pairwise(widths), rising(drop, 3 * n), strict=True)
+        self.blocks = nn.Sequential(*(ResidualBlock(a, b, q, make) for (a, b), q in blocks))
         self.linear = make.linear(64, classes)
 
     def features(self, x: Tensor) -> Tensor:

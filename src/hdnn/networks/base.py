@@ -20,9 +20,9 @@ from hdnn.errors import (
     positive_int,
 )
 from hdnn.networks import jacobians
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown
+from hdnn.networks.weights import refresh
 from hdnn.operators import dense
 
 

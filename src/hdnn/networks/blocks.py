@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import SparsityError, choose
-from hdnn.networks import free_entries
-from hdnn.networks.hooks import refresh
 from hdnn.networks.ode import ODENetwork
 from hdnn.networks.schemes import SCHEMES, Scheme
+from hdnn.networks.weights import filled, refresh, store
 from hdnn.operators import block_sparse
 from hdnn.sparsity import Sparsity
 
@@ -105,13 +104,13 @@ class BlockSparseNetwork(ODENetwork):
     def _add_sparse(self, name: str, matrix: Tensor, free: Tensor) -> None:
         """Store only the free entries: as `name_free`, with `name` the matrices that they fill."""
         self._shapes[name] = tuple(matrix.shape)
-        free_entries.store(self, name, matrix, free)
+        store(self, name, matrix, free)
 
     def weight(self, name: str) -> Tensor:
         if name not in self._shapes:
             return super().weight(name)
         refresh(self)
-        return free_entries.filled(self, name, self._shapes[name])
+        return filled(self, name, self._shapes[name])
 
     def learns(self, name: str) -> bool:
         """Whether a weight, K for instance, is to be learned."""

@@ -14,11 +14,11 @@ from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
 from hdnn.integrators import implicit
 from hdnn.networks import jacobians
 from hdnn.networks.blocks import BlockSparseNetwork
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, takes
 from hdnn.networks.schemes import SCHEMES, Scheme
+from hdnn.networks.weights import refresh
 from hdnn.sparsity import Sparsity
 
 

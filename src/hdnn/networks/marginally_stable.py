@@ -12,11 +12,11 @@ from hdnn import functional, interconnection
 from hdnn.errors import NotInvertibleError, positive_int
 from hdnn.integrators import splitting
 from hdnn.networks import jacobians
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.ode import ODENetwork
 from hdnn.networks.promise import ALWAYS, Guarantee
+from hdnn.networks.weights import refresh
 from hdnn.operators import dense
 
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from hdnn.errors import OptionError, flag, positive_int
 from hdnn.networks import jacobians
 from hdnn.networks.base import Network
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.options import step_size
 from hdnn.networks.promise import own_methods
-from hdnn.networks.smoothness import smoothness
+from hdnn.networks.weights import refresh, smoothness
 
 
 class ODENetwork(Network):
@@ -145,17 +144,11 @@ class ODENetwork(Network):
 
     def _refined(self, config: dict[str, Any], k: int) -> Self:
         weight = next(self.parameters())
-        generator = torch.Generator()  # all it draws is overwritten: spare the global generator
-        constants = {
-            name: value.repeat_interleave(k, 0) if value.ndim == 3 else value
-            for name, value in self.constants().items()
-        }
-        placed: dict[str, Any] = {
-            "generator": generator,
-            "dtype": weight.dtype,
-            "device": weight.device,
-        }
-        return type(self)(**config, **constants, **placed)
+        options = {**config, "dtype": weight.dtype, "device": weight.device}
+        for name, value in self.constants().items():
+            options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
+        # All that it draws is overwritten: spare the global generator.
+        return type(self)(**options, generator=torch.Generator())
 
     def extra_repr(self, *, learned: bool = True) -> str:
         parts = super().extra_repr(learned=learned)

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import OptionError, ShapeError
-from hdnn.networks import free_entries
-from hdnn.networks.hooks import refresh
 from hdnn.networks.initial import Initial
 from hdnn.networks.shears import EPS, Kind, ShearWeights
-from hdnn.networks.smoothness import smoothness
+from hdnn.networks.weights import filled, refresh, smoothness, store
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
 
@@ -57,7 +55,7 @@ class UnitWeights(nn.Module):
         if free is None:
             self.register_parameter(named("K", half), nn.Parameter(K))
         else:
-            free_entries.store(self, named("K", half), K, free)
+            store(self, named("K", half), K, free)
         self.register_parameter(named("b", half), nn.Parameter(initial.b(N, width)))
         if self.normed:
             ones, zeros = torch.ones(N, width), torch.zeros(N, width)
@@ -84,7 +82,7 @@ class UnitWeights(nn.Module):
         """The stack of that name; of a block-sparse K the whole of it, zeros included."""
         refresh(self)
         if name.startswith("K") and self.sparse:
-            return free_entries.filled(self, name, self._shape)
+            return filled(self, name, self._shape)
         return getattr(self, name)
 
     def _parts(self, work: torch.dtype, raw: Sequence[Tensor]) -> list[ShearWeights]:

@@ -174,12 +174,9 @@ class Sparsity:
 
     def to_config(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {
-            "R": self.R.int().tolist(),
-            "T": None if self.T is None else self.T.int().tolist(),
-            "S": None if self.S is None else self.S.int().tolist(),
-            "sizes": None if self.sizes is None else list(self.sizes),
-        }
+        patterns = {"R": self.R, "T": self.T, "S": self.S}
+        lists = {name: None if A is None else A.int().tolist() for name, A in patterns.items()}
+        return {**lists, "sizes": None if self.sizes is None else list(self.sizes)}
 
     def __repr__(self) -> str:
         own = self.R.reshape(-1, self.nodes, self.nodes)
@@ -207,16 +204,14 @@ class BlkSprs:
 
     def contains(self, K: Tensor) -> bool:
         """Whether all masked blocks of K are exactly zero; `K in self` is the same."""
-        masked = self._masked(K)
-        return not bool(K[..., masked].any())
+        return not bool(K[..., self._masked(K)].any())
 
     def __contains__(self, K: Tensor) -> bool:
         return self.contains(K)
 
     def project(self, K: Tensor) -> Tensor:
         """The nearest matrix of the set: K with its masked blocks set to zero."""
-        masked = self._masked(K)
-        return K.masked_fill(masked, 0)
+        return K.masked_fill(self._masked(K), 0)
 
     def _masked(self, K: Tensor) -> Tensor:
         shape = self.mask.shape

@@ -1,0 +1,78 @@
+"""Weights as modules hold them: by their free entries, computed by hooks, smooth over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from hdnn.base.shapes import Step, layer_steps
+from hdnn.errors import ShapeError
+from hdnn.operators import block_sparse
+
+# Stored by their free entries alone: as `name_free`, for matrices called `name`.
+
+
+def store(module: nn.Module, name: str, matrix: Tensor, free: Tensor) -> None:
+    """Store the entries of a matrix where `free` is true, as a parameter of the module."""
+    index = block_sparse.indices(free.expand(matrix.shape)).to(matrix.device)
+    module.register_buffer(f"_{name}_index", index, persistent=False)
+    module.register_parameter(f"{name}_free", nn.Parameter(block_sparse.values(matrix, index)))
+
+
+def filled(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
+    """The matrices that the stored entries fill, zeros included."""
+    values, index = getattr(module, f"{name}_free"), getattr(module, f"_{name}_index")
+    return block_sparse.dense(values, index, shape)
+
+
+# Computed by hooks before each forward pass: `torch.nn.utils.prune`, `weight_norm` and
+# `spectral_norm` keep the parameter under another name and set its weight as a plain attribute of
+# the module each time the module is called. To read weights without a call, run these hooks first.
+# (`torch.nn.utils.parametrize` computes a weight whenever it is read, and needs nothing.)
+
+
+def refresh(module: nn.Module) -> None:
+    """Run the hooks that compute weights of a module, as a call of the module would."""
+    if not module._forward_pre_hooks:
+        return
+    computed = {name for name, value in vars(module).items() if isinstance(value, Tensor)}
+    named = {key: target(hook) for key, hook in module._forward_pre_hooks.items()}
+    others = computed - set(named.values())  # made by hooks that do not name their weight
+    for key, hook in module._forward_pre_hooks.items():
+        if named[key] in computed or (named[key] is None and others):
+            _run(module, key, hook)
+
+
+def target(hook: Any) -> str | None:
+    """The name of the tensor that a hook computes, if it has one."""
+    return getattr(hook, "_tensor_name", getattr(hook, "name", None))
+
+
+def _run(module: nn.Module, key: int, hook: Any) -> None:
+    if isinstance(hook, SpectralNorm):  # reading must not advance its power iteration
+        setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
+        return
+    weight = next(module.parameters())
+    given = (weight.new_zeros(1, getattr(module, "features", 1)),)
+    if key in module._forward_pre_hooks_with_kwargs:
+        hook(module, given, {})
+    else:
+        hook(module, given)
+
+
+def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:
+    """R_K = h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2 for K (N, r, n), b (N, r).
+
+    Where each layer has its own step, h_j weighs the difference between layers j and j-1.
+    """
+    if K.shape[0] != b.shape[0]:
+        raise ShapeError(f"K has {K.shape[0]} layers, but b has {b.shape[0]}; both must have N.")
+    steps = layer_steps("R_K", h, len(K))
+    jumps = K.diff(dim=0).square().flatten(1).sum(1) + b.diff(dim=0).square().flatten(1).sum(1)
+    if isinstance(h, (int, float)):  # makes no tensor, so that a CUDA graph can record it
+        return 0.5 * h * jumps.sum()
+    h = h.expand(len(K)) if isinstance(h, Tensor) else K.new_tensor(steps)
+    return 0.5 * (h[1:] * jumps).sum()
