@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.engine import Settings, current, dispatch
-from hdnn.errors import (
-    NotInvertibleError,
-    OptionError,
-    ShapeError,
-    flag,
-    positive_int,
-)
+from hdnn.errors import NotInvertibleError, OptionError, ShapeError, flag, positive_int
 from hdnn.networks import jacobians
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown

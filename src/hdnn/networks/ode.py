@@ -116,7 +116,7 @@ class ODENetwork(Network):
         """K and b in any form with the same Frobenius norms as in the paper."""
         stacks = {name: self._all_layers(self.weight(name)) for name in self.stacked}
         K, b = ([stacks[name] for name in stacks if name.startswith(kind)] for kind in "Kb")
-        return torch.cat(K, -1), torch.cat(b, -1)
+        return (K[0], b[0]) if len(K) == 1 else (torch.cat(K, -1), torch.cat(b, -1))
 
     def config(self) -> dict[str, Any]:
         step = list(self.step) if isinstance(self.step, tuple) else self.step
