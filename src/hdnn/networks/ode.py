@@ -145,10 +145,11 @@ class ODENetwork(Network):
     def _refined(self, config: dict[str, Any], k: int) -> Self:
         weight = next(self.parameters())
         options = {**config, "dtype": weight.dtype, "device": weight.device}
+        # All that it draws is overwritten: spare the global generator.
+        options["generator"] = torch.Generator()
         for name, value in self.constants().items():
             options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
-        # All that it draws is overwritten: spare the global generator.
-        return type(self)(**options, generator=torch.Generator())
+        return type(self)(**options)
 
     def extra_repr(self, *, learned: bool = True) -> str:
         parts = super().extra_repr(learned=learned)
