@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdnn.data import cifar10, cifar10_images
+from hdnn.data import cifar10
 from hdnn.errors import DataError, HDNNError, MissingExtraError, OptionError, ShapeError
 
 DATA = Path(os.environ.get("HDNN_DATA") or "data")
@@ -140,11 +140,11 @@ def encoded(pixels, kind="PNG", **options):
 def small_images(tmp_path, monkeypatch):
     """The PNG files of a set with 3 and 2 images of a class, by name; pixels by part."""
     random = np.random.default_rng(0)
-    monkeypatch.setattr(cifar10_images, "COUNTS", {"train": 3, "test": 2})
+    monkeypatch.setattr(cifar10, "COUNTS", {"train": 3, "test": 2})
     monkeypatch.setenv("HDNN_DATA", str(tmp_path))
     monkeypatch.setenv("HDNN_CACHE", str(tmp_path / "cache"))
     pixels = {}
-    for part, count in cifar10_images.COUNTS.items():
+    for part, count in cifar10.COUNTS.items():
         for label in cifar10.CLASSES:
             for number in range(count):
                 pixels[f"{part}/{label}/{number:04}.png"] = random.integers(
@@ -340,7 +340,7 @@ def test_a_cache_that_was_changed_is_decoded_again(small_images, tmp_path):
         assert cache.read_bytes() == content
     other = cache.with_name(f"cifar10-{'0' * 64}.safetensors")
     cache.rename(other)
-    assert cifar10_images._from_cache(other, "0" * 64) is None  # of another source
+    assert cifar10._from_cache(other, "0" * 64) is None  # of another source
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(small_images, tmp_path, monkeypatch):
