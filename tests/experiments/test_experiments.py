@@ -173,7 +173,8 @@ def test_99_95_is_below_100_and_within_rounding_of_it():
     for value in (97.55, 97.5975):  # only a printed 100 is rounded
         assert not counted.reached(value, 97.6)
         assert not counted.within_rounding(value, 97.6)
-    text = counted.sentence([(99.95, 100.0), (100.0, 100.0), (97.6, 97.6), (97.5, 97.6)], "mean")
+    pairs = [(99.95, 100.0), (100.0, 100.0), (97.6, 97.6), (97.5, 97.6)]
+    text = counted.sentence([{"mean": mean, "paper": paper} for mean, paper in pairs])
     assert text.startswith("2 of 4 cells have their mean at or above the paper's figure; within")
     assert text.endswith("it is 3.")
 
@@ -243,9 +244,7 @@ def test_points_are_moved_by_no_more_than_is_said_and_alike_for_all_starts(monke
 
 
 def test_our_recipe_never_looks_at_the_test_points(short, monkeypatch):
-    job = table_planar.job_of(
-        {"network": "H1", "data": "double_moons", "layers": 1}, "ours", 0.5, 0
-    )
+    job = table_planar.job_of("H1", "double_moons", 1, 0)
     data = planar.double_moons(seed=0)
     seen = []
     monkeypatch.setattr(starts, "fit", lambda model, x, t, **_: seen.append((x, t)))
@@ -330,7 +329,7 @@ def test_a_command_names_what_is_not_the_default():
     parser.add_argument("--mean", action="store_true")
 
     def command(*flags):
-        return runner.command("table-x", parser, parser.parse_args(flags), *shown)
+        return parser.command(parser.parse_args(flags), *shown)
 
     shown = ("seeds", "recipes", "mean")
     assert command() == command("--quiet") == "hdnn reproduce table-x"

@@ -167,7 +167,7 @@ def test_values_without_a_bound_have_none_in_the_table():
     row = {"network": "resnet56", "stage": 1}
     one = {"smallest": [0.5], "largest": [2.0], "smallest_error": [0.1], "largest_error": [0.0]}
     one |= {"smallest_missed": [None], "largest_missed": [0.1], "seconds": 1.0}
-    fig_cifar._fill(row, [one, one])
+    row |= fig_cifar.joined([one, one])
     assert row["missed"] is None
     assert fig_cifar._percent(row["missed"]) == ""
     assert fig_cifar._span([1.0, 1.0]) == "1"

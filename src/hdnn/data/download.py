@@ -12,15 +12,15 @@ import gzip
 import hashlib
 import http.client
 import os
-import re
 import sys
 import time
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hdnn.base.files import reason_of
 from hdnn.base.progress import ProgressLine
@@ -101,24 +101,22 @@ def fetch(file: Remote, folder: Path, *, progress: bool = True) -> Path:
     """One file, verified: the one that is there, or from the first mirror that has it."""
     target = folder / file.path
     part = target.with_name(f"{target.name}.part")
+    problems = []
     try:
         if target.is_file() and _is_right(target, file):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_room(target, error) from error
-    problems = []
-    for mirror in file.mirrors:
-        url = mirror + target.name
-        try:
-            _from_mirror(url, part, file, progress)
-            os.replace(part, target)
-        except _FailedError as error:
-            problems.append(f"{url}: {error}")
-        except OSError as error:  # of the disk: those of the network are caught further inside
-            raise _no_room(part, error) from error
-        else:
-            return target
+        for url in (mirror + target.name for mirror in file.mirrors):
+            try:
+                _from_mirror(url, part, file, progress)
+                return part.replace(target)
+            except _FailedError as error:
+                problems.append(f"{url}: {error}")
+    except OSError as error:  # of the disk: those of the network are caught further inside
+        raise DataError(
+            f"cannot write {part}: {error.strerror or error}; make room or choose another folder "
+            "with --to. The next download continues from here."
+        ) from error
     raise DataError(
         f"could not download {target.name} to {target.parent} ({'; '.join(problems)}); check the "
         "connection and try again, or copy the file there by hand."
@@ -160,44 +158,38 @@ def _transfer(url: str, part: Path, limit: int, progress: bool) -> None:
             return
         raise _FailedError(f"the server says {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise _FailedError(reason_of(getattr(error, "reason", error), 120)) from error
-    with response:
-        if response.status == 206:
-            came = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
-            if came is None or int(came[1]) != start:
-                raise _FailedError("the server sent another range than it was asked for")
-        else:
+        raise _failed(error) from error
+    with response, closing(ProgressLine(progress)) as line:
+        if response.status != 206:
             start = 0
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            raise _FailedError("the server sent another range than it was asked for")
+        length = response.headers.get("Content-Length", "")
+        total = start + int(length) if length.isdecimal() else None
+        done, since = start, time.monotonic()
         with part.open("ab" if start else "wb") as file:
-            _copy(response, file, part.name.removesuffix(".part"), start, limit, progress)
+            while chunk := _read(response):
+                done += len(chunk)
+                if done > limit:
+                    return  # an endless answer: its beginning will fail the hash
+                file.write(chunk)
+                speed = (done - start) / (time.monotonic() - since)
+                line.show(_bar(part.stem, done, total, speed))
+            file.flush()
+            os.fsync(file.fileno())
+    if total is not None and done != total:  # a connection that breaks off looks like an end
+        raise _FailedError(f"the connection broke off after {done} of {total} bytes")
 
 
-def _copy(
-    response: Any, file: IO[bytes], name: str, start: int, limit: int, progress: bool
-) -> None:
-    length = response.headers.get("Content-Length", "")
-    total = start + int(length) if length.isdecimal() else None
-    done, line, since = start, ProgressLine(progress), time.monotonic()
+def _read(response: Any) -> bytes:
     try:
-        while True:
-            try:
-                chunk = response.read(CHUNK)
-            except (OSError, http.client.HTTPException) as error:
-                raise _FailedError(reason_of(getattr(error, "reason", error), 120)) from error
-            if not chunk:
-                break
-            done += len(chunk)
-            if done > limit:
-                return  # an endless answer: its beginning will fail the hash
-            file.write(chunk)
-            line.show(_bar(name, done, total, (done - start) / (time.monotonic() - since)))
-        # A connection that breaks off looks like an end.
-        if total is not None and done != total:
-            raise _FailedError(f"the connection broke off after {done} of {total} bytes")
-        file.flush()
-        os.fsync(file.fileno())
-    finally:
-        line.close()
+        return response.read(CHUNK)
+    except (OSError, http.client.HTTPException) as error:
+        raise _failed(error) from error
+
+
+def _failed(error: Exception) -> _FailedError:
+    return _FailedError(reason_of(getattr(error, "reason", error), 120))
 
 
 def _bar(name: str, done: int, total: int | None, speed: float) -> str:
@@ -230,13 +222,6 @@ def _check_scheme(url: str) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _no_room(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"cannot write {path}: {error.strerror or error}; make room or choose another folder with "
-        "--to. The next download continues from here."
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

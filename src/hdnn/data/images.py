@@ -10,7 +10,7 @@ import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -81,13 +81,8 @@ class ImageData:
 
     def to(self, device: torch.device | str) -> Self:
         """The same set with all images and labels on `device`."""
-        return replace(
-            self,
-            images_train=self.images_train.to(device),
-            t_train=self.t_train.to(device),
-            images_test=self.images_test.to(device),
-            t_test=self.t_test.to(device),
-        )
+        tensors = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """(images/255 - mean)/std for each channel, of images (*batch, C, H, W) of 0 to 255."""
@@ -129,14 +124,11 @@ class ImageData:
         random, chosen = np.random.default_rng(seed), np.zeros(total, dtype=bool)
         for label, number in zip(labels, share, strict=True):
             chosen[random.permutation(np.flatnonzero(t == label))[:number]] = True
+        kept = torch.from_numpy(chosen).to(self.t_train.device)
         train, validation = (
-            torch.from_numpy(np.flatnonzero(rows)).to(self.t_train.device)
-            for rows in (~chosen, chosen)
+            Labelled(self.images_train[rows], self.t_train[rows]) for rows in (~kept, kept)
         )
-        return (
-            Labelled(self.images_train[train], self.t_train[train]),
-            Labelled(self.images_train[validation], self.t_train[validation]),
-        )
+        return train, validation
 
 
 def draw(
@@ -182,7 +174,8 @@ def augment(
                 f"{given}; use torch.Generator({str(images.device)!r})."
             )
         shifts, flips = draw(count, generator, pad=pad, flip=flip)
-    shifts, flips = _check_numbers(images, shifts, flips)
+    shifts = _checked("shifts", shifts, (count, 2), torch.int64)
+    flips = _checked("flips", flips, (count,), torch.bool)
     i = torch.arange(height, device=images.device) + shifts[:, :1] - pad
     j = torch.arange(width, device=images.device)
     j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
@@ -230,18 +223,12 @@ def _check_images(what: str, images: Tensor, channels: int | None) -> None:
         )
 
 
-def _check_numbers(
-    images: Tensor, shifts: Tensor | None, flips: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _checked(name: str, numbers: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
     """Check shape and type only: reading values would wait for the device."""
-    count = len(images)
-    if shifts is None or shifts.shape != (count, 2) or shifts.dtype != torch.int64:
-        given = "nothing" if shifts is None else f"{tuple(shifts.shape)} of {shifts.dtype}"
-        raise DataError(f"shifts must be ({count}, 2) of torch.int64, but got {given}; see draw.")
-    if flips is None or flips.shape != (count,) or flips.dtype != torch.bool:
-        given = "nothing" if flips is None else f"{tuple(flips.shape)} of {flips.dtype}"
-        raise DataError(f"flips must be ({count},) of torch.bool, but got {given}; see draw.")
-    return shifts, flips
+    if numbers is None or numbers.shape != shape or numbers.dtype != dtype:
+        given = "nothing" if numbers is None else f"{tuple(numbers.shape)} of {numbers.dtype}"
+        raise DataError(f"{name} must be {shape} of {dtype}, but got {given}; see draw.")
+    return numbers
 
 
 def data_folder(folder: str | os.PathLike[str] | None) -> Path:

@@ -1,4 +1,4 @@
-"""Whether a figure is at or above the paper's: strictly, and within what the paper rounds off.
+"""Cells of a table beside the paper's figures: at or above them, or within what it rounds off.
 
 Where the paper prints 100%, without decimals, 99.95% may have been meant. Strictly, a mean of 99.95
 is below 100; within rounding it is not. All other figures are taken as they are printed.
@@ -6,8 +6,11 @@ is below 100; within rounding it is not. All other figures are taken as they are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from hdnn.experiments import runner
+from hdnn.experiments.runner import Job
 
 ROUNDED = 99.95  # may be printed as 100
 EPS = 1e-9  # for sums of numbers such as 99.9; one test point of one seed is more than 1e-3
@@ -34,12 +37,40 @@ def beside_paper(row: dict[str, Any], what: str = "mean") -> str:
     return f"{mark}{spread(row)}{mark} ({row['worst']:.2f} to {row['best']:.2f}) [{row['paper']:g}]"
 
 
-def sentence(pairs: Iterable[tuple[float, float]], what: str) -> str:
-    """How many of these pairs (ours, the paper's) have ours at or above the paper's."""
-    pairs = list(pairs)
-    strictly = sum(reached(*pair) for pair in pairs)
-    rounded = sum(within_rounding(*pair) for pair in pairs)
+def sentence(rows: Sequence[dict[str, Any]], what: str = "mean") -> str:
+    """How many of these rows have `what` at or above the paper's figure."""
+    strictly = sum(reached(row[what], row["paper"]) for row in rows)
+    rounded = sum(within_rounding(row[what], row["paper"]) for row in rows)
     return (
-        f"{strictly} of {len(pairs)} cells have their {what} at or above the paper's figure; "
+        f"{strictly} of {len(rows)} cells have their {what} at or above the paper's figure; "
         f"within rounding, {ROUNDED} being 100, it is {rounded}."
     )
+
+
+def compared(
+    done: Iterable[tuple[Job, Job]],
+    keys: Sequence[str],
+    paper: Callable[[str, str, int], float],
+    what: str = "mean",
+) -> list[dict[str, Any]]:
+    """A row for all jobs that agree in these keys, of which network, data and layers come first.
+
+    It has their accuracy over the seeds, and whether `what` is at or above the paper's figure.
+    """
+    rows = []
+    for cell, results in runner.grouped(done, *keys).items():
+        ended = [result["accuracy"] for result in results if "accuracy" in result]
+        row = {**dict(zip(keys, cell, strict=True)), "paper": paper(*cell[:3])}
+        row |= {"failed": len(results) - len(ended), **runner.summary(ended or [0.0])}
+        good = not row["failed"] and reached(row[what], row["paper"])
+        rows.append({**row, "reached": good})
+    return rows
+
+
+def lines(rows: Iterable[dict[str, Any]], texts: Iterable[str]) -> list[str]:
+    """The lines of a table, one for each data set and depth, from rows and their texts."""
+    found: dict[str, list[str]] = {}
+    for row, text in zip(rows, texts, strict=True):
+        place = f"{row['data'].replace('_', ' ')}, {row['layers']}"
+        found.setdefault(place, [place]).append(text)
+    return [" | ".join(cells) for cells in found.values()]

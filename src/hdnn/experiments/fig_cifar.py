@@ -11,20 +11,21 @@ table-cifar` has written. Results are kept, and an interrupted run continues whe
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import math
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import hdnn
 from hdnn.data import cifar10
 from hdnn.errors import DataError, OptionError, require
 from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
-from hdnn.experiments.stages import Work, depth, stages
+from hdnn.experiments.stages import Work
 from hdnn.experiments.table_cifar import TITLES
 from hdnn.experiments.weights import load_weights
 from hdnn.plotting import STYLES
@@ -154,16 +155,60 @@ def _percent(missed: float | None) -> str:
     return "" if missed is None else f"{100 * missed:.1f}%"
 
 
-def chosen_jobs(work: Work, files: dict[str, Path], common: Job) -> list[Job]:
-    """One for each network, stage and j; other weights are other jobs."""
-    found = []
-    for name, file in files.items():
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        for k, stage in enumerate(stages(work.models[name])):
-            for j in range(depth(stage)):
-                place = {"network": name, "stage": k + 1, "j": j}
-                found.append({**place, **common, "weights": digest})
-    return found
+def figure(options: argparse.Namespace) -> dict[str, Any]:
+    require("matplotlib.figure", extra="plot")
+    models, digests, trained = {}, {}, set()
+    for name in NETWORKS:
+        file = options.weights / f"{name}.safetensors"
+        models[name], job = load_weights(file)
+        trained.add(job["recipe"]["epochs"])
+        digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    data = cifar10.load(progress=not options.quiet)
+    if options.images > len(data.t_test):
+        raise DataError(f"{data.name} has {len(data.t_test)} test images, not {options.images}.")
+    # In float32 the values are the same to six digits, but not by the TF32 of a GPU.
+    dtype = torch.float64 if options.device.startswith("cuda") else torch.float32
+    try:
+        x = data.normalised(data.images_test[: options.images], dtype).to(options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(f"the device {options.device!r} cannot be used here.") from error
+    work = Work(models, x)
+    kind = str(dtype).removeprefix("torch.")
+    common = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
+    rows = [row for name in NETWORKS for row in work.rows(name)]
+    jobs: list[Job] = []
+    for row in rows:
+        name = row["network"]  # with other weights its jobs are others
+        place = {"network": name, "stage": row["stage"], **common, "weights": digests[name]}
+        jobs += [{**place, "j": j} for j in range(row["layers"])]
+    path = options.runs / runner.RESULTS
+    found = runner.run_all(jobs, work, path, progress=not options.quiet, what="matrices")
+    each = iter(found)
+    for row in rows:
+        row |= joined([*islice(each, row["layers"])])
+    draw(rows, options.out / f"{NAME}.png")
+    return {
+        **common,
+        "epochs": " and ".join(map(str, sorted(trained))),
+        "remark": data.remark,
+        "device": runner.device_name(options.device),
+        "error": max(row["error"] for row in rows),
+        "seconds": round(sum(one["seconds"] for one in found), 1),
+        "rows": rows,
+    }
+
+
+def joined(found: list[Job]) -> dict[str, Any]:
+    """What was found for j = 0 .. N-1, and its worst errors."""
+    pairs = [z for one in found for z in zip(one["smallest"], one["largest"], strict=True)]
+    missed = [e for one in found for key in KEYS for e in one[f"{key}_missed"]]
+    return {
+        **{key: [one[key] for one in found] for key in KEYS},
+        "product": max(abs(low * high - 1) for low, high in pairs),
+        "error": max(e for one in found for key in KEYS for e in one[f"{key}_error"]),
+        "missed": None if None in missed else max(missed),  # None: there is no bound
+        "seconds": round(sum(one["seconds"] for one in found), 1),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,62 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=runner.count, default=STEPS, help="of Lanczos")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_output("the pictures", runs=NAME)
-    options = parser.parse_args(argv)
-    require("matplotlib.figure", extra="plot")
-    files = {name: options.weights / f"{name}.safetensors" for name in NETWORKS}
-    models, trained = {}, set()
-    for name, file in files.items():
-        models[name], job = load_weights(file)
-        trained.add(job["recipe"]["epochs"])
-    data = cifar10.load(progress=not options.quiet)
-    if options.images > len(data.t_test):
-        raise DataError(f"{data.name} has {len(data.t_test)} test images, not {options.images}.")
-    # In float32 the values are the same to six digits, but not by the TF32 of a GPU.
-    dtype = torch.float64 if options.device.startswith("cuda") else torch.float32
-    images = data.images_test[: options.images]
-    try:
-        x = data.normalised(images, dtype).to(options.device)
-    except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"the device {options.device!r} cannot be used here.") from error
-    work = Work(models, x)
-    kind = str(dtype).removeprefix("torch.")
-    common = {"images": options.images, "steps": options.steps, "data": data.name, "dtype": kind}
-    jobs = chosen_jobs(work, files, common)
-    path = options.runs / runner.RESULTS
-    found = runner.run_all(jobs, work, path, progress=not options.quiet, what="matrices")
-    rows = [row for name in NETWORKS for row in work.rows(name)]
-    for row in rows:
-        _fill(row, [one for job, one in zip(jobs, found, strict=True) if _of(job, row)])
-    draw(rows, options.out / f"{NAME}.png")
-    result = {
-        "command": runner.command(NAME, parser, options, "images", "steps"),
-        **common,
-        "epochs": " and ".join(map(str, sorted(trained))),
-        "remark": data.remark,
-        "device": runner.device_name(options.device),
-        "versions": {"hdnn": hdnn.__version__},
-        "error": max(row["error"] for row in rows),
-        "seconds": round(sum(one["seconds"] for one in found), 1),
-        "rows": rows,
-    }
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
-
-
-def _of(job: Job, row: dict[str, Any]) -> bool:
-    return all(job[key] == row[key] for key in ("network", "stage"))
-
-
-def _fill(row: dict[str, Any], found: list[Job]) -> None:
-    """What was found for j = 0 .. N-1, and its worst errors."""
-    for key in KEYS:
-        row[key] = [one[key] for one in found]
-    pairs = [z for one in found for z in zip(one["smallest"], one["largest"], strict=True)]
-    row["product"] = max(abs(low * high - 1) for low, high in pairs)
-    row["error"] = max(e for one in found for key in KEYS for e in one[f"{key}_error"])
-    missed = [e for one in found for key in KEYS for e in one[f"{key}_missed"]]
-    row["missed"] = None if None in missed else max(missed)  # None: there is no bound
-    row["seconds"] = round(sum(one["seconds"] for one in found), 1)
+    return parser.run(argv, figure, markdown, "images", "steps")
 
 
 if __name__ == "__main__":

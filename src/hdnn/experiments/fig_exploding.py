@@ -8,10 +8,10 @@ hdnn reproduce fig-exploding
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,27 +129,18 @@ def draw(
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    linear = []
-    for row in result["linear"]:
-        period, slope = row["period"], row["slope per eps t"]
-        linear.append(
-            f"{row['start']} | {row['eps']:g} | {row['energy']:.4f} | "
-            f"{period['measured']:.10f} | {period['relative difference']:.1e} | "
-            f"{slope['measured']:.4f} | {slope['closed form']:.4f} | "
-            f"{slope['relative difference']:.1e}"
-        )
-    finite = [
-        f"{row['gamma']:g} | {row['largest']:.2f} | {row['diameter over gamma']:.2f}"
-        for row in result["finite"]
-    ]
-    exponential = []
-    for row in result["exponential"]:
-        bound = "none" if row["bound"] is None else f"{row['bound']:.4g}"
-        exponential.append(
-            f"{row['h k^2']:g} | {row['rate']:.7f} | {row['closed form']:.7f} | "
-            f"{row['largest norm']:.4g} | {bound}"
-        )
     head = "start | eps | H | period | off by | slope | closed form | off by"
+    linear = (
+        "{start} | {eps:g} | {energy:.4f} | {period[measured]:.10f} | "
+        "{period[relative difference]:.1e} | {slope per eps t[measured]:.4f} | "
+        "{slope per eps t[closed form]:.4f} | {slope per eps t[relative difference]:.1e}"
+    )
+    finite = "{gamma:g} | {largest:.2f} | {diameter over gamma:.2f}"
+    exponential = "{h k^2:g} | {rate:.7f} | {closed form:.7f} | {largest norm:.4g} | {bound}"
+    loads = [
+        {**row, "bound": "none" if row["bound"] is None else f"{row['bound']:.4g}"}
+        for row in result["exponential"]
+    ]
     lines = [
         "# Exploding gradients: the two-dimensional example",
         "",
@@ -163,14 +154,14 @@ def markdown(result: dict[str, Any]) -> str:
         "off 4/eps K(m = 1 - exp(-2H)). The slope, for each unit of eps t, is that of the line",
         "through the local maxima of norm(dy(T)/dy(T - t)), and beside it the closed form.",
         "",
-        *runner.table(head, linear),
+        *runner.table(head, result["linear"], linear),
         "",
         "## Finite perturbations",
         "",
         f"From {result['linear'][0]['start']}, moved by gamma along p: distance over gamma grows",
         f"to about D / gamma, D the diameter of the orbit (gamma t < {SPAN:g}).",
         "",
-        *runner.table("gamma | largest | D / gamma", finite),
+        *runner.table("gamma | largest | D / gamma", result["finite"], finite),
         "",
         "## Exponential growth with depth",
         "",
@@ -178,37 +169,27 @@ def markdown(result: dict[str, Any]) -> str:
         "is above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) a layer. Below 2 the norms",
         "stay under sqrt((2 + h k^2) / (2 - h k^2)); at 2 they grow linearly.",
         "",
-        *runner.table("h k^2 | rate | closed form | largest norm | bound", exponential),
+        *runner.table("h k^2 | rate | closed form | largest norm | bound", loads, exponential),
     ]
     return "\n".join([*lines, ""])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = runner.figure_arguments(__doc__, NAME)
-    options = parser.parse_args(argv)
+def figure(options: argparse.Namespace) -> dict[str, Any]:
     scipy = require("scipy", extra="science")
     require("matplotlib.figure", extra="plot")
-    begin = time.perf_counter()
     chosen = starts(options.seed)
     name, first = next(iter(chosen.items()))
     found = [linear(each, y) for each, y in chosen.items()] + [linear(name, first, SLOW)]
     curves, layers = finite(first), exponential()
     draw(chosen, found[0][1], curves, layers, options.out / f"{NAME}.png")
-    result: dict[str, Any] = {
-        "command": runner.command(NAME, parser, options, "seed"),
+    diameter = float(counterexample.diameter(first))
+    versions = {module.__name__: module.__version__ for module in (hdnn, torch, scipy)}
+    return {
         "seed": options.seed,
-        "versions": {
-            "hdnn": hdnn.__version__,
-            "torch": torch.__version__,
-            "scipy": scipy.__version__,
-        },
+        "versions": versions,
         "linear": [row for row, _ in found],
         "finite": [
-            {
-                "gamma": gamma,
-                "largest": float(sizes.max()),
-                "diameter over gamma": float(counterexample.diameter(first)) / gamma,
-            }
+            {"gamma": gamma, "largest": float(sizes.max()), "diameter over gamma": diameter / gamma}
             for gamma, (_, sizes) in curves.items()
         ],
         "exponential": [
@@ -222,9 +203,10 @@ def main(argv: list[str] | None = None) -> int:
             for load, found in layers.items()
         ],
     }
-    result["seconds"] = round(time.perf_counter() - begin, 1)
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return runner.figure_arguments(__doc__, NAME).run(argv, figure, markdown, "seed")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from the paper's 99.7%.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
-import time
 import warnings
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hdnn.base.progress import ProgressLine
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached, spread
+from hdnn.experiments.counted import reached
 from hdnn.experiments.table_planar import RECIPES
 from hdnn.plotting import gradient_surface
 from hdnn.training import fit
@@ -60,36 +61,24 @@ MLP_TRAININGS: dict[str, Options] = {  # named by what differs from the paper's 
 LAYERS, PAPER = 8, 99.7  # of the MLP whose accuracy is studied, and the paper's figure
 
 
-def network(
-    kind: str,
-    layers: int,
-    seed: int,
-    *,
-    init: str = "paper",
-    bias: float = 1.0,
-    placement: list[int] | None = None,
-) -> hdnn.Model:
-    """A network on 4 features; `bias` scales the b that it begins with."""
+def trained(
+    kind: str, layers: int, seed: int, options: Options, data: planar.PlanarData, *callbacks: Any
+) -> float:
+    """Train by the paper's recipe, except for these options; return the test accuracy in %.
+
+    Of the options, `bias` scales the b that an MLP begins with.
+    """
+    recipe = {**RECIPES["paper"], "epochs": EPOCHS, "seed": seed, "progress": False, **options}
+    init, bias = recipe.pop("init", "paper"), recipe.pop("bias", 1.0)
+    augment = hdnn.Augment(2, 4, placement=recipe.pop("placement", "split"))
     generator = torch.Generator().manual_seed(seed)
-    net: Any
     if kind == "MLP":
         net = hdnn.MLP(4, layers, init=init, generator=generator)
         with torch.no_grad():
             net.b *= bias
     else:
         net = hdnn.H2(4, layers, T=0.8, init=init, generator=generator)
-    augment = hdnn.Augment(2, 4, **({} if placement is None else {"placement": placement}))
-    return hdnn.Model(augment, net, hdnn.SigmoidHead(4, generator=generator))
-
-
-def trained(
-    kind: str, layers: int, seed: int, options: Options, data: planar.PlanarData, *callbacks: Any
-) -> float:
-    """Train by the paper's recipe, except for these options; return the test accuracy in %."""
-    own = {name: options[name] for name in ("init", "bias", "placement") if name in options}
-    recipe = {**RECIPES["paper"], "epochs": EPOCHS, "seed": seed, "progress": False}
-    recipe |= {name: value for name, value in options.items() if name not in own}
-    model = network(kind, layers, seed, **own)
+    model = hdnn.Model(augment, net, hdnn.SigmoidHead(4, generator=generator))
     fit(model, data.x_train, data.t_train, callbacks=callbacks, **recipe)
     return runner.accuracy(model, data.x_test, data.t_test)
 
@@ -151,11 +140,9 @@ def markdown(result: dict[str, Any]) -> str:
         f"{found['largest']:.4g} | {found['smallest_of_mean']:.4g}"
         for name, found in networks.items()
     ]
-    accuracies = [
-        f"{name} | {spread(found)} | {found['median']:.2f} | "
-        f"{found['worst']:.2f} to {found['best']:.2f} | {found['reached']} of {found['seeds']}"
-        for name, found in tried.items()
-    ]
+    ways = [{"name": name, **found} for name, found in tried.items()]
+    form = "{name} | {mean:.2f} ± {std:.2f} | {median:.2f} | {worst:.2f} to {best:.2f} | "
+    form += "{reached} of {seeds}"
     findings = [f"{name}: {text}" for name, found in networks.items() for text in found["findings"]]
     head = "| test accuracy | smallest | largest | smallest of the batch mean"
     head_mlp = f"| mean | median | worst to best | seeds with {PAPER}% or more"
@@ -174,7 +161,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         WHY.format(seeds=next(iter(tried.values()))["seeds"]),
         "",
-        *runner.table(head_mlp, accuracies),
+        *runner.table(head_mlp, ways, form),
     ]
     return "\n".join(lines) + "\n"
 
@@ -184,22 +171,15 @@ def _exactly(norm: float) -> str:
     return f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = runner.figure_arguments(__doc__, NAME)
-    parser.add_argument("--every", type=runner.count, default=16, help="iterations between looks")
-    parser.add_argument("--mean", action="store_true", help="also the norms of batch means")
-    parser.add_argument("--seeds", type=runner.count, default=10, help="for the 8-layer MLP")
-    options = parser.parse_args(argv)
+def figure(options: argparse.Namespace) -> dict[str, Any]:
     figures = require("matplotlib.figure", extra="plot")
-    start, line = time.perf_counter(), ProgressLine(not options.quiet)
     monitors, networks = {}, {}
-    for name, (kind, layers, different) in NETWORKS.items():
-        line.show(f"training {name}")
-        monitors[name], networks[name] = watched(
-            kind, layers, different, options.seed, options.every
-        )
-    found = mlp_accuracies(options.seeds, line)
-    line.close()
+    with closing(ProgressLine(not options.quiet)) as line:
+        for name, (kind, layers, other) in NETWORKS.items():
+            line.show(f"training {name}")
+            looks = (options.seed, options.every)
+            monitors[name], networks[name] = watched(kind, layers, other, *looks)
+        ways = mlp_accuracies(options.seeds, line)
     for shown in ("smallest", *(["of_mean"] if options.mean else [])):
         figure = figures.Figure(figsize=(5.4 * len(monitors), 3.9), layout="constrained")
         axes = figure.subplots(1, len(monitors))
@@ -212,16 +192,16 @@ def main(argv: list[str] | None = None) -> int:
         words = [word for word in name.lower().replace(",", "").split() if word != "layers"]
         file = f"{NAME}-{'-'.join(words)}.csv"
         write_atomically(options.out / file, monitor.to_csv().encode())
-    result = {
-        "command": runner.command(NAME, parser, options, "seed", "every", "mean", "seeds"),
-        "seed": options.seed,
-        "every": options.every,
-        "networks": finite(networks),
-        "ways": found,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+    about = {"seed": options.seed, "every": options.every}
+    return {**about, "networks": finite(networks), "ways": ways}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runner.figure_arguments(__doc__, NAME)
+    parser.add_argument("--every", type=runner.count, default=16, help="iterations between looks")
+    parser.add_argument("--mean", action="store_true", help="also the norms of batch means")
+    parser.add_argument("--seeds", type=runner.count, default=10, help="for the 8-layer MLP")
+    return parser.run(argv, figure, markdown, "seed", "every", "mean", "seeds")
 
 
 if __name__ == "__main__":

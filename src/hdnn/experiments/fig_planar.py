@@ -6,9 +6,9 @@ hdnn reproduce fig-planar
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Any
 
-import hdnn
 from hdnn.data import planar
 from hdnn.experiments import runner, table_planar
 from hdnn.plotting import decision_regions
@@ -20,27 +20,26 @@ FIGURES = {  # data: layers of an H1
 }
 
 
-def draw(model: hdnn.Model, data: planar.PlanarData, path: Path) -> float:
-    """Draw the decision regions of a trained network; return its test accuracy in per cent."""
-    accuracy = runner.accuracy(model, data.x_test, data.t_test)
-    ax = decision_regions(model, data)
-    ax.set_title(f"{data.name.replace('_', ' ')}, {model.net.layers} layers: {accuracy:.2f}%")
-    runner.save_figure(ax.figure, path, dpi=150)
-    return accuracy
+def draw(table: Any, cells: Iterable[tuple[str, str, int]], title: str, options: Any) -> int:
+    """Train the networks of these cells of a table, and draw their decision regions."""
+    for network, name, layers in cells:
+        data = planar.load(name, seed=options.seed)
+        job = table.job_of(network, name, layers, options.seed)
+        model, _ = table.trained(job, data.x_train, data.t_train)
+        accuracy = runner.accuracy(model, data.x_test, data.t_test)
+        ax = decision_regions(model, data)
+        ax.set_title(f"{name.replace('_', ' ')}, {layers} layers: {accuracy:.2f}%")
+        path = options.out / f"{options.file}-{name}.png"
+        runner.save_figure(ax.figure, path, dpi=150)
+        text = f"{path}: {title}, {layers} layers, {accuracy:.2f}% of the test points"
+        runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     options = runner.figure_arguments(__doc__, NAME).parse_args(argv)
-    for data, layers in FIGURES.items():
-        points = planar.load(data, seed=options.seed)
-        cell = {"network": "H1", "data": data, "layers": layers}
-        job = table_planar.job_of(cell, "ours", table_planar.T_ours(layers), options.seed)
-        model, _ = table_planar.trained(job, points.x_train, points.t_train)
-        path = options.out / f"{NAME}-{data}.png"
-        accuracy = draw(model, points, path)
-        text = f"{path}: H1, {layers} layers, {accuracy:.2f}% of the test points"
-        runner.say({"picture": str(path), "accuracy": accuracy}, text, options)
-    return 0
+    cells = [("H1", data, layers) for data, layers in FIGURES.items()]
+    return draw(table_planar, cells, "H1", options)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ interrupted run continues where it stopped.
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from hdnn.experiments import runner, table_distributed, table_planar
@@ -44,38 +45,31 @@ CELLS: dict[str, list[Cell]] = {
         ("centralised, full K", "double_circles", 4),
     ],
 }
-PLAIN: Options = {"copies": 1, "moved": 0.0, "starts": 1}
+TABLES = {"planar": table_planar, "distributed": table_distributed, "general": table_distributed}
 TAKEN = "points moved, several starts (taken)"
-
-
-def _moved_less(taken: Options) -> Options:
-    return {**taken, "moved": taken["moved"] / 1.5, "epochs": 5}
-
-
-TRIED: dict[str, dict[str, Callable[[Options], Options]]] = {  # given the final recipe
+PLAIN: Options = {"copies": 1, "moved": 0.0, "starts": 1}
+MOVED_LESS: Options = {"moved": 2 / 3, "epochs": 5}
+# What was tried instead of the final recipe; `moved` is a factor of how far that moves the points.
+TRIED: dict[str, dict[str, Options]] = {
     "planar": {
-        "minibatches of 50, 50 epochs (before)": lambda _: {**PLAIN, "batch": 50, "epochs": 50},
-        "minibatches of 100, 100 epochs": lambda _: {**PLAIN, "epochs": 100},
-        "half the rate, 200 epochs": lambda _: {**PLAIN, "epochs": 200, "learning_rate": 3e-2},
-        "points moved, one start": lambda taken: {**taken, "starts": 1},
-        "points not moved, several starts": lambda taken: {**taken, "moved": 0.0},
-        TAKEN: lambda taken: taken,
+        "minibatches of 50, 50 epochs (before)": {**PLAIN, "batch": 50, "epochs": 50},
+        "minibatches of 100, 100 epochs": {**PLAIN, "epochs": 100},
+        "half the rate, 200 epochs": {**PLAIN, "epochs": 200, "learning_rate": 3e-2},
+        "points moved, one start": {"starts": 1},
+        "points not moved, several starts": {"moved": 0.0},
+        TAKEN: {},
     },
     "distributed": {
-        "50 epochs (before)": lambda _: {**PLAIN, "epochs": 50},
-        "points moved half as far, one start": lambda taken: {
-            **taken,
-            "moved": taken["moved"] / 2,
-            "starts": 1,
-        },
-        "points moved, one start": lambda taken: {**taken, "starts": 1},
-        "points moved 2/3 as far, 5 epochs": _moved_less,
-        TAKEN: lambda taken: taken,
+        "50 epochs (before)": {**PLAIN, "epochs": 50},
+        "points moved half as far, one start": {"moved": 1 / 2, "starts": 1},
+        "points moved, one start": {"starts": 1},
+        "points moved 2/3 as far, 5 epochs": MOVED_LESS,
+        TAKEN: {},
     },
     "general": {
-        "50 epochs (before)": lambda _: {**PLAIN, "epochs": 50},
-        "points moved 2/3 as far, 5 epochs": _moved_less,
-        TAKEN: lambda taken: taken,
+        "50 epochs (before)": {**PLAIN, "epochs": 50},
+        "points moved 2/3 as far, 5 epochs": MOVED_LESS,
+        TAKEN: {},
     },
 }
 OTHERS = """The choice itself was made by a faster program of the same recipe, which is no part of
@@ -91,28 +85,16 @@ moons moved by 0.03, 0.06 or 0.15 did less than by 0.1; those of the Swiss roll 
 start."""
 
 
-def job_of(table: str, cell: Cell, change: Callable[[Options], Options], seed: int) -> Job:
+def job_of(table: str, cell: Cell, change: Options, seed: int) -> Job:
     """A training of a table, with another recipe."""
-    network, data, layers = cell
-    if table == "planar":
-        place = {"network": network, "data": data, "layers": layers}
-        job = table_planar.job_of(place, "ours", table_planar.T_ours(layers), seed)
-    else:
-        job = table_distributed.job_of(network, data, layers, seed)
-    return {**job, "more": change(job["more"])}
+    job = TABLES[table].job_of(*cell, seed)
+    moved = job["more"]["moved"] * change.get("moved", 1.0)
+    return {**job, "more": {**job["more"], **change, "moved": moved}}
 
 
 def train(job: Job) -> Job:
     """One training of either table."""
     return (table_planar if "network" in job else table_distributed).train(job)
-
-
-def paper(table: str, cell: Cell) -> float:
-    """The paper's figure."""
-    network, data, layers = cell
-    if table == "planar":
-        return table_planar.PAPER[data, layers][table_planar.NETWORKS.index(network)]
-    return table_distributed.PAPER[data, layers][network.startswith("centralised")]
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -139,10 +121,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, OTHERS]) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = runner.arguments(__doc__, NAME)
-    parser.set_defaults(seeds=4)
-    options = parser.parse_args(argv)
+def searched(options: argparse.Namespace) -> dict[str, Any]:
+    tables: dict[str, dict[str, list[Options]]] = {}
     keys = [
         (table, name, cell)
         for table, tried in TRIED.items()
@@ -154,19 +134,18 @@ def main(argv: list[str] | None = None) -> int:
         for table, name, cell in keys
         for k in range(options.seeds)
     ]
-    done = [result for _, result in runner.run_with(options, jobs, train)]
-    tables: dict[str, dict[str, list[Options]]] = {table: {} for table in TRIED}
-    for number, (table, name, cell) in enumerate(keys):
-        found = done[number * options.seeds : (number + 1) * options.seeds]
-        values = [one["accuracy"] for one in found]
+    done = iter(runner.run_with(options, jobs, train))
+    for table, name, cell in keys:
+        values = [result["accuracy"] for _, result in islice(done, options.seeds)]
         row = dict(zip(("network", "data", "layers"), cell, strict=True))
-        row |= {"paper": paper(table, cell), "right": values.count(100.0)}
-        tables[table].setdefault(name, []).append({**row, **runner.summary(values)})
-    command = f"python -m hdnn.experiments.{NAME.replace('-', '_')}"
-    command += f" --seeds {options.seeds}" * (options.seeds != parser.get_default("seeds"))
-    result = {"command": command, "seeds": options.seeds, "tables": tables}
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+        row |= {"paper": TABLES[table].paper(*cell), "right": values.count(100.0)}
+        tables.setdefault(table, {}).setdefault(name, []).append({**row, **runner.summary(values)})
+    return {"seeds": options.seeds, "tables": tables}
+
+
+def main(argv: list[str] | None = None) -> int:
+    program = "python -m hdnn.experiments.recipe_search"
+    return runner.arguments(__doc__, NAME, program, seeds=4).run(argv, searched, markdown, "seeds")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Many trainings, spread over processes; each result is kept, so that a run can be continued.
+"""What all experiments share: their options, trainings that are kept and continued, and pages.
 
 A job is a dictionary of plain values. Its result is one line of a JSON-lines file, where it is
 found again by its job.
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+import hdnn
 from hdnn.base.files import write_atomically
 from hdnn.base.progress import ProgressLine
 from hdnn.errors import DataError, HDNNError, OptionError
@@ -48,20 +50,16 @@ def run_all(
 
     With `together`, `work` is given lists of that many jobs, and returns lists of their results.
     """
-    known = _read(path)
+    known, start = _read(path), time.monotonic()
     missing = [job for job in jobs if _key(job) not in known]
-    line, start = ProgressLine(progress), time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            for done, (job, result) in enumerate(_each(missing, work, processes, together), 1):
-                known[_key(job)] = result
-                file.write(json.dumps({"job": job, "result": result}) + "\n")
-                file.flush()
-                left = (time.monotonic() - start) / done * (len(missing) - done)
-                line.show(f"{done}/{len(missing)} {what}, {left:.0f} s to go")
-    finally:
-        line.close()
+    with path.open("a", encoding="utf-8") as file, closing(ProgressLine(progress)) as line:
+        for done, (job, result) in enumerate(_each(missing, work, processes, together), 1):
+            known[_key(job)] = result
+            file.write(json.dumps({"job": job, "result": result}) + "\n")
+            file.flush()
+            left = (time.monotonic() - start) / done * (len(missing) - done)
+            line.show(f"{done}/{len(missing)} {what}, {left:.0f} s to go")
     return [known[_key(job)] for job in jobs]
 
 
@@ -90,11 +88,6 @@ def _with_result(work: Callable[[Job], Job], job: Job) -> tuple[Job, Job]:
 
 def _key(job: Job) -> str:
     return json.dumps(job, sort_keys=True)
-
-
-def _digest(job: Job) -> str:
-    """A name for the folder of a job."""
-    return hashlib.sha256(_key(job).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Job]:
@@ -148,17 +141,21 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 class Arguments(argparse.ArgumentParser):
-    """The options of an experiment; a mistake is one sentence, as everywhere in hdnn."""
+    """The options of an experiment, and all that is done with its result."""
 
-    def __init__(self, description: str | None, name: str) -> None:
-        super().__init__(
-            prog=f"hdnn reproduce {name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    def __init__(self, about: str | None, name: str, program: str = "hdnn reproduce {}") -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=program.format(name), description=about, formatter_class=form)
+        self.set_defaults(file=name)  # what the files of a result are called
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message}; see {self.prog} -- --help.")
+        """A mistake is one sentence, as everywhere in hdnn."""
+        raise OptionError(f"{message}; see {self._with('--help')}.")
+
+    def _with(self, *words: str) -> str:
+        """The command with these words: behind `hdnn reproduce` they follow --."""
+        parted = ["--"] if words and self.prog.startswith("hdnn ") else []
+        return " ".join([self.prog, *parted, *words])
 
     def add_output(self, what: str, runs: str | None = None) -> None:
         """The options that all experiments have: where to write, and what to print."""
@@ -169,26 +166,73 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument("--json", action="store_true", help="print the result as JSON")
         self.add_argument("--quiet", action="store_true")
 
+    def command(self, options: argparse.Namespace, *shown: str) -> str:
+        """The command that makes this result, with the options that are not the default."""
+        words = []
+        for option in shown:
+            value = getattr(options, option)
+            if value != self.get_default(option):
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{option}", *(shlex.quote(str(each)) for each in values)]
+        return self._with(*words)
 
-def arguments(description: str | None, name: str) -> Arguments:
+    def run(
+        self,
+        argv: list[str] | None,
+        make: Callable[[argparse.Namespace], dict[str, Any] | None],
+        page: Callable[[dict[str, Any]], str],
+        *shown: str,
+    ) -> int:
+        """Make a result, write it as JSON and as a page, and print it; 0, the exit code.
+
+        Its command has the options `shown`, as `make` leaves them. Where `make` returns None, there
+        is nothing to write yet.
+        """
+        options, start = self.parse_args(argv), time.perf_counter()
+        made = make(options)
+        if made is None:
+            return 0
+        versions = {"hdnn": hdnn.__version__, "torch": torch.__version__}
+        result = {"command": self.command(options, *shown), "versions": versions, **made}
+        if "minutes" not in options:  # several calls may make a table of images
+            result.setdefault("seconds", round(time.perf_counter() - start, 1))
+        finish(result, page(result), options)
+        return 0
+
+
+def arguments(about: str | None, name: str, *program: str, seeds: int = 10) -> Arguments:
     """The options that all tables have."""
-    parser = Arguments(description, name)
-    parser.add_argument("--seeds", type=count, default=10, help="how many (default 10)")
+    parser = Arguments(about, name, *program)
+    parser.add_argument("--seeds", type=count, default=seeds, help="how many (default %(default)s)")
     parser.add_argument("--processes", type=count, default=os.cpu_count() or 1)
     parser.add_output("JSON, Markdown", runs=name)
     return parser
 
 
-def command(name: str, parser: Arguments, options: argparse.Namespace, *shown: str) -> str:
-    """The command that makes this result, with those named options that are not the default."""
-    words = []
-    for option in shown:
-        value, flag = getattr(options, option), f"--{option}"
-        if value == parser.get_default(option):
-            continue
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        words += [flag, *(shlex.quote(str(each)) for each in values)]
-    return " ".join([f"hdnn reproduce {name}", *(["--", *words] if words else [])])
+def image_arguments(about: str | None, name: str, seeds: int) -> Arguments:
+    """The options that all tables of images have."""
+    parser = arguments(about, name, seeds=seeds)
+    parser.add_argument("--epochs", type=count, default=40)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after this time; the same command continues"
+    )
+    parser.add_argument("--share", help="as in 0/4: every fourth training, without a table")
+    return parser
+
+
+def figure_arguments(about: str | None, name: str) -> Arguments:
+    """The options that all figures have."""
+    parser = Arguments(about, name)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_output("the pictures")
+    return parser
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
+    return int(text)
 
 
 def read_table(
@@ -207,19 +251,6 @@ def read_table(
     if seeds is not None and table["seeds"] != seeds:
         raise DataError(f"{path} is a table of {table['seeds']} seeds, not {seeds}.")
     return table
-
-
-def image_arguments(description: str | None, name: str, seeds: int) -> Arguments:
-    """The options that all tables of images have."""
-    parser = arguments(description, name)
-    parser.set_defaults(seeds=seeds)
-    parser.add_argument("--epochs", type=count, default=40)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--minutes", type=float, help="stop after this time; the same command continues"
-    )
-    parser.add_argument("--share", help="as in 0/4: every fourth training, without a table")
-    return parser
 
 
 def finished(jobs: list[Job], runs: Path) -> list[Job]:
@@ -245,8 +276,8 @@ def run_images(
     `together` trainings run at once. Each has a checkpoint until it is done. When the minutes are
     over, all stop as by Ctrl-C, and the same command continues.
     """
-    path, minutes = options.runs / RESULTS, options.minutes
-    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    path = options.runs / RESULTS
+    end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     if options.share is not None:
         first, every = _share(options.share)
         jobs, path = jobs[first::every], path.with_name(f"results-{first}.jsonl")
@@ -254,10 +285,10 @@ def run_images(
     def work(some: list[Job]) -> list[Job]:
         if time.monotonic() > end:
             raise KeyboardInterrupt
-        folders = [options.runs / "unfinished" / _digest(job) for job in some]
+        names = [hashlib.sha256(_key(job).encode()).hexdigest()[:16] for job in some]
+        folders = [options.runs / "unfinished" / name for name in names]
         start, trainings = time.monotonic(), [make(job) for job in some]
-        shown = not options.quiet
-        if not run_together(trainings, folders=folders, until=end, progress=shown):
+        if not run_together(trainings, folders=folders, until=end, progress=not options.quiet):
             raise KeyboardInterrupt
         seconds = round((time.monotonic() - start) / len(some), 1)
         found = [
@@ -293,6 +324,12 @@ def device_name(device: str) -> str:
     return f"{name} with PyTorch {torch.__version__.partition('+')[0]}"
 
 
+def summaries(results: list[Job]) -> dict[str, Any]:
+    """Accuracies of trainings on images, while training and in the test, and their curves."""
+    parts = {part: summary([one[part] for one in results]) for part in ("train", "test")}
+    return {**parts, "curves": [one["curve"] for one in results]}
+
+
 def devices(results: Iterable[Job]) -> str:
     """What the trainings of a table were run on."""
     return ", ".join(sorted({one["device"] for one in results}))
@@ -303,24 +340,11 @@ def about_images(remark: str) -> str:
     return f" The images: {remark.rstrip('.')}." if remark else ""
 
 
-def figure_arguments(description: str | None, name: str) -> Arguments:
-    """The options that all figures have."""
-    parser = Arguments(description, name)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_output("the pictures")
-    return parser
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but got {text!r}")
-    return int(text)
-
-
-def table(head: str, rows: Iterable[str]) -> list[str]:
-    """The lines of a table in Markdown, from columns that are parted by |."""
+def table(head: str, rows: Iterable[Any], form: str | None = None) -> list[str]:
+    """The lines of a table in Markdown, from columns parted by |; `form`: of rows with names."""
+    lines = rows if form is None else (form.format_map(row) for row in rows)
     rule = " | ".join(["---"] * (head.count("|") + 1))
-    return [f"| {line} |" for line in (head, rule, *rows)]
+    return [f"| {line} |" for line in (head, rule, *lines)]
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
@@ -329,19 +353,15 @@ def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
     figure.savefig(path, dpi=dpi)
 
 
-def finish(result: dict[str, Any], page: str, name: str, options: argparse.Namespace) -> None:
+def finish(result: dict[str, Any], page: str, options: argparse.Namespace) -> None:
     """Write a result as JSON and as Markdown, and print it."""
     options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / f"{name}.json", _readable(result).encode())
-    write_atomically(options.out / f"{name}.md", page.encode())
-    say(result, page, options)
-
-
-def _readable(result: dict[str, Any]) -> str:
-    """JSON with a line for each entry, a list of numbers being one."""
     text = json.dumps(result, indent=1)
+    # A line for each entry, a list of numbers being one.
     text = re.sub(r"\[([\d\s.,eE+-]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
-    return text + "\n"
+    write_atomically(options.out / f"{options.file}.json", f"{text}\n".encode())
+    write_atomically(options.out / f"{options.file}.md", page.encode())
+    say(result, page, options)
 
 
 def say(result: dict[str, Any], page: str, options: argparse.Namespace) -> None:

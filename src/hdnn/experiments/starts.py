@@ -6,6 +6,7 @@ follows from the training points alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,28 @@ import torch
 from torch import Tensor
 
 import hdnn
+from hdnn.data import planar
 from hdnn.errors import ConvergenceError
+from hdnn.experiments.runner import Job, accuracy
 from hdnn.training import fit
 
 ENOUGH = 1e-4  # a loss at which all points are clearly right
+
+
+def measured(job: Job, trained: Callable[[Job, Tensor, Tensor], tuple[hdnn.Model, int]]) -> Job:
+    """One training: its accuracy on the test set, or on what was kept aside."""
+    begin = time.perf_counter()
+    data = planar.load(job["data"], seed=job["seed"])
+    x, t, x_test, t_test = data.x_train, data.t_train, data.x_test, data.t_test
+    if job.get("validation"):
+        kept = len(x) // 5
+        x, t, x_test, t_test = x[kept:], t[kept:], x[:kept], t[:kept]
+    try:
+        model, starts = trained(job, x, t)
+    except ConvergenceError as error:
+        return {"failed": str(error)}
+    right = accuracy(model, x_test, t_test)
+    return {"accuracy": right, "seconds": round(time.perf_counter() - begin, 2), "starts": starts}
 
 
 def start_seed(seed: int, start: int) -> int:

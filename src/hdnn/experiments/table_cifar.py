@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-import hdnn
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
 from hdnn.errors import DataError, require
@@ -59,12 +58,15 @@ WEIGHTS = 0  # the seed whose weights are kept, for fig-cifar
 
 
 def training(job: Job, data: ImageData, device: str) -> ImageTraining:
-    part = _kept_aside(data) if job.get("validate") else data
+    if job.get("validate"):
+        rest, kept = data.holdout(KEPT)
+        parts = {"images_train": rest.images, "t_train": rest.t}
+        data = replace(data, **parts, images_test=kept.images, t_test=kept.t)
     model = network(job).to(device)
     if device.startswith("cuda"):
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     recipe = {**job["recipe"], "rates": tuple(map(tuple, job["recipe"]["rates"]))}
-    return ImageTraining(model, part, ImageRecipe(**recipe), smooth=tuple(model.units))
+    return ImageTraining(model, data, ImageRecipe(**recipe), smooth=tuple(model.units))
 
 
 def result_of(job: Job, one: ImageTraining, folder: Path) -> Job:
@@ -76,29 +78,23 @@ def result_of(job: Job, one: ImageTraining, folder: Path) -> Job:
     }
 
 
-def _kept_aside(data: ImageData) -> ImageData:
-    """The training images in two: to train on, and to choose by."""
-    rest, kept = data.holdout(KEPT)
-    parts = {"images_train": rest.images, "t_train": rest.t}
-    return replace(data, **parts, images_test=kept.images, t_test=kept.t)
-
-
 def jobs_for(names: list[str], seeds: int, epochs: int, validate: bool) -> list[Job]:
     """The networks that are compared seed by seed, then the others one by one."""
     compared = [(name, seed) for seed in range(seeds) for name in names if name in COMPARED]
     others = [(name, seed) for name in names if name not in COMPARED for seed in range(seeds)]
-    return [
-        _job(name, seed, min(epochs, SHORT.get(name, epochs)), validate)
-        for name, seed in compared + others
-        if not (name in SHORT and seed)
-    ]
-
-
-def _job(name: str, seed: int, epochs: int, validate: bool) -> Job:
-    recipe = image_recipes.cifar(name, epochs, seed).to_dict()
-    job: Job = {"network": name, "seed": seed, "recipe": recipe}
-    star = image_recipes.star(name, epochs)
-    return job | ({"star": star} if star else {}) | ({"validate": True} if validate else {})
+    jobs = []
+    for name, seed in compared + others:
+        if name in SHORT and seed:
+            continue
+        own = min(epochs, SHORT.get(name, epochs))
+        recipe = image_recipes.cifar(name, own, seed).to_dict()
+        job: Job = {"network": name, "seed": seed, "recipe": recipe}
+        if star := image_recipes.star(name, own):
+            job["star"] = star
+        if validate:
+            job["validate"] = True
+        jobs.append(job)
+    return jobs
 
 
 def networks_for(epochs: int) -> list[str]:
@@ -205,29 +201,54 @@ def _row(name: str, some: list[Job]) -> dict[str, Any]:
         "drop": image_recipes.drop(name, epochs),
         "paper": PAPER.get(name),
         "epochs": epochs,
-        "train": runner.summary([one["train"] for one in some]),
-        "test": runner.summary([one["test"] for one in some]),
         "epoch_seconds": min(one["epoch_seconds"] for one in some),
-        "curves": [one["curve"] for one in some],
+        **runner.summaries(some),
     }
 
 
-def _trained(
-    jobs: list[Job], recorded: dict[str, Any], options: argparse.Namespace
-) -> list[tuple[Job, Job]] | None:
-    """Jobs with their results; the name of the images and its remark go into `recorded`."""
-    if not jobs:
-        return []
-    data = cifar10.load().to(options.device)
-    if recorded.setdefault("data", data.name) != data.name:
-        raise DataError(
-            f"{options.recorded} is a table of {recorded['data']}, but the images here are "
-            f"{data.name}; give a table of these."
-        )
-    recorded["remark"] = data.remark
-    make = partial(training, data=data, device=options.device)
-    measure = partial(result_of, folder=options.runs)
-    return runner.run_images(jobs, make, measure, options, together=TOGETHER)
+def table(options: argparse.Namespace) -> dict[str, Any] | None:
+    options.networks = options.networks or networks_for(options.epochs)
+    options.file += f"-{options.epochs}" + "-kept-aside" * options.validate
+    on = f"{KEPT:,} training images kept aside" if options.validate else "the test images"
+    recorded = read_recorded(options.recorded, on, options.epochs)
+    made = {row["network"]: row for row in recorded["rows"]}
+    missing = [name for name in options.networks if name not in made]
+    jobs = jobs_for(missing, options.seeds, options.epochs, options.validate)
+    if options.finished and jobs:
+        jobs = runner.finished(jobs, options.runs)
+    devices = [{"device": device} for device in filter(None, recorded["device"].split(", "))]
+    if jobs:
+        data = cifar10.load().to(options.device)
+        if recorded.setdefault("data", data.name) != data.name:
+            raise DataError(
+                f"{options.recorded} is a table of {recorded['data']}, but the images here are "
+                f"{data.name}; give a table of these."
+            )
+        recorded["remark"] = data.remark
+        make = partial(training, data=data, device=options.device)
+        measure = partial(result_of, folder=options.runs)
+        found = runner.run_images(jobs, make, measure, options, together=TOGETHER)
+        if found is None:
+            return None
+        devices += [one for _, one in found]
+        by_network = runner.grouped(found, "network")
+        made |= {name: _row(name, some) for (name,), some in by_network.items()}
+    rows = [made[name] for name in TITLES if name in made]
+    picture = None
+    if find_spec("matplotlib"):
+        picture = f"{options.file}.png"
+        draw(rows, options.out / picture)
+    elif not options.quiet:
+        print("without matplotlib there is no picture of the curves.", file=sys.stderr)
+    return {
+        "command": f"hdnn reproduce {NAME} -- {_chosen(options, rows)}",
+        "data": recorded["data"],
+        "remark": recorded["remark"],
+        "on": on,
+        "device": runner.devices(devices),
+        "picture": picture,
+        "rows": rows,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -242,39 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--recorded", type=Path, help="a table (JSON) whose networks are not trained again"
     )
-    options = parser.parse_args(argv)
-    options.networks = options.networks or networks_for(options.epochs)
-    on = f"{KEPT:,} training images kept aside" if options.validate else "the test images"
-    recorded = read_recorded(options.recorded, on, options.epochs)
-    known = {row["network"]: row for row in recorded["rows"]}
-    missing = [name for name in options.networks if name not in known]
-    jobs = jobs_for(missing, options.seeds, options.epochs, options.validate)
-    if options.finished and jobs:
-        jobs = runner.finished(jobs, options.runs)
-    found = _trained(jobs, recorded, options)
-    if found is None:
-        return 0
-    by_network = runner.grouped(found, "network")
-    made = known | {name: _row(name, some) for (name,), some in by_network.items()}
-    rows = [made[name] for name in TITLES if name in made]
-    before = [{"device": device} for device in filter(None, recorded["device"].split(", "))]
-    name = f"{NAME}-{options.epochs}" + "-kept-aside" * options.validate
-    result = {
-        "command": f"hdnn reproduce {NAME} -- {_chosen(options, rows)}",
-        "data": recorded["data"],
-        "remark": recorded["remark"],
-        "on": on,
-        "device": runner.devices([*before, *(one for _, one in found)]),
-        "versions": {"hdnn": hdnn.__version__},
-        "picture": f"{name}.png" if find_spec("matplotlib") else None,
-        "rows": rows,
-    }
-    if result["picture"]:
-        draw(rows, options.out / result["picture"])
-    elif not options.quiet:
-        print("without matplotlib there is no picture of the curves.", file=sys.stderr)
-    runner.finish(result, markdown(result), name, options)
-    return 0
+    return parser.run(argv, table, markdown)
 
 
 if __name__ == "__main__":

@@ -22,19 +22,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hdnn
-from hdnn.data import planar
-from hdnn.errors import ConvergenceError
 from hdnn.experiments import runner
-from hdnn.experiments.counted import beside_paper, reached, sentence
+from hdnn.experiments.counted import beside_paper, compared, lines, sentence
 from hdnn.experiments.runner import Job
-from hdnn.experiments.starts import best_start, start_seed
+from hdnn.experiments.starts import best_start, measured, start_seed
 from hdnn.experiments.table_planar import CHOSEN
 from hdnn.sparsity import Sparsity
 from hdnn.training import WellPosed
@@ -107,8 +105,8 @@ def network(variant: str, layers: int, seed: int) -> hdnn.Model:
     return hdnn.Model(augment, net, hdnn.SigmoidHead(2 * NODES, generator=generator))
 
 
-def trained(job: Job, data: planar.PlanarData) -> tuple[hdnn.Model, int]:
-    """The network of a job, and from how many starts it was taken."""
+def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
+    """The network of a job, trained on these points, and from how many starts it was taken."""
 
     def network_of(start: int) -> hdnn.Model:
         return network(job["variant"], job["layers"], start_seed(job["seed"], start))
@@ -116,20 +114,16 @@ def trained(job: Job, data: planar.PlanarData) -> tuple[hdnn.Model, int]:
     options = {**job["options"], **job["more"]}
     if _full(job["variant"]):
         options["callbacks"] = [WellPosed()]
-    return best_start(network_of, data.x_train, data.t_train, job["seed"], **options)
+    return best_start(network_of, x, t, job["seed"], **options)
 
 
 def train(job: Job) -> Job:
-    """One training: its accuracy on the test set."""
-    begin = time.perf_counter()
-    data = planar.load(job["data"], seed=job["seed"])
-    try:
-        model, starts = trained(job, data)
-    except ConvergenceError as error:
-        return {"failed": str(error)}
-    accuracy = runner.accuracy(model, data.x_test, data.t_test)
-    seconds = round(time.perf_counter() - begin, 2)
-    return {"accuracy": accuracy, "seconds": seconds, "starts": starts}
+    return measured(job, trained)
+
+
+def paper(variant: str, data: str, layers: int) -> float:
+    """The paper's figure."""
+    return PAPER[data, layers][variant.startswith("centralised")]
 
 
 def job_of(variant: str, data: str, layers: int, seed: int) -> Job:
@@ -145,64 +139,44 @@ def _full(variant: str) -> bool:
 
 def markdown(result: dict[str, Any]) -> str:
     """The table as a page."""
-    lines = ["# Table II: distributed and centralised", ""]
-    ended = [row for row in result["rows"] if not row["failed"]]
-    pairs = [(row["mean"], row["paper"]) for row in ended]
-    lines += [f"`{result['command']}`, {result['seeds']} seeds."]
-    lines += [sentence(pairs, "mean"), ABOUT, CHOSEN, GENERAL, ""]
-    names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    lines += [f"- {name}: {VARIANTS[name]}" for name in names]
-    body = []
-    for data, layers in PAPER:
-        some = [row for row in result["rows"] if (row["data"], row["layers"]) == (data, layers)]
-        failed = [f", {row['failed']} did not end" if row["failed"] else "" for row in some]
-        found = [beside_paper(row) + text for row, text in zip(some, failed, strict=True)]
-        body.append(" | ".join([f"{data.replace('_', ' ')}, {layers}", *found]))
-    return "\n".join([*lines, "", *runner.table("| " + " | ".join(names), body)]) + "\n"
+    rows = result["rows"]
+    ended = [row for row in rows if not row["failed"]]
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    page = ["# Table II: distributed and centralised", ""]
+    page += [f"`{result['command']}`, {result['seeds']} seeds."]
+    page += [sentence(ended), ABOUT, CHOSEN, GENERAL, ""]
+    page += [*(f"- {name}: {VARIANTS[name]}" for name in names), ""]
+    failed = [f", {row['failed']} did not end" if row["failed"] else "" for row in rows]
+    body = lines(rows, [beside_paper(row) + text for row, text in zip(rows, failed, strict=True)])
+    return "\n".join([*page, *runner.table("| " + " | ".join(names), body)]) + "\n"
 
 
-def table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One entry a cell."""
+def table(options: argparse.Namespace) -> dict[str, Any]:
+    """One row a cell, those of a recorded table among them."""
+    before = []
+    if options.recorded is not None:
+        keys = ("seeds", "rows")
+        before = runner.read_table(options.recorded, NAME, keys, options.seeds)["rows"]
     jobs = [
         job_of(variant, data, layers, seed)
         for data, layers in PAPER
         for variant in options.variants
         for seed in range(options.seeds)
     ]
-    done = runner.grouped(runner.run_with(options, jobs, train), "variant", "data", "layers")
-    rows = []
-    for (variant, data, layers), results in done.items():
-        paper = PAPER[data, layers][variant.startswith("centralised")]
-        ended = [result["accuracy"] for result in results if "accuracy" in result]
-        found = runner.summary(ended or [0.0])
-        row = {"variant": variant, "data": data, "layers": layers, "paper": paper}
-        row["failed"] = len(results) - len(ended)  # a step of Newton's method found no solution
-        good = not row["failed"] and reached(found["mean"], paper)
-        rows.append({**row, **found, "reached": good})
-    return rows
+    done = runner.run_with(options, jobs, train)
+    rows = compared(done, ("variant", "data", "layers"), paper)
+    rows += [row for row in before if row["variant"] not in options.variants]
+    options.variants = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
+    order = [(*cell, variant) for cell in PAPER for variant in options.variants]
+    rows.sort(key=lambda row: order.index((row["data"], row["layers"], row["variant"])))
+    return {"seeds": options.seeds, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = runner.arguments(__doc__, NAME)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--recorded", type=Path, help="a table (JSON) with the other variants")
-    options = parser.parse_args(argv)
-    start, rows = time.perf_counter(), table(options)
-    if options.recorded is not None:
-        before = runner.read_table(options.recorded, NAME, ("seeds", "rows"), options.seeds)
-        rows += [row for row in before["rows"] if row["variant"] not in options.variants]
-    options.variants = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    order = [(*cell, variant) for cell in PAPER for variant in options.variants]
-    rows.sort(key=lambda row: order.index((row["data"], row["layers"], row["variant"])))
-    result = {
-        "command": runner.command(NAME, parser, options, "seeds", "variants"),
-        "seeds": options.seeds,
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-        "rows": rows,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+    return parser.run(argv, table, markdown, "seeds", "variants")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ last epoch, never the best ones. An interrupted run continues where it stopped.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from typing import Any
 
 import torch
 
-import hdnn
 from hdnn import engine, models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
@@ -104,45 +104,29 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = runner.image_arguments(__doc__, NAME, seeds=5)
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    options = parser.parse_args(argv)
+def table(options: argparse.Namespace) -> dict[str, Any] | None:
     data = mnist.load().to(options.device)
     jobs = jobs_for(options.seeds, options.epochs, options.recipes)
     make = partial(training, data=data, device=options.device)
     with engine.use(precision="tf32"):
         found = runner.run_images(jobs, make, result_of, options, together=options.seeds)
     if found is None:
-        return 0
+        return None
     rows = []
     for (by, kind, layers), some in runner.grouped(found, "by", "network", "layers").items():
-        paper = PAPER.get((kind, layers)) or PAPER.get(("h1" if kind == "h2" else "", layers))
-        test = runner.summary([one["test"] for one in some])
-        least = LEAST if paper is None else paper[1]
-        rows.append(
-            {
-                "by": by,
-                "network": kind,
-                "layers": layers,
-                "parameters": some[0]["parameters"],
-                "paper": paper,
-                "train": runner.summary([one["train"] for one in some]),
-                "test": test,
-                "reached": reached(test["mean"], least),
-                "curves": [one["curve"] for one in some],
-            }
-        )
-    result = {
-        "command": runner.command(NAME, parser, options, "seeds", "epochs", "recipes"),
-        "seeds": options.seeds,
-        "epochs": options.epochs,
-        "device": runner.devices(one for _, one in found),
-        "versions": {"hdnn": hdnn.__version__},
-        "rows": rows,
-    }
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+        paper = PAPER.get(("h1" if kind == "h2" else kind, layers))  # the paper has no H2
+        row = {"by": by, "network": kind, "layers": layers, "parameters": some[0]["parameters"]}
+        row |= {"paper": paper, **runner.summaries(some)}
+        row["reached"] = reached(row["test"]["mean"], paper[1] if paper else LEAST)
+        rows.append(row)
+    device = runner.devices(one for _, one in found)
+    return {"seeds": options.seeds, "epochs": options.epochs, "device": device, "rows": rows}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = runner.image_arguments(__doc__, NAME, seeds=5)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    return parser.run(argv, table, markdown, "seeds", "epochs", "recipes")
 
 
 if __name__ == "__main__":

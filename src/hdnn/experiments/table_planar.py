@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,15 @@ import torch
 from torch import Tensor
 
 import hdnn
-from hdnn.data import planar
 from hdnn.experiments import runner
-from hdnn.experiments.counted import beside_paper, reached, sentence
+from hdnn.experiments.counted import beside_paper, compared, lines, sentence
 from hdnn.experiments.runner import Job
-from hdnn.experiments.starts import best_start, start_seed
+from hdnn.experiments.starts import best_start, measured, start_seed
 from hdnn.training import fit
 
 NAME = "table-planar"
 NETWORKS = ("MS1", "MS2", "MS3", "H1", "H2")
-CELL = ("network", "data", "layers")
+Cell = tuple[str, str, int]  # network, data, layers
 PAPER = {
     ("swiss_roll", 4): (77.1, 79.7, 90.1, 93.6, 84.3),
     ("swiss_roll", 8): (91.5, 90.7, 87.0, 99.0, 95.5),
@@ -88,25 +86,32 @@ def T_ours(layers: int) -> float:
     return round(0.8 * (layers / 8) ** 0.25, 3)
 
 
+def paper(network: str, data: str, layers: int) -> float:
+    """The paper's figure."""
+    return PAPER[data, layers][NETWORKS.index(network)]
+
+
+def job_of(
+    network: str, data: str, layers: int, seed: int, recipe: str = "ours", T: float | None = None
+) -> Job:
+    """One training, with everything that decides its result."""
+    job = {"network": network, "data": data, "layers": layers, "seed": seed, "recipe": recipe}
+    job |= {"options": RECIPES[recipe], "T": T or T_ours(layers)}
+    return job | ({"more": MORE[data]} if recipe == "ours" else {})
+
+
 def train(job: Job) -> Job:
-    """One training: its accuracy on the test set, or on what was kept aside."""
-    begin = time.perf_counter()
-    data = planar.load(job["data"], seed=job["seed"])
-    x, t, x_test, t_test = data.x_train, data.t_train, data.x_test, data.t_test
-    if job.get("validation"):
-        kept = len(x) // 5
-        x, t, x_test, t_test = x[kept:], t[kept:], x[:kept], t[:kept]
-    model, starts = trained(job, x, t)
-    accuracy = runner.accuracy(model, x_test, t_test)
-    seconds = round(time.perf_counter() - begin, 2)
-    return {"accuracy": accuracy, "seconds": seconds, "starts": starts}
+    return measured(job, trained)
 
 
 def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
     """The network of a job, trained on these points, and from how many starts it was taken."""
 
     def network_of(start: int) -> hdnn.Model:
-        return network(job["network"], job["layers"], job["T"], job["seed"], start)
+        generator = torch.Generator().manual_seed(start_seed(job["seed"], start))
+        common = {"init": "paper", "generator": generator}
+        net = getattr(hdnn, job["network"])(4, job["layers"], T=job["T"], **common)
+        return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
 
     if job["recipe"] == "ours":
         return best_start(network_of, x, t, job["seed"], **{**job["options"], **job["more"]})
@@ -115,85 +120,46 @@ def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
     return model, 1
 
 
-def network(kind: str, layers: int, T: float, seed: int, start: int = 0) -> hdnn.Model:
-    """A network of the paper on 4 features, with one probability as its output."""
-    generator = torch.Generator().manual_seed(start_seed(seed, start))
-    net = getattr(hdnn, kind)(4, layers, T=T, init="paper", generator=generator)
-    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
+def cells() -> list[Cell]:
+    return [(network, data, layers) for data, layers in PAPER for network in NETWORKS]
 
 
-def cells() -> list[Job]:
-    return [
-        {"network": network, "data": data, "layers": layers}
-        for data, layers in PAPER
-        for network in NETWORKS
-    ]
-
-
-def choose_T(recipe: str, options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
+def choose_T(recipe: str, options: argparse.Namespace) -> dict[Cell, float]:
     """For each cell, the T whose best runs did best on data kept aside, in two rounds."""
-    found: dict[tuple[str, str, int], dict[float, list[float]]] = {
-        _cell(cell): {T: [] for T in T_TRIED} for cell in cells()
+    tried: dict[Cell, dict[float, list[float]]] = {
+        cell: {T: [] for T in T_TRIED} for cell in cells()
     }
 
-    def quality(T: float, tried: dict[float, list[float]]) -> tuple[float, float]:
-        ordered = sorted(tried[T], reverse=True)
-        return sum(ordered[:BEST]), sum(ordered)
+    def ranked(cell: Cell) -> list[float]:
+        """The T of most runs first; of these, those whose best runs did best."""
 
-    def ranked(tried: dict[float, list[float]]) -> list[float]:
-        return sorted(tried, key=lambda T: quality(T, tried), reverse=True)
+        def quality(T: float) -> tuple[int, float, float]:
+            runs = sorted(tried[cell][T], reverse=True)
+            return len(runs), sum(runs[:BEST]), sum(runs)
+
+        return sorted(tried[cell], key=quality, reverse=True)
 
     for count, seeds in ROUNDS:
         jobs = [
-            {**job_of(cell, recipe, T, seed), "validation": True}
+            {**job_of(*cell, seed, recipe, T), "validation": True}
             for cell in cells()
-            for T in ranked(found[_cell(cell)])[:count]
+            for T in ranked(cell)[:count]
             for seed in seeds
         ]
         for job, result in runner.run_with(options, jobs, train):
-            found[_cell(job)][job["T"]].append(result["accuracy"])
-    most = sum(len(seeds) for _, seeds in ROUNDS)
-    finalists = {
-        cell: {T: seen for T, seen in tried.items() if len(seen) == most}
-        for cell, tried in found.items()
-    }
-    return {cell: ranked(tried)[0] for cell, tried in finalists.items()}
-
-
-def job_of(cell: Job, recipe: str, T: float, seed: int) -> Job:
-    """One training, with everything that decides its result."""
-    job = {**cell, "recipe": recipe, "options": RECIPES[recipe], "T": T, "seed": seed}
-    if recipe == "ours":
-        job["more"] = MORE[cell["data"]]
-    return job
-
-
-def _T(cell: Job, chosen: dict[tuple[str, str, int], float]) -> float:
-    return chosen.get(_cell(cell)) or T_ours(cell["layers"])
-
-
-def _cell(job: Job) -> tuple[str, str, int]:
-    network, data, layers = (job[key] for key in CELL)
-    return network, data, layers
+            tried[job["network"], job["data"], job["layers"]][job["T"]].append(result["accuracy"])
+    return {cell: ranked(cell)[0] for cell in cells()}
 
 
 def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a cell."""
-    chosen = {} if recipe == "ours" else choose_T(recipe, options)
+    ours = {cell: T_ours(cell[-1]) for cell in cells()}
+    T = ours if recipe == "ours" else choose_T(recipe, options)
     jobs = [
-        job_of(cell, recipe, _T(cell, chosen), seed)
-        for cell in cells()
-        for seed in range(options.seeds)
+        job_of(*cell, seed, recipe, T[cell]) for cell in cells() for seed in range(options.seeds)
     ]
-    done = runner.grouped(runner.run_with(options, jobs, train), *CELL)
-    rows = []
-    for cell in cells():
-        column = NETWORKS.index(cell["network"])
-        paper = PAPER[cell["data"], cell["layers"]][column]
-        found = runner.summary([result["accuracy"] for result in done[_cell(cell)]])
-        good = reached(found[counted(recipe)], paper)
-        rows.append({**cell, "T": _T(cell, chosen), "paper": paper, **found, "reached": good})
-    return rows
+    keys = ("network", "data", "layers", "T")
+    return compared(runner.run_with(options, jobs, train), keys, paper, counted(recipe))
 
 
 def counted(recipe: str) -> str:
@@ -203,41 +169,32 @@ def counted(recipe: str) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """The tables as a page."""
-    lines = ["# Table I: planar sets", "", f"`{result['command']}`, {result['seeds']} seeds.", ""]
+    page = ["# Table I: planar sets", "", f"`{result['command']}`, {result['seeds']} seeds.", ""]
     for recipe, rows in result["recipes"].items():
         what = counted(recipe)
-        pairs = [(row[what], row["paper"]) for row in rows]
-        lines += [f"## {TITLES[recipe]}", "", sentence(pairs, what), ABOUT]
-        lines += [CHOSEN, ""] if recipe == "ours" else [""]
-        body = []
-        for data, layers in PAPER:
-            some = [row for row in rows if (row["data"], row["layers"]) == (data, layers)]
-            found = [f"{beside_paper(row, what)}, {row['T']:.2g}" for row in some]
-            body.append(" | ".join([f"{data.replace('_', ' ')}, {layers}", *found]))
-        lines += [*runner.table("| " + " | ".join(NETWORKS), body), ""]
-    return "\n".join(lines)
+        page += [f"## {TITLES[recipe]}", "", sentence(rows, what), ABOUT]
+        page += [CHOSEN, ""] if recipe == "ours" else [""]
+        body = lines(rows, [f"{beside_paper(row, what)}, {row['T']:.2g}" for row in rows])
+        page += [*runner.table("| " + " | ".join(NETWORKS), body), ""]
+    return "\n".join(page)
+
+
+def made(options: argparse.Namespace) -> dict[str, Any]:
+    known = {}
+    if options.recorded is not None:
+        keys = ("seeds", "recipes")
+        known = runner.read_table(options.recorded, NAME, keys, options.seeds)["recipes"]
+    found = known | {recipe: table(recipe, options) for recipe in options.recipes}
+    options.recipes = [recipe for recipe in RECIPES if recipe in found]
+    recipes = {recipe: found[recipe] for recipe in options.recipes}
+    return {"seeds": options.seeds, "recipes": recipes}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = runner.arguments(__doc__, NAME)
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=["paper", "ours"])
     parser.add_argument("--recorded", type=Path, help="a table (JSON) with the other recipes")
-    options = parser.parse_args(argv)
-    start, known = time.perf_counter(), {}
-    if options.recorded is not None:
-        keys = ("seeds", "recipes")
-        known = runner.read_table(options.recorded, NAME, keys, options.seeds)["recipes"]
-    made = known | {recipe: table(recipe, options) for recipe in options.recipes}
-    options.recipes = [recipe for recipe in RECIPES if recipe in made]
-    result = {
-        "command": runner.command(NAME, parser, options, "seeds", "recipes"),
-        "seeds": options.seeds,
-        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
-        "recipes": {recipe: made[recipe] for recipe in options.recipes},
-    }
-    result["seconds"] = round(time.perf_counter() - start, 1)
-    runner.finish(result, markdown(result), NAME, options)
-    return 0
+    return parser.run(argv, made, markdown, "seeds", "recipes")
 
 
 if __name__ == "__main__":
