@@ -13,7 +13,7 @@ import torch
 from hdnn.data import cifar10, planar
 from hdnn.errors import ConvergenceError, DataError, OptionError
 from hdnn.experiments import (
-    counted,
+    cells,
     fig_cifar,
     fig_distributed,
     fig_exploding,
@@ -21,7 +21,6 @@ from hdnn.experiments import (
     fig_planar,
     recipe_search,
     runner,
-    starts,
     table_cifar,
     table_distributed,
     table_mnist,
@@ -166,15 +165,15 @@ def test_table_planar_fills_all_cells(short, tmp_path, monkeypatch, capsys):
 
 
 def test_99_95_is_below_100_and_within_rounding_of_it():
-    assert not counted.reached(99.95, 100.0)
-    assert counted.within_rounding(99.95, 100.0)
-    assert not counted.within_rounding(99.9475, 100.0)
-    assert counted.reached(sum([97.6] * 10) / 10, 97.6)  # whatever the last bit of the sum is
+    assert not cells.reached(99.95, 100.0)
+    assert cells.within_rounding(99.95, 100.0)
+    assert not cells.within_rounding(99.9475, 100.0)
+    assert cells.reached(sum([97.6] * 10) / 10, 97.6)  # whatever the last bit of the sum is
     for value in (97.55, 97.5975):  # only a printed 100 is rounded
-        assert not counted.reached(value, 97.6)
-        assert not counted.within_rounding(value, 97.6)
+        assert not cells.reached(value, 97.6)
+        assert not cells.within_rounding(value, 97.6)
     pairs = [(99.95, 100.0), (100.0, 100.0), (97.6, 97.6), (97.5, 97.6)]
-    text = counted.sentence([{"mean": mean, "paper": paper} for mean, paper in pairs])
+    text = cells.sentence([{"mean": mean, "paper": paper} for mean, paper in pairs])
     assert text.startswith("2 of 4 cells have their mean at or above the paper's figure; within")
     assert text.endswith("it is 3.")
 
@@ -215,18 +214,19 @@ def starts_made(monkeypatch, losses, **more):
         if losses[model.start] is None:
             raise ConvergenceError("no solution.")
 
-    def network_of(start):
+    def network_of(seed):
+        start = (seed - 7) // 1_000_000
         return SimpleNamespace(start=start, loss=lambda *_: torch.tensor(losses[start]))
 
-    monkeypatch.setattr(starts, "fit", fake_fit)
+    monkeypatch.setattr(cells, "fit", fake_fit)
     like = {"moved": 0.1, "copies": 3, "starts": len(losses), **more}
-    model, made = starts.best_start(network_of, Points.x, Points.t, 7, **like)
+    model, made = cells.best_start(network_of, Points.x, Points.t, 7, **like)
     return model.start, made, seen
 
 
 def test_the_start_of_least_loss_is_taken_and_one_that_is_enough_is_the_last(monkeypatch):
     assert starts_made(monkeypatch, [0.3, 0.1, 0.2])[:2] == (1, 3)
-    assert starts_made(monkeypatch, [0.3, starts.ENOUGH / 2, 0.0])[:2] == (1, 2)
+    assert starts_made(monkeypatch, [0.3, cells.ENOUGH / 2, 0.0])[:2] == (1, 2)
     assert starts_made(monkeypatch, [None, 0.2, 0.3])[:2] == (1, 3)
     with pytest.raises(ConvergenceError, match="no solution"):
         starts_made(monkeypatch, [None, None])
@@ -247,7 +247,7 @@ def test_our_recipe_never_looks_at_the_test_points(short, monkeypatch):
     job = table_planar.job_of("H1", "double_moons", 1, 0)
     data = planar.double_moons(seed=0)
     seen = []
-    monkeypatch.setattr(starts, "fit", lambda model, x, t, **_: seen.append((x, t)))
+    monkeypatch.setattr(cells, "fit", lambda model, x, t, **_: seen.append((x, t)))
     table_planar.trained(job, data.x_train, data.t_train)
     moved = job["more"]["moved"]
     for x, t in seen:
@@ -420,6 +420,7 @@ def test_exploding_gradients_need_scipy_and_matplotlib(module, tmp_path, monkeyp
 
 def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fig_gradients, "EPOCHS", 1)
+    monkeypatch.setitem(table_planar.RECIPES["paper"], "batch", 1000)
     monkeypatch.setattr(fig_gradients, "SAMPLES", 10)
     monkeypatch.setattr(
         fig_gradients,
@@ -431,10 +432,10 @@ def test_fig_gradients_watches_all_networks(tmp_path, monkeypatch, capsys):
         },
     )
     monkeypatch.setattr(fig_gradients, "LAYERS", 2)
-    flags = ["--out", str(tmp_path), "--every", "16", "--mean", "--json", "--seeds", "2"]
+    flags = ["--out", str(tmp_path), "--every", "2", "--mean", "--json", "--seeds", "2"]
     assert fig_gradients.main(flags) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["command"] == "hdnn reproduce fig-gradients -- --mean --seeds 2"
+    assert result["command"] == "hdnn reproduce fig-gradients -- --every 2 --mean --seeds 2"
     assert list(result["ways"]) == list(fig_gradients.MLP_TRAININGS)
     assert all(found["seeds"] == 2 for found in result["ways"].values())
     assert result["networks"]["H2, 4 layers"]["smallest"] >= 1

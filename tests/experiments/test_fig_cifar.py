@@ -14,8 +14,8 @@ from hdnn.data import cifar10
 from hdnn.data.images import ImageData
 from hdnn.errors import CheckpointError
 from hdnn.experiments import fig_cifar, runner, table_cifar
-from hdnn.experiments.stages import depth, entering, extremes, stages
-from hdnn.experiments.weights import load_weights, save_weights
+from hdnn.experiments.fig_cifar import depth, entering, extremes, stages
+from hdnn.experiments.table_cifar import load_weights, save_weights
 
 STAR = {"layers": 2, "channels": [4, 6], "size": 8, "activation": "gelu", "step": 0.5}
 JOBS = {

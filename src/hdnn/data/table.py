@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -155,19 +155,12 @@ class Columns:
         for name, m, s in zip(self.names, mean, scale, strict=True):
             if not (math.isfinite(m) and math.isfinite(s)):
                 raise DataError(f"the numbers in column {name!r} are too large to standardise.")
-        values = self.task == "regression"
-        if values and not (math.isfinite(centre[0]) and math.isfinite(spread[0])):
+        found = replace(self, mean=mean.tolist(), scale=scale.tolist())
+        if self.task != "regression":
+            return found
+        if not (math.isfinite(centre[0]) and math.isfinite(spread[0])):
             raise DataError(f"the numbers in column {self.target!r} are too large to learn.")
-        return type(self)(
-            self.task,
-            self.target,
-            self.names,
-            mean.tolist(),
-            scale.tolist(),
-            self.classes,
-            float(centre[0]) if values else 0.0,
-            float(spread[0]) if values else 1.0,
-        )
+        return replace(found, target_mean=float(centre[0]), target_scale=float(spread[0]))
 
     def inputs(self, x: np.ndarray) -> np.ndarray:
         """Rows (B, d) of a table as inputs of the model."""

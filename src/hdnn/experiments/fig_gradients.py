@@ -28,7 +28,7 @@ from hdnn.base.progress import ProgressLine
 from hdnn.data import planar
 from hdnn.errors import require
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached
+from hdnn.experiments.cells import reached
 from hdnn.experiments.table_planar import RECIPES
 from hdnn.plotting import gradient_surface
 from hdnn.training import fit

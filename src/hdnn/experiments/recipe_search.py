@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from hdnn.experiments import runner, table_distributed, table_planar
-from hdnn.experiments.counted import reached
+from hdnn.experiments.cells import reached
 from hdnn.experiments.runner import Job
 
 NAME = "recipe-search"

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ import torch
 from torch import Tensor
 
 import hdnn
-from hdnn.experiments import runner
-from hdnn.experiments.counted import beside_paper, compared, lines, sentence
+from hdnn.experiments import cells, runner
 from hdnn.experiments.runner import Job
-from hdnn.experiments.starts import best_start, measured, start_seed
 from hdnn.experiments.table_planar import CHOSEN
 from hdnn.sparsity import Sparsity
 from hdnn.training import WellPosed
@@ -107,18 +106,15 @@ def network(variant: str, layers: int, seed: int) -> hdnn.Model:
 
 def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
     """The network of a job, trained on these points, and from how many starts it was taken."""
-
-    def network_of(start: int) -> hdnn.Model:
-        return network(job["variant"], job["layers"], start_seed(job["seed"], start))
-
+    network_of = partial(network, job["variant"], job["layers"])
     options = {**job["options"], **job["more"]}
     if _full(job["variant"]):
         options["callbacks"] = [WellPosed()]
-    return best_start(network_of, x, t, job["seed"], **options)
+    return cells.best_start(network_of, x, t, job["seed"], **options)
 
 
 def train(job: Job) -> Job:
-    return measured(job, trained)
+    return cells.measured(job, trained)
 
 
 def paper(variant: str, data: str, layers: int) -> float:
@@ -144,10 +140,11 @@ def markdown(result: dict[str, Any]) -> str:
     names = list(dict.fromkeys(row["variant"] for row in rows))
     page = ["# Table II: distributed and centralised", ""]
     page += [f"`{result['command']}`, {result['seeds']} seeds."]
-    page += [sentence(ended), ABOUT, CHOSEN, GENERAL, ""]
+    page += [cells.sentence(ended), ABOUT, CHOSEN, GENERAL, ""]
     page += [*(f"- {name}: {VARIANTS[name]}" for name in names), ""]
     failed = [f", {row['failed']} did not end" if row["failed"] else "" for row in rows]
-    body = lines(rows, [beside_paper(row) + text for row, text in zip(rows, failed, strict=True)])
+    texts = [cells.beside_paper(row) + text for row, text in zip(rows, failed, strict=True)]
+    body = cells.lines(rows, texts)
     return "\n".join([*page, *runner.table("| " + " | ".join(names), body)]) + "\n"
 
 
@@ -164,7 +161,7 @@ def table(options: argparse.Namespace) -> dict[str, Any]:
         for seed in range(options.seeds)
     ]
     done = runner.run_with(options, jobs, train)
-    rows = compared(done, ("variant", "data", "layers"), paper)
+    rows = cells.compared(done, ("variant", "data", "layers"), paper)
     rows += [row for row in before if row["variant"] not in options.variants]
     options.variants = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
     order = [(*cell, variant) for cell in PAPER for variant in options.variants]

@@ -24,7 +24,7 @@ from hdnn import engine, models
 from hdnn.data import mnist
 from hdnn.data.images import ImageData
 from hdnn.experiments import runner
-from hdnn.experiments.counted import reached, spread
+from hdnn.experiments.cells import reached, spread
 from hdnn.experiments.runner import Job
 from hdnn.training.images import ImageRecipe, ImageTraining
 from hdnn.training.images import recipes as image_recipes

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ import torch
 from torch import Tensor
 
 import hdnn
-from hdnn.experiments import runner
-from hdnn.experiments.counted import beside_paper, compared, lines, sentence
+from hdnn.experiments import cells, runner
 from hdnn.experiments.runner import Job
-from hdnn.experiments.starts import best_start, measured, start_seed
 from hdnn.training import fit
 
 NAME = "table-planar"
@@ -101,33 +100,35 @@ def job_of(
 
 
 def train(job: Job) -> Job:
-    return measured(job, trained)
+    return cells.measured(job, trained)
+
+
+def network(job: Job, seed: int) -> hdnn.Model:
+    """A network of the paper on 4 features, with one probability as its output."""
+    generator = torch.Generator().manual_seed(seed)
+    common = {"init": "paper", "generator": generator}
+    net = getattr(hdnn, job["network"])(4, job["layers"], T=job["T"], **common)
+    return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
 
 
 def trained(job: Job, x: Tensor, t: Tensor) -> tuple[hdnn.Model, int]:
     """The network of a job, trained on these points, and from how many starts it was taken."""
-
-    def network_of(start: int) -> hdnn.Model:
-        generator = torch.Generator().manual_seed(start_seed(job["seed"], start))
-        common = {"init": "paper", "generator": generator}
-        net = getattr(hdnn, job["network"])(4, job["layers"], T=job["T"], **common)
-        return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
-
     if job["recipe"] == "ours":
-        return best_start(network_of, x, t, job["seed"], **{**job["options"], **job["more"]})
-    model = network_of(0)
+        options = {**job["options"], **job["more"]}
+        return cells.best_start(partial(network, job), x, t, job["seed"], **options)
+    model = network(job, job["seed"])
     fit(model, x, t, seed=job["seed"], progress=False, **job["options"])
     return model, 1
 
 
-def cells() -> list[Cell]:
+def places() -> list[Cell]:
     return [(network, data, layers) for data, layers in PAPER for network in NETWORKS]
 
 
 def choose_T(recipe: str, options: argparse.Namespace) -> dict[Cell, float]:
     """For each cell, the T whose best runs did best on data kept aside, in two rounds."""
     tried: dict[Cell, dict[float, list[float]]] = {
-        cell: {T: [] for T in T_TRIED} for cell in cells()
+        cell: {T: [] for T in T_TRIED} for cell in places()
     }
 
     def ranked(cell: Cell) -> list[float]:
@@ -142,24 +143,24 @@ def choose_T(recipe: str, options: argparse.Namespace) -> dict[Cell, float]:
     for count, seeds in ROUNDS:
         jobs = [
             {**job_of(*cell, seed, recipe, T), "validation": True}
-            for cell in cells()
+            for cell in places()
             for T in ranked(cell)[:count]
             for seed in seeds
         ]
         for job, result in runner.run_with(options, jobs, train):
             tried[job["network"], job["data"], job["layers"]][job["T"]].append(result["accuracy"])
-    return {cell: ranked(cell)[0] for cell in cells()}
+    return {cell: ranked(cell)[0] for cell in places()}
 
 
 def table(recipe: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry a cell."""
-    ours = {cell: T_ours(cell[-1]) for cell in cells()}
+    ours = {cell: T_ours(cell[-1]) for cell in places()}
     T = ours if recipe == "ours" else choose_T(recipe, options)
     jobs = [
-        job_of(*cell, seed, recipe, T[cell]) for cell in cells() for seed in range(options.seeds)
+        job_of(*cell, seed, recipe, T[cell]) for cell in places() for seed in range(options.seeds)
     ]
     keys = ("network", "data", "layers", "T")
-    return compared(runner.run_with(options, jobs, train), keys, paper, counted(recipe))
+    return cells.compared(runner.run_with(options, jobs, train), keys, paper, counted(recipe))
 
 
 def counted(recipe: str) -> str:
@@ -172,9 +173,10 @@ def markdown(result: dict[str, Any]) -> str:
     page = ["# Table I: planar sets", "", f"`{result['command']}`, {result['seeds']} seeds.", ""]
     for recipe, rows in result["recipes"].items():
         what = counted(recipe)
-        page += [f"## {TITLES[recipe]}", "", sentence(rows, what), ABOUT]
+        page += [f"## {TITLES[recipe]}", "", cells.sentence(rows, what), ABOUT]
         page += [CHOSEN, ""] if recipe == "ours" else [""]
-        body = lines(rows, [f"{beside_paper(row, what)}, {row['T']:.2g}" for row in rows])
+        texts = [f"{cells.beside_paper(row, what)}, {row['T']:.2g}" for row in rows]
+        body = cells.lines(rows, texts)
         page += [*runner.table("| " + " | ".join(NETWORKS), body), ""]
     return "\n".join(page)
 
