@@ -181,13 +181,13 @@ def figure(options: argparse.Namespace) -> dict[str, Any]:
             monitors[name], networks[name] = watched(kind, layers, other, *looks)
         ways = mlp_accuracies(options.seeds, line)
     for shown in ("smallest", *(["of_mean"] if options.mean else [])):
-        figure = figures.Figure(figsize=(5.4 * len(monitors), 3.9), layout="constrained")
-        axes = figure.subplots(1, len(monitors))
+        picture = figures.Figure(figsize=(5.4 * len(monitors), 3.9), layout="constrained")
+        axes = picture.subplots(1, len(monitors))
         for ax, (name, monitor) in zip(axes, monitors.items(), strict=True):
             gradient_surface(monitor, ax, name=shown)
             ax.set_title(f"{name}: {networks[name]['accuracy']:.1f}% right")
         name = f"{NAME}-mean" if shown == "of_mean" else NAME
-        runner.save_figure(figure, options.out / f"{name}.png")
+        runner.save_figure(picture, options.out / f"{name}.png")
     for name, monitor in monitors.items():
         words = [word for word in name.lower().replace(",", "").split() if word != "layers"]
         file = f"{NAME}-{'-'.join(words)}.csv"
