@@ -30,10 +30,13 @@ import hdnn
 from hdnn.data import planar
 from hdnn.distributed import Config, launch
 from hdnn.distributed.graph.file import graph_of
-from hdnn.distributed.messages import audit
 from hdnn.distributed.training import run
 from hdnn.experiments import table_distributed
 from hdnn.training import fit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import audit
 
 RING = [[i, (i + 1) % 8] for i in range(8)]
 GRAPH = {"nodes": 8, "edges": RING + [[i, (i + 2) % 8] for i in range(8)], "R": RING}

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from audit import linked
 from graph_runs import BATCHES, EPOCHS, Fault, Group, Stem, make_task, ring, until
-from hdnn.distributed.messages.audit import linked
 
 pytestmark = [
     pytest.mark.slow,

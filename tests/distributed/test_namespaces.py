@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from audit import tcp_peers
 from graph_runs import make_task
-from hdnn.distributed.messages.audit import tcp_peers
 from namespaces import CONTROL, STORE_ADDRESS, STORE_PORT, Namespaces
 
 FOLDER = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ EXCHANGE = """
 import json, os
 import torch
 import torch.distributed as dist
-from hdnn.distributed.messages.audit import tcp_peers
+from audit import tcp_peers
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -187,7 +187,8 @@ def test_the_control_link_carries_nothing_between_nodes_even_along_forged_routes
 @pytest.mark.slow
 def test_eight_ranks_on_a_ring_exchange_with_their_neighbours_alone(namespaces):
     with namespaces(ring(8), 8) as net:
-        all_ended = net.run_all([*TORCH, EXCHANGE], limit=LIMIT)
+        path = {"PYTHONPATH": str(FOLDER)}
+        all_ended = net.run_all([*TORCH, EXCHANGE], limit=LIMIT, env=lambda _: path)
     for node, ended in enumerate(all_ended):
         assert ended.code == 0, ended.errors
         found = json.loads(ended.output)

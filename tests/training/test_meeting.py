@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from audit import listeners
 from graph_runs import make_task
 from hdnn.app import cli
 from hdnn.distributed import launch
-from hdnn.distributed.messages.audit import listeners
 from hdnn.training.processes import meeting
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs Linux and gloo",
 )
 
+FOLDER = Path(__file__).parents[1]  # has `audit`
 LIMIT = 300  # seconds, on a very busy machine
 ALONE = {"127.0.0.1", "::1"}
 WAIT = timedelta(seconds=20)
@@ -31,7 +33,7 @@ WAIT = timedelta(seconds=20)
 # What `hdnn train` does when torchrun, or somebody's own script, has started it.
 JOINED = """
 import json, os
-from hdnn.distributed.messages.audit import listeners
+from audit import listeners
 from hdnn.training.processes import torchrun
 
 with torchrun.joined() as processes:
@@ -43,8 +45,8 @@ with torchrun.joined() as processes:
 CONNECTED = """
 import json, os
 import torch
+from audit import listeners
 from hdnn.distributed import connect
-from hdnn.distributed.messages.audit import listeners
 
 transport = connect(timeout=60).transport
 other, own = 1 - transport.part, torch.ones(3)
@@ -63,6 +65,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def run_pair(program: str, **environment: str) -> list[set[str]]:
     """Where each of two processes listens that find each other by the environment."""
     common = {k: v for k, v in os.environ.items() if k != meeting.INTERFACE} | environment
+    common["PYTHONPATH"] = str(FOLDER)
     common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HDNN_TIMEOUT": "60"}
     processes = [
         subprocess.Popen(

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from hdnn.errors import positive_int
 from hdnn.training.processes import meeting
-from hdnn.training.processes.faults import first_fault
 
 GRACE = 5.0  # seconds after the time-out for other parts to notice a fault themselves
 MARK = "hdnn-progress "
@@ -73,7 +72,7 @@ def launch(
 
 def _fault(store: Any, restart: int) -> str:
     with contextlib.suppress(RuntimeError):
-        found = first_fault(meeting.PrefixStore(f"hdnn-{restart}", store))
+        found = meeting.first_fault(meeting.PrefixStore(f"hdnn-{restart}", store))
         return "" if found is None else found.text
     return ""
 

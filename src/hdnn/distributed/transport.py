@@ -7,23 +7,19 @@ they were sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from hdnn.errors import HDNNError
+from hdnn.base.files import reason_of as short
+from hdnn.errors import HDNNError, OptionError
 
 Message = tuple[int, Tensor]  # to or from a part; contiguous
 
 
 class DistributedError(HDNNError):
     """Parts of a graph that lost each other, or do not fit together."""
-
-
-def short(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 class Pending(Protocol):
@@ -82,9 +78,34 @@ class Transport:
         """Close all connections."""
 
 
-class _Done:
+class Works:
+    """Messages on their way as a library of messages knows them: what it does with each of them.
+
+    Its errors are `RuntimeError`s; `lost` says what they mean.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[tuple[Any, Any]] = []
+
+    def begin(self, parts: Any, start: Callable[..., Any], *arguments: Any) -> None:
+        """Begin a message to or from some parts."""
+        try:
+            self.works.append((parts, start(*arguments)))
+        except RuntimeError as error:
+            raise self.lost(parts, error) from error
+
     def wait(self) -> None:
-        pass
+        for parts, work in self.works:
+            try:
+                self.finish(parts, work)
+            except RuntimeError as error:
+                raise self.lost(parts, error) from error
+
+    def finish(self, parts: Any, work: Any) -> None:
+        work.wait()
+
+    def lost(self, parts: Any, error: RuntimeError) -> DistributedError:
+        raise NotImplementedError
 
 
 class Local(Transport):
@@ -95,4 +116,14 @@ class Local(Transport):
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
         assert not [*out, *into], "one process has no other"
-        return _Done()
+        return Works()
+
+
+def check_timeout(timeout: float) -> float:
+    """Seconds that one waits for a part."""
+    if not timeout > 0:
+        raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
+    return timeout
+
+
+__all__ = ["DistributedError", "Local", "Message", "Pending", "Traffic", "Transport", "short"]

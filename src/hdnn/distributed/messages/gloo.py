@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,9 +17,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
+from hdnn.distributed.transport import (
+    DistributedError,
+    Message,
+    Pending,
+    Transport,
+    Works,
+    check_timeout,
+    short,
+)
 from hdnn.errors import OptionError
-from hdnn.training.processes.faults import Fault, first_fault, report_fault
+from hdnn.training.processes.meeting import (
+    Fault,
+    first_fault,
+    gloo_group,
+    report_fault,
+    variable,
+)
 
 PATIENCE = 2.0  # seconds to wait for what a lost part reported about others
 PAUSE = 0.2  # seconds between two looks at the store, at most
@@ -53,26 +66,16 @@ class Gloo(Transport):
         super().__init__(part, parts)
         if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
-        if not timeout > 0:
-            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
         self.store, self.faults, self.everyone = store, faults or store, everyone or parts
-        self.name, self.timeout, self.met = name, timeout, False
+        self.name, self.timeout, self.met = name, check_timeout(timeout), False
         self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
-        before = os.environ.get("TORCH_GLOO_LAZY_INIT")
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else everybody is connected to everybody
         try:
-            self.group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
-                store, part, parts, timedelta(seconds=timeout)
-            )
+            with variable("TORCH_GLOO_LAZY_INIT", "1"):  # else everybody is connected to everybody
+                self.group = gloo_group(store, part, parts, timeout)
         except RuntimeError as error:
             raise DistributedError(
                 f"{name(part)} cannot open a connection: {short(error)}"
             ) from error
-        finally:
-            if before is None:
-                del os.environ["TORCH_GLOO_LAZY_INIT"]
-            else:
-                os.environ["TORCH_GLOO_LAZY_INIT"] = before
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
         if not self.met:
@@ -81,9 +84,9 @@ class Gloo(Transport):
         self.waiting += 1
         pending = _Pending(self)
         for part, tensor in into:  # before anything is sent
-            pending.add(part, lambda p=part, t=tensor: self.group.recv([t], p, 0))
+            pending.begin(part, self.group.recv, [tensor], part, 0)
         for part, tensor in out:
-            pending.add(part, lambda p=part, t=tensor: self.group.send([t], p, 0))
+            pending.begin(part, self.group.send, [tensor], part, 0)
         return pending
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
@@ -172,24 +175,17 @@ class Gloo(Transport):
         del self.group
 
 
-class _Pending:
+class _Pending(Works):
     def __init__(self, transport: Gloo) -> None:
+        super().__init__()
         self.transport = transport
-        self.works: list[tuple[int, Any]] = []
-
-    def add(self, part: int, begin: Callable[[], Any]) -> None:
-        try:
-            self.works.append((part, begin()))
-        except RuntimeError as error:
-            raise self.transport.lost(part, error) from error
 
     def wait(self) -> None:
-        for part, work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.transport.lost(part, error) from error
+        super().wait()
         self.transport.waiting -= 1
+
+    def lost(self, parts: int, error: RuntimeError) -> DistributedError:
+        return self.transport.lost(parts, error)
 
 
 def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:

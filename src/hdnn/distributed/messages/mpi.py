@@ -24,8 +24,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, short
-from hdnn.errors import MissingExtraError, OptionError, require
+from hdnn.distributed.transport import (
+    DistributedError,
+    Message,
+    Pending,
+    Transport,
+    Works,
+    check_timeout,
+    short,
+)
+from hdnn.errors import MissingExtraError, require
 
 LARGEST = 2**31 - 1  # bytes of one message: MPI counts them by an int
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # where an mpiexec says how many it has started
@@ -70,12 +78,10 @@ class Mpi(Transport):
         timeout: float = 60.0,
         name: Callable[[int], str] = "part {}".format,
     ) -> None:
-        if not timeout > 0:
-            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
+        self.name, self.timeout, self.fault = name, check_timeout(timeout), ""
         comm = world() if comm is None else comm
         super().__init__(comm.rank, comm.size)
         self.mpi, self.comm = _library(), comm.Dup()  # apart from other users of `comm`
-        self.name, self.timeout, self.fault = name, timeout, ""
         self.graphs: list[tuple[list[list[int]], Any]] = []
         self.rounds: dict[int, tuple[object, Any]] = {}
 
@@ -84,9 +90,9 @@ class Mpi(Transport):
         self.traffic.count(out)
         pending = _Pending(self, out, into)
         for part, tensor in into:  # before anything is sent
-            pending.add([part], lambda p=part, t=tensor: self.comm.Irecv(self._bytes(t), p))
+            pending.begin([part], self.comm.Irecv, self._bytes(tensor), part)
         for part, tensor in out:
-            pending.add([part], lambda p=part, t=tensor: self.comm.Isend(self._bytes(t), p))
+            pending.begin([part], self.comm.Isend, self._bytes(tensor), part)
         return pending
 
     def start_round(
@@ -98,17 +104,17 @@ class Mpi(Transport):
         self.traffic.count(out)
         pending = _Pending(self, out, into)
         every = sorted({*peers[0], *peers[1]})
-        pending.add(every, lambda: graph.Ineighbor_alltoallw(self._where(out), self._where(into)))
+        pending.begin(every, graph.Ineighbor_alltoallw, self._where(out), self._where(into))
         return pending
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
         """Those of all parts."""
         own = array("q", card)
         every = array("q", bytes(own.itemsize * len(own) * self.parts))
-        pending = _Pending(self, [], [])
+        pending = _Pending(self)
         others = [part for part in range(self.parts) if part != self.part]
         kind = self.mpi.INT64_T
-        pending.add(others, lambda: self.comm.Iallgather([own, kind], [every, kind]))
+        pending.begin(others, self.comm.Iallgather, [own, kind], [every, kind])
         pending.wait()
         known = every.tolist()
         return [(self.name(k), known[k * len(card) : (k + 1) * len(card)]) for k in others]
@@ -177,41 +183,25 @@ class Mpi(Transport):
 _broken: list[Pending] = []  # kept for ever: MPI may still write into their messages
 
 
-class _Pending:
-    def __init__(self, transport: Mpi, out: Sequence[Message], into: Sequence[Message]) -> None:
+class _Pending(Works):
+    def __init__(self, transport: Mpi, *messages: Sequence[Message]) -> None:
+        super().__init__()
         self.transport = transport
-        self.messages = [*out, *into]  # kept alive, because MPI has only their addresses
-        self.works: list[tuple[list[int], Any]] = []
+        self.messages = messages  # kept alive, because MPI has only their addresses
 
-    def add(self, parts: list[int], begin: Callable[[], Any]) -> None:
-        try:
-            self.works.append((parts, begin()))
-        except RuntimeError as error:
-            raise self._lost(parts, short(error)) from error
-
-    def wait(self) -> None:
-        for parts, request in self.works:
-            try:
-                done = self._ask(request)
-            except RuntimeError as error:
-                raise self._lost(parts, short(error)) from error
-            if not done:
-                raise self._lost(parts)
-
-    def _ask(self, request: Any) -> bool:
-        """Whether it is done in time. MPI's own wait would occupy a core that parts may share."""
+    def finish(self, parts: list[int], work: Any) -> None:
+        """Ask until it is done: MPI's own wait would occupy a core that parts may share."""
         start = time.perf_counter()
-        while not request.Test():
+        while not work.Test():
             waited = time.perf_counter() - start
             if waited > self.transport.timeout:
-                return False
+                raise self.lost(parts)
             if waited > SPIN:
                 time.sleep(NAP)
-        return True
 
-    def _lost(self, parts: list[int], error: str = "") -> DistributedError:
+    def lost(self, parts: list[int], error: RuntimeError | None = None) -> DistributedError:
         _broken.append(self)
-        return self.transport.lost(parts, error)
+        return self.transport.lost(parts, "" if error is None else short(error))
 
 
 def _end_all(comm: Any) -> None:

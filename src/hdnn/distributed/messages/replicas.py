@@ -7,7 +7,6 @@ are collective operations, and they never cross from one part of the graph to an
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.transport import short
 from hdnn.errors import DataError
+from hdnn.training.processes.meeting import gloo_group
 
 
 class Replicas:
@@ -23,9 +24,7 @@ class Replicas:
 
     def __init__(self, index: int, count: int, store: Any, timeout: float = 60.0) -> None:
         self.index, self.count = index, count
-        self.group: Any = dist.ProcessGroupGloo(  # pyright: ignore[reportPrivateImportUsage]
-            store, index, count, timedelta(seconds=timeout)
-        )
+        self.group = gloo_group(store, index, count, timeout)
 
     def check(self, samples: int, batch: int) -> None:
         """Raise unless each replica gets a sample of each minibatch."""
@@ -62,7 +61,7 @@ class Replicas:
         except RuntimeError as error:
             raise LostError(
                 "the training stopped because another replica of these nodes is gone "
-                f"({' '.join(str(error).split())[:120]})."
+                f"({short(error, 120)})."
             ) from error
 
     def close(self) -> None:

@@ -20,21 +20,20 @@ class NodeHead:
 
     def __init__(self, net: GraphNetwork, tree: Spanning, head: Head) -> None:
         self.net, self.tree, self.head = net, tree, head
-        plan = net.plan
-        self.positions = [net.positions(part) for part in range(plan.parts)]
-        self.rows = [len(rows) for rows in self.positions]
-        self.order = torch.cat([self.positions[part] for part in tree.order])
-        own = self.positions[net.part.number]
-        W = head.weight.detach()[:, own].clone()
+        positions = [net.positions(part) for part in range(net.plan.parts)]
+        self.rows = [len(rows) for rows in positions]
+        self.order = torch.cat([positions[part] for part in tree.order])
+        W = head.weight.detach()[:, positions[net.part.number]].clone()
         w = head.bias.detach().clone()[:, None] if tree.is_root else W[:, :0].clone()
         self.weights = {"W": W, "w": w}
-        # The row of each feature of a node in this part, and the node of each row.
-        node_of = {k: i for i, n in enumerate(net.part.nodes) for k in net.positions_of(n)}
-        self.owner = torch.tensor([node_of[k] for k in own.tolist()])
-        at_root = [i for i, n in enumerate(net.part.nodes) if n == plan.tree.root]
-        self.root_row = torch.tensor(at_root, dtype=torch.int64)
-        place = {k: row for row, k in enumerate(own.tolist())}
-        self.features = [[place[k] for k in net.positions_of(n)] for n in net.part.nodes]
+        nodes = net.part.nodes
+        self.features = [net.rows_of(node) for node in nodes]
+        # The number of the node, in this part, that owns each column of W and of w.
+        owner = torch.empty(net.rows, dtype=torch.int64)
+        for number, rows in enumerate(self.features):
+            owner[rows] = number
+        root = [nodes.index(net.plan.tree.root)] if tree.is_root else []
+        self.owners = {"W": owner, "w": torch.tensor(root, dtype=torch.int64)}
 
     # To the root and back
 
@@ -70,17 +69,17 @@ class NodeHead:
 
     def scores(self, y: Tensor) -> Tensor:
         """(batch, outputs), at every part: partial sums go up the tree, the total comes down."""
-        W, partial = self.weights["W"], []
-        most = max(map(len, self.features))
-        for k in range(most):
-            rows = torch.tensor([f[k] if len(f) > k else -1 for f in self.features])
-            some = (rows >= 0).nonzero()[:, 0]
-            terms = W[:, rows[some]].T[:, :, None] * y[rows[some]][:, None, :]
-            if not partial:
-                partial.append(terms)
+        W = self.weights["W"]
+        partial = y.new_zeros(0)
+        for k in range(max(map(len, self.features))):
+            some = [number for number, rows in enumerate(self.features) if len(rows) > k]
+            rows = [self.features[number][k] for number in some]
+            terms = W[:, rows].T[:, :, None] * y[rows][:, None, :]
+            if k == 0:
+                partial = terms
             else:
-                partial[0][some] = partial[0][some] + terms
-        total = self.tree.sum(partial[0])
+                partial[some] = partial[some] + terms
+        total = self.tree.sum(partial)
         w = self.tree.broadcast(
             self.weights["w"].clone() if self.tree.is_root else total[:, :1].clone()
         )

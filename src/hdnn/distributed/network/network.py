@@ -8,7 +8,7 @@ with the block-sparse matrices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -146,6 +146,11 @@ class GraphNetwork:
         halves = zip(*(_halves(features) for features in own), strict=True)  # all of p, then of q
         return torch.tensor([k for half in halves for features in half for k in features])
 
+    def rows_of(self, node: int) -> list[int]:
+        """Which rows of this part are the features of one of its nodes, as in `positions_of`."""
+        rows, own = self.part.rows_of([node]), self.part.rows
+        return rows if self.network == "h1" else [*rows, *(own + k for k in rows)]
+
     def split(self, y: Tensor) -> State:
         """Rows of all features that this part owns as a state."""
         return (y,) if self.network == "h1" else tuple(y.chunk(2))
@@ -204,15 +209,14 @@ class GraphNetwork:
             rows, columns = self._where(node)
             for name, block in self.blocks(node).items():
                 value = whole[name][:, rows]
-                block.copy_(value[:, :, columns] if name.startswith("K") else value)
                 if name.startswith("K"):
-                    outside = value.clone()
-                    outside[:, :, columns] = 0
-                    if bool(outside.any()):
+                    value, every = value[:, :, columns], value
+                    if value.count_nonzero() < every.count_nonzero():
                         raise SparsityError(
                             f"{name} links node {node} to nodes that R does not; only a K in "
                             "BlkSprs(R) fits."
                         )
+                block.copy_(value)
         self._mask()
 
     def store(self, net: HamiltonianNet, node: int, blocks: dict[str, Tensor]) -> None:
@@ -275,11 +279,11 @@ class GraphNetwork:
             def block(i: int, k: int) -> Tensor:
                 return stack[:, self._own(i)][:, :, self._own(k)]
 
-        straight = [torch.cat([block(i, k) for k in T.links[i]], -1) for i in self.part.nodes]
-        turned = [torch.cat([block(k, i).mT for k in T.links[i]], -1) for i in self.part.nodes]
-        flat = (torch.cat([rows.flatten(1) for rows in every], 1) for every in (straight, turned))
-        first, second = (values.contiguous() for values in flat)
-        return first, second
+        def entries(block: Callable[[int, int], Tensor]) -> Tensor:
+            rows = (torch.cat([block(i, k) for k in T.links[i]], -1) for i in self.part.nodes)
+            return torch.cat([row.flatten(1) for row in rows], 1)
+
+        return entries(block), entries(lambda i, k: block(k, i).mT)
 
     def _canonical(self, i: int, k: int) -> Tensor:
         """The block of J = [[0, -I], [I, 0]] between two nodes that own pairs."""
@@ -293,14 +297,12 @@ class GraphNetwork:
     def _check_T(self, stack: Tensor) -> None:
         graph = self.plan.graph
         for i in self.part.nodes:
+            own = self._own(i)
             for j, matrix in enumerate(stack):
-                patterns = graph.T if len(stack) == 1 else [graph.T_of(j)]
-                for T in patterns:
-                    rows, columns = matrix[self._own(i)].clone(), matrix[:, self._own(i)].clone()
-                    near = [c for k in T[i] for c in self._own(k)]
-                    rows[:, near] = 0
-                    columns[near] = 0
-                    if bool(rows.any()) or bool(columns.any()):
+                for T in graph.T if len(stack) == 1 else [graph.T_of(j)]:
+                    links = torch.stack([matrix[own], matrix[:, own].T])
+                    links[:, :, [c for k in T[i] for c in self._own(k)]] = 0
+                    if bool(links.any()):
                         raise SparsityError(
                             f"X or J links node {i} to nodes that T does not; add those links to T."
                         )

@@ -33,19 +33,17 @@ class Samples:
 
 def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor | None) -> Samples:
     """From a function that returns the features (samples, own) of a node: first p, then q."""
-    own = net.positions(net.part.number).tolist()
-    place = {position: row for row, position in enumerate(own)}
     found: Tensor | None = None
     for node in net.part.nodes:
         values = torch.as_tensor(features(node))
-        rows = [place[position] for position in net.positions_of(node)]
+        rows = net.rows_of(node)
         if values.ndim != 2 or values.shape[1] != len(rows):
             raise DataError(
                 f"node {node} owns {len(rows)} features, but its data have shape "
                 f"{tuple(values.shape)}, not (samples, {len(rows)})."
             )
         if found is None:
-            found = torch.zeros(len(own), len(values), dtype=net.dtype)
+            found = torch.zeros(net.rows, len(values), dtype=net.dtype)
         elif found.shape[1] != len(values):
             raise DataError(
                 f"node {node} has {len(values)} samples, but others have {found.shape[1]}."

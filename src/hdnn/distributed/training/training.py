@@ -110,7 +110,7 @@ class Training:
         trained = {**net.weights, **(self.head.weights if self.joint else {})}
         self.adam = NodeAdam(trained)
         self.owners = {name: net.owners(name) for name in net.weights}
-        self.owners |= {"W": self.head.owner, "w": self.head.root_row}
+        self.owners |= self.head.owners
         self.columns = {name: self._columns(owners) for name, owners in self.owners.items()}
         self.generator = torch.Generator().manual_seed(self.options["seed"])
         self.progress, self.sums, self.step = Progress(), [0.0, 0.0], 0
@@ -306,25 +306,20 @@ class Training:
         """Bring all weights to the root and write them into `net`, which has room for them."""
         if net is None:
             return None
-        sizes = [
-            sum(s.numel() for s in self.net.shape_of(i).values())
-            for i in range(len(self.net.plan.owner))
-        ]
         plan = self.net.plan
+        shapes = [self.net.shape_of(node) for node in range(plan.graph.nodes)]
+        sizes = [sum(shape.numel() for shape in each.values()) for each in shapes]
         counts = [sum(sizes[i] for i in nodes) for nodes in plan.nodes_of]
         own = [w.reshape(-1) for i in self.part.nodes for w in self.net.blocks(i).values()]
         whole = self.tree.gather(torch.cat(own), counts)
         if whole is None:
             return None
-        for part, values in zip(
-            self.tree.order, whole.split([counts[i] for i in self.tree.order]), strict=True
-        ):
-            nodes = Part(plan, part).nodes
-            for node, flat in zip(nodes, values.split([sizes[i] for i in nodes]), strict=True):
-                shapes = self.net.shape_of(node)
-                blocks = flat.split([shape.numel() for shape in shapes.values()])
-                named = {k: b.view(shapes[k]) for k, b in zip(shapes, blocks, strict=True)}
-                self.net.store(net, node, named)
+        nodes = [node for part in self.tree.order for node in Part(plan, part).nodes]
+        for node, flat in zip(nodes, whole.split([sizes[i] for i in nodes]), strict=True):
+            named = shapes[node].items()
+            blocks = flat.split([shape.numel() for _, shape in named])
+            views = {k: b.view(shape) for (k, shape), b in zip(named, blocks, strict=True)}
+            self.net.store(net, node, views)
         return net
 
     # Shards
@@ -332,13 +327,10 @@ class Training:
     @cached_property
     def data(self) -> dict[int, str]:
         """A digest of the samples of each node, at the root with their labels."""
-        own, root = self.net.positions(self.part.number).tolist(), self.net.plan.tree.root
-        place = {position: row for row, position in enumerate(own)}
-        found = {}
+        root, found = self.net.plan.tree.root, {}
         for node in self.part.nodes:
-            x = self.x[[place[position] for position in self.net.positions_of(node)]]
             t = [self.t] if node == root and self.t is not None else []
-            found[node] = identity.digest([x, *t])
+            found[node] = identity.digest([self.x[self.net.rows_of(node)], *t])
         return found
 
     def _columns(self, owners: Tensor) -> dict[int, Tensor]:

@@ -2,7 +2,8 @@
 
 A store of PyTorch listens at every address that a machine has, whatever it is given. Here it gets
 a socket that is bound already: to the loopback where all processes are on one machine, else to the
-address that was asked for. The connections of gloo stay on the loopback of one machine, too.
+address that was asked for. The connections of gloo stay on the loopback of one machine, too. The
+store also keeps what went wrong first, so that all processes report the same fault.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import json
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,6 +25,7 @@ from hdnn.errors import TrainingError
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable by which users choose gloo's interface
+FAULT = "fault"  # the key of the first one
 PATIENCE = 2.0  # seconds that a connection of this machine to itself may take
 
 TCPStore: Any = getattr(dist, "TCPStore", None)
@@ -120,15 +123,46 @@ def interface() -> str | None:
     return name if name in (known for _, known in socket.if_nameindex()) else None
 
 
-@contextlib.contextmanager
-def kept_here(wanted: bool) -> Iterator[None]:
+def kept_here(wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, new gloo groups listen on the loopback only, unless the user chose an interface."""
     name = interface() if wanted and INTERFACE not in os.environ else None
-    if name is None:
-        yield
-        return
-    os.environ[INTERFACE] = name
+    return contextlib.nullcontext() if name is None else variable(INTERFACE, name)
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable of the environment has this value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[INTERFACE]
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def gloo_group(store: Any, rank: int, size: int, seconds: float) -> Any:
+    """A group of processes apart from all others, which wait so long for each other."""
+    group: Any = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+    return group(store, rank, size, timedelta(seconds=seconds))
+
+
+class Fault(NamedTuple):
+    """What went wrong first; `lost` if all that is known is that a process is gone or silent."""
+
+    text: str
+    lost: bool = False
+
+
+def first_fault(store: Any) -> Fault | None:
+    """What went wrong first, if anything did."""
+    if not store.check([FAULT]):
+        return None
+    return Fault(*json.loads(store.get(FAULT)))
+
+
+def report_fault(store: Any, fault: Fault) -> Fault:
+    """Make a fault known, unless another one came first; that is returned."""
+    return Fault(*json.loads(store.compare_set(FAULT, "", json.dumps(fault))))

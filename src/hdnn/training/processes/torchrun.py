@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training.processes import meeting
-from hdnn.training.processes.faults import Fault, first_fault, report_fault
+from hdnn.training.processes.meeting import Fault, first_fault, report_fault
 from hdnn.training.processes.parallel import Attempt, ProcessLostError, Ranks
 
 T = TypeVar("T")
