@@ -1,7 +1,7 @@
 """Values as bytes for another process: JSON and safetensors, never pickle.
 
-Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, and dataclasses registered by
-`portable`. Nothing else can be created from bytes that a stranger sends.
+Numbers, text, lists, tuples, dicts with text as keys, paths, tensors, errors, and dataclasses
+registered by `portable`. Nothing else can be created from bytes that a stranger sends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from hdnn.errors import CheckpointError
+from hdnn.errors import CheckpointError, HDNNError, TrainingError
 
 C = TypeVar("C", bound=type)
 
@@ -60,6 +60,10 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tuple": [_plain(one, tensors) for one in value]}
     if isinstance(value, Path):
         return {"path": str(value)}
+    if isinstance(value, Exception):
+        said = [type(value).__name__, str(value)]
+        known = type(value).__module__ == HDNNError.__module__
+        return {"error": said if known else [TrainingError.__name__, ": ".join(said)]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": [[key, _plain(one, tensors)] for key, one in value.items()]}
     kind = type(value).__name__
@@ -81,6 +85,10 @@ def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
         return tuple(_value(one, tensors) for one in content)
     if kind == "path":
         return Path(content)
+    if kind == "error":
+        name, said = content
+        known = {one.__name__: one for one in HDNNError.__subclasses__()}
+        return known.get(name, TrainingError)(said)
     if kind == "dict":
         return {key: _value(one, tensors) for key, one in content}
     return _classes[kind](**_value(content, tensors))

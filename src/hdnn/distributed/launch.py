@@ -56,8 +56,10 @@ def launch(
     if (loopback := meeting.interface()) is not None:
         common[meeting.INTERFACE] = loopback
     for restart in range(restarts + 1):
-        watch = _Watch(parts, command, {**common, "HDNN_RESTART": str(restart)}, show)
-        with contextlib.closing(watch):
+        with _Watch(show) as watch:
+            environment = {**common, "HDNN_RESTART": str(restart)}
+            for part in range(parts):
+                watch.start(command, {**environment, "HDNN_PART": str(part)})
             started(watch.processes)
             bad = watch.wait(timeout + GRACE)
             if not bad:
@@ -77,32 +79,21 @@ def _fault(store: Any, restart: int) -> str:
     return ""
 
 
-class _Watch:
-    """All processes of one start."""
+class _Watch(contextlib.ExitStack):
+    """All processes of one start, for as long as a `with` lasts."""
 
-    def __init__(
-        self,
-        parts: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        show: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, show: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__()
         self.output, self.show = "", show
         self.errors: list[IO[str]] = []
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
-        try:
-            for part in range(parts):
-                self._start(list(command), {**environment, "HDNN_PART": str(part)})
-        except BaseException:  # such as a Ctrl-C: stop the processes that already run
-            self._end(signal.SIGKILL)
-            raise
 
-    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         words = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self.errors.append(words)
+        self.errors.append(self.enter_context(words))
         process = subprocess.Popen(
-            command,
+            [*command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -113,13 +104,16 @@ class _Watch:
         reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
         reader.start()
         self.readers.append(reader)
+        self.callback(reader.join, GRACE)
+        self.callback(self._end, signal.SIGKILL)  # at first, when the `with` ends
 
     def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            if line.startswith(MARK):
-                self.show(json.loads(line.removeprefix(MARK)))
-            else:
-                self.output += line
+        with stream:
+            for line in stream:
+                if line.startswith(MARK):
+                    self.show(json.loads(line.removeprefix(MARK)))
+                else:
+                    self.output += line
 
     def wait(self, patience: float) -> tuple[int, int] | None:
         """The first part that failed and its exit code; None if all ended well."""
@@ -164,14 +158,6 @@ class _Watch:
             for process in self.processes:
                 process.kill()
                 process.wait()
-
-    def close(self) -> None:
-        """Close what the processes wrote to."""
-        for reader in self.readers:  # after a Ctrl-C they may still read
-            reader.join(GRACE)
-        for words in (*self.errors, *(process.stdout for process in self.processes)):
-            if words is not None:
-                words.close()
 
     def last_words(self, bad: tuple[int, int], name: Callable[[int], str]) -> str:
         """What a failed part said last."""

@@ -34,17 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--save-every", type=int)
-    options = parser.parse_args(argv)
+    options = vars(parser.parse_args(argv))
     torch.set_num_threads(1)  # parts share this machine; and sums keep their order
     try:
-        config = read_config(options.config)
-        metrics = work(
-            config,
-            out=options.out,
-            resume=options.resume,
-            timeout=options.timeout,
-            save_every=options.save_every,
-        )
+        metrics = work(read_config(options.pop("config")), **options)
     except HDNNError as error:
         sys.stderr.write(f"hdnn: {' '.join(str(error).split())}\n")
         return 1 if isinstance(error, LostError) else 2

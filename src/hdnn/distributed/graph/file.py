@@ -18,12 +18,12 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from hdnn import sparsity
 from hdnn.base.files import as_path
-from hdnn.distributed.graph.graph import Graph, Links, alone, from_edges, links_of
+from hdnn.distributed.graph.graph import Graph, Links, alone, from_edges, links_of, shown
 from hdnn.errors import HDNNError, SparsityError, quoted
 
 KEYS = ("nodes", "edges", "R", "T", "sizes")
@@ -132,7 +132,7 @@ def patterns_of(table: dict[str, Any], name: str = "the graph") -> GraphPatterns
             f"{name} has {quoted(unknown[0])}, but only {', '.join(KEYS)} are known."
         )
     nodes = _nodes(table, name)
-    S = from_edges(nodes, _pairs(table, "edges", nodes, name)) if "edges" in table else None
+    S = _pairs(table, "edges", nodes, name) if "edges" in table else None
     if S is None and "R" not in table:
         raise SparsityError(f"{name} has neither edges nor R; give one of them.")
     sizes = _sizes(table.get("sizes", 1), nodes, name)
@@ -203,8 +203,7 @@ def _nodes(table: dict[str, Any], name: str) -> int:
     nodes = table["nodes"]
     if not _whole(nodes, 1, MOST_NODES):
         raise SparsityError(
-            f"nodes of {name} must be a whole number from 1 to {MOST_NODES}, but is "
-            f"{_shown(nodes)}."
+            f"nodes of {name} must be a whole number from 1 to {MOST_NODES}, but is {shown(nodes)}."
         )
     return nodes
 
@@ -213,52 +212,39 @@ def _sizes(given: Any, nodes: int, name: str) -> tuple[int, ...]:
     sizes = given if isinstance(given, list) else [given] * nodes
     if len(sizes) != nodes:
         raise SparsityError(f"sizes of {name} are {len(sizes)}, but there are {nodes} nodes.")
-    if {*map(type, sizes)} == {int} and 1 <= min(sizes) <= max(sizes) <= MOST_FEATURES:
-        return tuple(sizes)
-    for size in sizes:
+    for size in sizes if sizes is given else [given]:
         if not _whole(size, 1, MOST_FEATURES):
             raise SparsityError(
                 f"sizes of {name} must be a whole number from 1 to {MOST_FEATURES}, or one for "
-                f"each node, but there is {_shown(size)}."
+                f"each node, but there is {shown(size)}."
             )
     return tuple(sizes)
 
 
-def _rows(table: dict[str, Any], key: str, needed: str, name: str) -> list[list[Any]]:
+def _pairs(table: dict[str, Any], key: str, nodes: int, name: str, other: str = "") -> Links:
     given = table[key]
     if not isinstance(given, list):
-        raise SparsityError(f"{key} of {name} must be {needed}, but is {_shown(given)}.")
-    for row in given if {*map(type, given)} - {list} else ():
-        if not isinstance(row, list):
-            raise SparsityError(f"{key} of {name} must be {needed}, but has {_shown(row)}.")
-    return given
-
-
-def _pairs(table: dict[str, Any], key: str, nodes: int, name: str, other: str = "") -> list[Any]:
-    needed = f"pairs of nodes from 0 to {nodes - 1}{other}"
-    rows = _rows(table, key, needed, name)
-    ends = [*chain.from_iterable(rows)] if {*map(len, rows)} == {2} else []
-    if {*map(type, ends)} == {int} and min(ends) >= 0 and max(ends) < nodes:
-        return rows
-    for row in rows:
-        if len(row) != 2 or not all(_whole(i, 0, nodes - 1) for i in row):
-            raise SparsityError(f"{key} of {name} must be {needed}, but has {_shown(row)}.")
-    return rows
+        raise SparsityError(
+            f"{key} of {name} must be pairs of nodes from 0 to {nodes - 1}{other}, but is "
+            f"{shown(given)}."
+        )
+    return from_edges(nodes, given, f"{key} of {name}", other)
 
 
 def _pattern(table: dict[str, Any], key: str, nodes: int, name: str) -> Links:
     """A pattern of a file; square rows are a matrix, but with two nodes they may be two links."""
-    other = f", or a matrix of {nodes} rows of {nodes} zeros and ones"
-    rows = _rows(table, key, f"pairs of nodes from 0 to {nodes - 1}{other}", name)
-    square = len(rows) == nodes and all(len(row) == nodes for row in rows)
+    rows = table[key]
+    square = isinstance(rows, list) and len(rows) == nodes
+    square = square and all(isinstance(row, list) and len(row) == nodes for row in rows)
     if not square or (nodes == 2 and not rows[0][0] == rows[1][1] == 1):
-        return from_edges(nodes, _pairs(table, key, nodes, name, other))
+        other = f", or a matrix of {nodes} rows of {nodes} zeros and ones"
+        return _pairs(table, key, nodes, name, other)
     for i, row in enumerate(rows):
         for entry in row:
             if entry not in (0, 1):
                 raise SparsityError(
                     f"the matrix {key} of {name} must have zeros and ones only, but row {i} has "
-                    f"{_shown(entry)}."
+                    f"{shown(entry)}."
                 )
     return links_of(key, tuple(tuple(k for k, one in enumerate(row) if one) for row in rows))
 
@@ -273,12 +259,3 @@ def _designed(S: Links, sizes: tuple[int, ...], name: str) -> Links:
 
 def _whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _shown(value: Any) -> str:
-    """A value as a short text."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # Python writes no number of thousands of digits
-        return "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -49,12 +49,9 @@ def _check_rows(name: str, links: Links) -> None:
     if {*map(type, chain.from_iterable(links))} <= {int}:
         with contextlib.suppress(OverflowError):
             rows, M = rows_of(links), len(links)
-            rising = np.ones(len(rows.nodes), dtype=bool)
-            rising[1:] = np.diff(rows.nodes) > 0
-            rising[rows.first[:-1][rows.sizes > 0]] = True
-            owners = np.repeat(np.arange(M), rows.sizes)
-            with_itself = np.count_nonzero(rows.nodes == owners) == M
-            if rising.all() and with_itself and (rows.nodes >= 0).all() and (rows.nodes < M).all():
+            keys, known = rows.keys, (rows.nodes >= 0) & (rows.nodes < M)
+            with_itself = np.count_nonzero(rows.nodes == keys // M) == M
+            if known.all() and (np.diff(keys) > 0).all() and with_itself:
                 return
     for i, row in enumerate(links):
         if i not in row:
@@ -65,36 +62,42 @@ def _check_rows(name: str, links: Links) -> None:
         if any(k not in range(len(links)) for k in row) or list(row) != sorted(set(row)):
             raise SparsityError(
                 f"{name} must list the neighbours of each node once, in ascending order and from "
-                f"0 to {len(links) - 1}, but has {str(row)[:60]} for node {i}."
+                f"0 to {len(links) - 1}, but has {shown(row)} for node {i}."
             )
 
 
-def from_edges(nodes: int, edges: Iterable[Sequence[int]]) -> Links:
-    """The neighbours that undirected edges make, each node with itself."""
+def from_edges(nodes: int, edges: Iterable[Any], name: str = "edges", other: str = "") -> Links:
+    """The neighbours that undirected edges make, each node with itself.
+
+    An error says what `name` must be, which may be something `other` than pairs as well.
+    """
     pairs = [*edges]
-    if not ({*map(len, pairs)} <= {2} and {*map(type, chain.from_iterable(pairs))} <= {int}):
-        raise _no_edge(nodes, pairs)
-    try:
-        ends = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
-    except OverflowError:
-        raise _no_edge(nodes, pairs) from None
-    if len(ends) and not (ends.min() >= 0 and ends.max() < nodes):
-        raise _no_edge(nodes, pairs)
-    i, k = ends.T
+    if not _are_pairs(pairs, nodes):
+        bad = next(pair for pair in pairs if not _are_pairs([pair], nodes))
+        raise SparsityError(
+            f"{name} must be pairs of nodes from 0 to {nodes - 1}{other}, but has {shown(bad)}."
+        )
+    ends = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs))
+    i, k = ends.reshape(-1, 2).T
     itself = np.arange(nodes)
     keys = np.concatenate([i * nodes + k, k * nodes + i, itself * nodes + itself])
     return links_of_rows(of_keys(once(keys), nodes))
 
 
-def _no_edge(nodes: int, pairs: list[Any]) -> SparsityError:
-    bad = next(
-        pair
-        for pair in pairs
-        if len(pair) != 2 or not all(type(i) is int and 0 <= i < nodes for i in pair)
-    )
-    return SparsityError(
-        f"an edge is a pair of nodes from 0 to {nodes - 1}, but one is {str(bad)[:60]}."
-    )
+def _are_pairs(pairs: list[Any], nodes: int) -> bool:
+    if not ({*map(type, pairs)} <= {list, tuple} and {*map(len, pairs)} <= {2}):
+        return False
+    ends = [*chain.from_iterable(pairs)]
+    return {*map(type, ends)} <= {int} and (not ends or 0 <= min(ends) <= max(ends) < nodes)
+
+
+def shown(value: Any) -> str:
+    """A value as a short text."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes no number of thousands of digits
+        return "a huge number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def alone(nodes: int) -> Links:
@@ -247,13 +250,10 @@ def _cells(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 def _patterns(name: str, given: Any) -> tuple[Links, ...]:
     """One pattern, or one a layer."""
-    if isinstance(given, (list, tuple)) and given:
-        first = given[0]
-        if isinstance(first, (list, tuple)) and first and isinstance(first[0], (list, tuple)):
-            return tuple(links_of(name, one) for one in given)
-        if not isinstance(first, (list, tuple)) and getattr(first, "ndim", 1) == 2:
-            return tuple(links_of(name, one) for one in given)
-    if getattr(given, "ndim", 2) == 3:
+    levels, inner = 0, given
+    while isinstance(inner, (list, tuple)) and inner:
+        levels, inner = levels + 1, inner[0]
+    if levels + getattr(inner, "ndim", 0) == 3:
         return tuple(links_of(name, one) for one in given)
     return (links_of(name, given),)
 

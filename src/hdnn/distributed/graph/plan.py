@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,6 @@ class Part:
         self.rows = sum(self.sizes[i] for i in self.nodes)
         self.inner = sum(self.sizes[i] for i in inner)  # rows that need no other part
 
-    def rows_of(self, nodes: Sequence[int]) -> list[int]:
-        """The rows of some of these nodes."""
-        return [self.first[i] + k for i in nodes for k in range(self.sizes[i])]
-
 
 def offsets(nodes: Sequence[int], sizes: dict[int, int], start: int = 0) -> dict[int, int]:
     """Where each node begins, one after the other."""
@@ -98,12 +94,17 @@ def offsets(nodes: Sequence[int], sizes: dict[int, int], start: int = 0) -> dict
     return found
 
 
-@dataclass(frozen=True)
-class Round:
+def rows_at(blocks: Iterable[tuple[int, int]]) -> Tensor:
+    """The rows of some blocks, given the first row of each and their number."""
+    rows = [first + c for first, count in blocks for c in range(count)]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+class Round(NamedTuple):
     """Messages of one round: the rows to send to each part, and the places for what it sends."""
 
-    out: tuple[tuple[int, Tensor], ...]
-    into: tuple[tuple[int, Tensor], ...]
+    out: list[tuple[int, Tensor]]
+    into: list[tuple[int, Tensor]]
 
 
 class Stencil:
@@ -144,8 +145,7 @@ class Stencil:
         self.place = {**part.first, **offsets(ordered, sizes, part.rows)}
         self.halo_rows = sum(sizes[k] for k in ordered)
         self.columns = {
-            i: _tensor([self.place[k] + c for k in self.links[i] for c in range(sizes[k])])
-            for i in part.nodes
+            i: rows_at((self.place[k], sizes[k]) for k in self.links[i]) for i in part.nodes
         }
 
     def _find_gathered(self, back: Links) -> None:
@@ -191,25 +191,22 @@ class Stencil:
         part, sizes = self.part, self.part.sizes
         there, back = self._foreign(pattern), self._foreign(transposed(pattern))
 
-        def halo(pairs: list[tuple[int, int]]) -> Tensor:
-            needed = sorted({k for _, k in pairs})
-            return _tensor([self.place[k] - part.rows + c for k in needed for c in range(sizes[k])])
+        def states(nodes: Iterable[int], begin: int = 0) -> Tensor:
+            return rows_at((self.place[k] - begin, sizes[k]) for k in sorted({*nodes}))
 
         def given(pairs: list[tuple[int, int]]) -> Tensor:
-            ordered = sorted((k, i) for i, k in pairs)
-            starts = [(self._contribution(i, k), k) for k, i in ordered]
-            return _tensor([first + c for first, k in starts for c in range(sizes[k])])
+            ordered = sorted(pairs, key=lambda pair: pair[::-1])
+            return rows_at((self._contribution(i, k), sizes[k]) for i, k in ordered)
 
         def taken(pairs: list[tuple[int, int]]) -> Tensor:
-            return _tensor([self.received[k, i] + c for k, i in pairs for c in range(sizes[k])])
+            return rows_at((self.received[k, i], sizes[k]) for k, i in pairs)
 
         gather = Round(
-            tuple((r, _tensor(part.rows_of(sorted({i for i, _ in pairs})))) for r, pairs in back),
-            tuple((r, halo(pairs)) for r, pairs in there),
+            [(r, states(i for i, _ in pairs)) for r, pairs in back],
+            [(r, states((k for _, k in pairs), part.rows)) for r, pairs in there],
         )
         reduce = Round(
-            tuple((r, given(pairs)) for r, pairs in there),
-            tuple((r, taken(pairs)) for r, pairs in back),
+            [(r, given(pairs)) for r, pairs in there], [(r, taken(pairs)) for r, pairs in back]
         )
         return gather, reduce
 
@@ -224,7 +221,3 @@ class Stencil:
             row = [k in pattern[i] for k in self.links[i] for _ in range(sizes[k])]
             rows += row * sizes[i]
         return torch.tensor(rows)
-
-
-def _tensor(rows: list[int]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64)

@@ -36,21 +36,20 @@ class Process(NamedTuple):
     """The connections to other parts of the graph, and to the same part in other replicas."""
 
     transport: Transport
-    replicas: Replicas | None = None
+    replicas: Replicas
 
     def close(self) -> None:
         self.transport.close()
-        if self.replicas is not None:
-            self.replicas.close()
+        self.replicas.close()
 
 
 def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Process:
     """Connect as the environment says."""
     if _by_mpi():
-        return Process(Mpi(timeout=timeout, name=name))
+        return Process(Mpi(timeout=timeout, name=name), Replicas())
     parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)
     if parts * replicas == 1 and "HDNN_STORE" not in os.environ:
-        return Process(Local())
+        return Process(Local(), Replicas())
     number = _whole("HDNN_PART", _whole("RANK", 0))
     if not 0 <= number < parts * replicas:
         raise OptionError(f"HDNN_PART must lie in 0 .. {parts * replicas - 1}, but is {number}.")
@@ -70,8 +69,6 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
             faults=store,
             everyone=parts * replicas,
         )
-        if replicas == 1:
-            return Process(transport)
         copies = meeting.PrefixStore(f"alike-{part}", store)
         return Process(transport, Replicas(replica, replicas, copies, timeout))
 

@@ -20,11 +20,13 @@ from hdnn.training.processes.meeting import gloo_group
 
 
 class Replicas:
-    """The same part of the graph in all replicas."""
+    """The same part of the graph in all replicas; by default there is one."""
 
-    def __init__(self, index: int, count: int, store: Any, timeout: float = 60.0) -> None:
+    def __init__(
+        self, index: int = 0, count: int = 1, store: Any = None, timeout: float = 60.0
+    ) -> None:
         self.index, self.count = index, count
-        self.group = gloo_group(store, index, count, timeout)
+        self.group = None if count == 1 else gloo_group(store, index, count, timeout)
 
     def check(self, samples: int, batch: int) -> None:
         """Raise unless each replica gets a sample of each minibatch."""
@@ -35,12 +37,14 @@ class Replicas:
                 "take fewer replicas or another batch."
             )
 
-    def share(self, index: Tensor) -> Tensor:
+    def share(self, samples: Tensor) -> Tensor:
         """This replica's samples of a minibatch."""
-        return index.tensor_split(self.count)[self.index]
+        return samples.tensor_split(self.count)[self.index]
 
     def sum(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors, added up over all replicas."""
+        if self.group is None:
+            return tensors
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
         self._wait(self.group.allreduce([flat], dist.ReduceOp.SUM))
         parts = flat.split([tensor.numel() for tensor in tensors.values()])
@@ -48,6 +52,8 @@ class Replicas:
 
     def gather(self, y: Tensor, samples: int) -> Tensor:
         """The rows of all replicas' shares of a minibatch of so many samples, in its order."""
+        if self.group is None:
+            return y
         counts = [len(part) for part in torch.empty(samples).tensor_split(self.count)]
         room = y.new_zeros(max(counts), y.shape[1])  # all must send as much
         room[: len(y)] = y
@@ -65,4 +71,4 @@ class Replicas:
             ) from error
 
     def close(self) -> None:
-        del self.group
+        self.group = None

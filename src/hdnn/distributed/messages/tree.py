@@ -7,7 +7,8 @@ but the root's hangs below the part that owns the parent of its highest node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -104,50 +105,38 @@ class Spanning:
             above = tree.parent[node]
             if above >= 0:
                 wave[above] = max(wave[above], wave[node] + (owner[above] != owner[node]))
-        place = {node: k for k, node in enumerate(self.part.nodes)}
         children: dict[int, list[int]] = {node: [] for node in self.part.nodes}
         for node, parent in enumerate(tree.parent):
             if parent in children:
                 children[parent].append(node)
-        received = sorted(
-            (k for node in self.part.nodes for k in children[node] if owner[k] != me),
-            key=lambda k: (wave[k], owner[k], k),
-        )
-        place |= {node: len(place) + k for k, node in enumerate(received)}
+        from_others = (k for some in children.values() for k in some if owner[k] != me)
+        received = sorted(from_others, key=lambda k: (wave[k], owner[k], k))
         self.received_rows = len(received)
-        adding: dict[tuple[int, int], list[int]] = {}
-        out: dict[int, dict[int, list[int]]] = {}
-        into: dict[int, dict[int, list[int]]] = {}
-        for node in sorted(self.part.nodes):
-            if children[node]:
-                adding.setdefault((wave[node], -tree.depth[node]), []).append(node)
-            above = tree.parent[node]
-            if above >= 0 and owner[above] != me:
-                out.setdefault(wave[node], {}).setdefault(owner[above], []).append(node)
-        for node in received:
-            into.setdefault(wave[node], {}).setdefault(owner[node], []).append(node)
-        found = []
-        for number in range(max(wave) + 1):
-            sums = []
-            for _, some in sorted((key, v) for key, v in adding.items() if key[0] == number):
-                for d in range(max(len(children[i]) for i in some)):
-                    more = [i for i in some if len(children[i]) > d]
-                    sums.append(
-                        (
-                            torch.tensor([place[i] for i in more]),
-                            torch.tensor([place[children[i][d]] for i in more]),
-                        )
-                    )
-            sent, got = out.get(number, {}), into.get(number, {})
-            if sums or sent or got:
-                found.append(
-                    _Wave(
-                        sums,
-                        [(r, torch.tensor([place[i] for i in sent[r]])) for r in sorted(sent)],
-                        [(r, place[got[r][0]], len(got[r])) for r in sorted(got)],
-                    )
-                )
-        return found
+        place = {node: k for k, node in enumerate([*self.part.nodes, *received])}
+
+        def rows(nodes: Iterable[int]) -> Tensor:
+            return torch.tensor([place[node] for node in nodes])
+
+        def grouped(
+            nodes: Iterable[int], key: Callable[[int], tuple[int, int]]
+        ) -> Iterator[tuple[_Wave, int, list[int]]]:
+            """The nodes of each key, with their wave and the second part of the key."""
+            for (number, rest), some in itertools.groupby(sorted(nodes, key=key), key):
+                yield found[number], rest, [*some]
+
+        found = [_Wave([], [], []) for _ in range(max(wave) + 1)]
+        nodes = sorted(self.part.nodes)
+        inner = (i for i in nodes if children[i])
+        for now, _, some in grouped(inner, lambda i: (wave[i], -tree.depth[i])):
+            for d in range(max(len(children[i]) for i in some)):
+                more = [i for i in some if len(children[i]) > d]
+                now.sums.append((rows(more), rows(children[i][d] for i in more)))
+        leaving = (i for i in nodes if i != tree.root and owner[tree.parent[i]] != me)
+        for now, part, some in grouped(leaving, lambda i: (wave[i], owner[tree.parent[i]])):
+            now.out.append((part, rows(some)))
+        for now, part, some in grouped(received, lambda k: (wave[k], owner[k])):
+            now.into.append((part, place[some[0]], len(some)))
+        return [now for now in found if any(now)]
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all nodes of values (own nodes, ...), for every part."""

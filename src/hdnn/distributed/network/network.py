@@ -148,8 +148,9 @@ class GraphNetwork:
 
     def rows_of(self, node: int) -> list[int]:
         """Which rows of this part are the features of one of its nodes, as in `positions_of`."""
-        rows, own = self.part.rows_of([node]), self.part.rows
-        return rows if self.network == "h1" else [*rows, *(own + k for k in rows)]
+        part, first = self.part, self.part.first[node]
+        rows = range(first, first + part.sizes[node])
+        return [*rows] if self.network == "h1" else [*rows, *(part.rows + k for k in rows)]
 
     def split(self, y: Tensor) -> State:
         """Rows of all features that this part owns as a state."""

@@ -22,6 +22,7 @@ from hdnn._version import __version__
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.files import as_path, remove_leftovers, write_atomically
 from hdnn.data import planar
+from hdnn.distributed.graph.file import matrix_of
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.partition import partition
 from hdnn.distributed.graph.plan import Plan
@@ -117,10 +118,7 @@ def dense(config: Config, graph: Graph, net: GraphNetwork) -> HamiltonianNet:
         raise OptionError(
             f"a masked network of {net.features} features is too large; take init scaled."
         )
-    R = torch.zeros(len(graph.R), graph.nodes, graph.nodes, dtype=torch.bool)
-    for j, links in enumerate(graph.R):
-        for i, row in enumerate(links):
-            R[j, i, list(row)] = True
+    R = torch.tensor([matrix_of(links) for links in graph.R], dtype=torch.bool)
     found = BY_NAME[config.network](
         net.features,
         config.layers,
@@ -155,7 +153,7 @@ def train(
     alike. A folder that has a training of another config is left alone.
     """
     start = time.perf_counter()
-    transport = transport or Local()
+    transport, replicas = transport or Local(), replicas or Replicas()
     owner = partition(graph, transport.parts) if owner is None else owner
     net = build(config, graph, owner, transport)
     train_set, test_set, classes = _samples(config, net)
@@ -172,7 +170,7 @@ def train(
         head = SoftmaxHead(net.features, classes, generator=generator, dtype=net.dtype)
     solver = "newton" if net.features <= NEWTON else "joint"
     home = None if folder is None else as_path(folder)
-    is_first = replicas is None or replicas.index == 0
+    is_first = replicas.index == 0
     is_root = is_first and net.plan.tree.root in net.part.nodes
     if home is not None and is_root:
         _claim(home, config, resume)
@@ -196,7 +194,7 @@ def train(
         "layers": config.layers,
         "nodes": graph.nodes,
         "parts": transport.parts,
-        "replicas": 1 if replicas is None else replicas.count,
+        "replicas": replicas.count,
         "seed": config.seed,
     }
     if progress.loss:
@@ -276,7 +274,8 @@ def _samples(
 
 def name_of(plan: Plan, replicas: Replicas | None = None) -> Callable[[int], str]:
     """How to call a part: by its nodes, and by its replica where there are several."""
-    where = "" if replicas is None else f" of replica {replicas.index}"
+    replicas = replicas or Replicas()
+    where = f" of replica {replicas.index}" if replicas.count > 1 else ""
 
     def name(part: int) -> str:
         nodes = plan.nodes_of[part]

@@ -6,6 +6,7 @@ checksum. After a fault all parts go on from the newest step that every node sti
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from hdnn.errors import CheckpointError
 
 KEPT = 3  # newest shards of each node
 FORMAT = 1
+
+
+class StrangeError(CheckpointError):
+    """A shard that is whole, but of another training."""
 
 
 class Shards:
@@ -53,15 +58,14 @@ class Shards:
                 self._file(node, other).unlink(missing_ok=True)
 
     def _steps(self, node: int) -> list[int]:
-        names = (re.fullmatch(r"step-(\d{10})\.safetensors", f.name) for f in self._list(node))
+        files = self._home(node).glob("step-*.safetensors")
+        names = (re.fullmatch(r"step-(\d{10})\.safetensors", file.name) for file in files)
         return sorted(int(match[1]) for match in names if match)
 
-    def _list(self, node: int) -> list[Path]:
-        home = self._home(node)
-        return list(home.iterdir()) if home.is_dir() else []
-
-    def load(self, node: int, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of a shard, and the note that went with them."""
+    def load(
+        self, node: int, step: int, data: str | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of a shard, and the note that went with them; `data` are the node's own."""
         path = self._file(node, step)
         with tensorfile.opened(path) as file:
             try:
@@ -76,35 +80,30 @@ class Shards:
         if not same:
             raise CheckpointError(f"{path} is damaged: it is of another node or step.")
         if training != self.training:
-            raise CheckpointError(
+            raise StrangeError(
                 f"{path} belongs to a training with other options, data or graph; choose another "
                 "folder, or the same options."
             )
+        if data is not None and note.get("data", data) != data:  # which earlier versions lack
+            raise StrangeError(
+                f"{path} belongs to a training with other data of node {node}; choose another "
+                "folder, or the same data."
+            )
         return tensors, note
 
-    def check(self, node: int, step: int, note: dict[str, Any], data: str) -> None:
-        """Refuse the shard of a training on other samples; earlier versions did not note them."""
-        if note.get("data", data) != data:
-            raise CheckpointError(
-                f"{self._file(node, step)} belongs to a training with other data of node {node}; "
-                "choose another folder, or the same data."
-            )
-
-    def newest(self, below: int | None = None) -> int:
+    def newest(self, below: float = math.inf) -> int:
         """The newest step of which all nodes have a whole shard, -1 if there is none."""
-        common = set.intersection(*(set(self._steps(node)) for node in self.nodes))
-        for step in sorted(common, reverse=True):
-            if below is not None and step >= below:
-                continue
-            if all(self._whole(node, step) for node in self.nodes):
-                return step
-        return -1
+        kept = [set(self._steps(node)) for node in self.nodes]
+        common = set.intersection(*kept) if kept else set()
+        steps = sorted((step for step in common if step < below), reverse=True)
+        return next((step for step in steps if self._whole(step)), -1)
 
-    def _whole(self, node: int, step: int) -> bool:
+    def _whole(self, step: int) -> bool:
         try:
-            self.load(node, step)
-        except CheckpointError as error:
-            if "other options" in str(error):
-                raise
+            for node in self.nodes:
+                self.load(node, step)
+        except StrangeError:
+            raise
+        except CheckpointError:
             return False
         return True

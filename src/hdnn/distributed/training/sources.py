@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from hdnn.data import planar
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.errors import DataError
 from hdnn.serialization import read
+from hdnn.training import identity
 
 LABELS = "labels.safetensors"
 
@@ -86,8 +86,8 @@ def of_folder(net: GraphNetwork, folder: str | Path, part: str = "train") -> Sam
 
 
 def _order(numbers: Tensor) -> str:
-    """The same for the same numbers only."""
-    return hashlib.sha256(repr(numbers.reshape(-1).tolist()).encode()).hexdigest()
+    """The same for the same whole numbers only."""
+    return identity.digest([numbers.reshape(-1).long()])
 
 
 def entry_points(net: GraphNetwork) -> list[int]:

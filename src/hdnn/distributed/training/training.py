@@ -89,7 +89,7 @@ class Training:
         self.options = check_options(**{**DEFAULTS, **options})
         if self.options["optimizer"] != "adam":
             raise TrainingError("on a graph the optimizer is adam; leave it out.")
-        self.net, self.x, self.tell, self.replicas = net, x, tell, replicas
+        self.net, self.x, self.tell, self.replicas = net, x, tell, replicas or Replicas()
         self.part, self.transport = net.part, net.transport
         self.tree = Spanning(self.part, self.transport)
         self.is_root = self.tree.is_root
@@ -97,8 +97,7 @@ class Training:
         self.t = t if t is None or isinstance(head, RegressionHead) else t.long()
         self.samples, self.batch = x.shape[1], self.options["batch"]
         self.batches = math.ceil(self.samples / self.batch)
-        if replicas is not None:
-            replicas.check(self.samples, self.batch)
+        self.replicas.check(self.samples, self.batch)
         self.steps = self.batches * self.options["epochs"]
         self.head = NodeHead(net, self.tree, head)
         self.joint = self.options["solver"] == "joint"
@@ -125,7 +124,8 @@ class Training:
         }
         shake_hands(self.transport, net.plan, {**own, **(facts or {})}, name)
         training = repr([net.plan.graph.digest(), net.plan.tree.root, sorted(own.items())])
-        self.shards = None if folder is None else Shards(folder, self.part.nodes, training)
+        kept = () if folder is None else self.part.nodes
+        self.shards = Shards(folder or Path(), kept, training)
 
     def _check_data(self, head: Head, t: Tensor | None) -> None:
         x, rows = self.x, self.net.rows
@@ -155,8 +155,7 @@ class Training:
 
     def run(self, resume: bool = False) -> Progress:
         """Train to the end, from the newest common step if `resume`."""
-        if self.shards is not None:
-            self.shards.prepare()
+        self.shards.prepare()
         self._resume(resume)
         begun = self.step // self.batches
         for epoch in range(self.options["epochs"]):
@@ -167,18 +166,18 @@ class Training:
                 self._step(index)
                 if self.step % self.batches == 0:
                     self._end_epoch()
-                if self.shards is not None and self.step % self.save_every == 0:
+                if self.step % self.save_every == 0:
                     self._save()
         if self.joint:
             self.head.collect()
         else:
             self._refit()
-        if self.shards is not None and self.step % self.save_every:
+        if self.step % self.save_every:
             self._save()
         return self.progress
 
     def _step(self, minibatch: Tensor) -> None:
-        index = minibatch if self.replicas is None else self.replicas.share(minibatch)
+        index = self.replicas.share(minibatch)
         state, tape = self.net.forward(self.net.split(self.x[:, index].contiguous()))
         y = self.net.join(state)
         done = self.step / self.steps
@@ -194,12 +193,8 @@ class Training:
                 "has diverged; lower learning_rate, clip the gradients or take a smaller step h."
             )
         _, hidden = self.net.backward(tape, self.net.split(g))
-        if self.replicas is not None:
-            summed = self.replicas.sum({**hidden, **gradients})
-            hidden = {name: summed[name] for name in hidden}
-            gradients = {name: summed[name] for name in gradients}
-        self._regularise(hidden, done)
-        gradients = {**hidden, **gradients}
+        gradients = self.replicas.sum({**hidden, **gradients})
+        self._regularise(gradients, done)
         clip = self.options["clip"]
         if clip is not None:
             norm = math.sqrt(float(self.tree.sum(self._squares(gradients))))
@@ -224,17 +219,14 @@ class Training:
             return self.head.scatter(None, y), None
         assert self.output is not None
         assert self.t is not None
-        if self.replicas is not None:
-            whole = self.replicas.gather(whole, len(minibatch))
+        whole = self.replicas.gather(whole, len(minibatch))
         gradient, found = torch.full_like(whole, math.nan), (math.nan, 0.0)
         if bool(torch.isfinite(whole).all()):
             outcome = self.output.solve(whole, self.t[minibatch])
             found = (outcome.loss, outcome.correct)
             if math.isfinite(outcome.loss):
                 gradient = outcome.gradient
-        if self.replicas is not None:
-            gradient = gradient[self.replicas.share(torch.arange(len(minibatch)))]
-        return self.head.scatter(gradient, y), found
+        return self.head.scatter(self.replicas.share(gradient), y), found
 
     def _regularise(self, gradients: dict[str, Tensor], done: float) -> None:
         """Add the gradients of the smoothness R_K."""
@@ -346,10 +338,9 @@ class Training:
                 yield f"{kind}.{name}", tensor, self.columns[name][node]
 
     def _save(self) -> None:
-        assert self.shards is not None
-        if self.replicas is not None and self.replicas.index:
+        if self.replicas.index:
             return  # the shards of all replicas are the same
-        for node in self.part.nodes:
+        for node in self.shards.nodes:
             note: dict[str, Any] = {"data": self.data[node]}
             if node == self.net.plan.tree.root:
                 note |= {"progress": asdict(self.progress), "sums": self.sums}
@@ -358,18 +349,16 @@ class Training:
 
     def _resume(self, wanted: bool) -> None:
         """Go on from the newest step of which all nodes have a shard, if all parts want to."""
-        step = self.shards.newest() if wanted and self.shards is not None else -1
+        step = self.shards.newest() if wanted else -1
         while True:
             agreed = self.tree.minimum(step)
             if agreed < 0:
                 return  # no common step: all start from the beginning
-            assert self.shards is not None
             step = self.shards.newest(below=agreed + 1)
             if self.tree.minimum(step) == agreed:
                 break
         for node in self.part.nodes:
-            tensors, note = self.shards.load(node, agreed)
-            self.shards.check(node, agreed, note, self.data[node])
+            tensors, note = self.shards.load(node, agreed, self.data[node])
             for name, whole, columns in self._own(node):
                 whole[:, columns] = tensors[name]
             if "progress" in note:

@@ -69,15 +69,8 @@ def serve(host: str = LOOPBACK, port: int = 0, **options: Any) -> Any:
 def _bind(host: str, port: int) -> socket.socket:
     """A socket at the first address of a name."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(address, family=family)
 
 
 def from_environment(rank: int, size: int, seconds: float) -> Any:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdnn import errors
 from hdnn.base import portable
-from hdnn.errors import HDNNError, TrainingError, flag
+from hdnn.errors import TrainingError, flag
 from hdnn.training import identity
 
 if dist.is_available():
@@ -35,32 +35,26 @@ class ProcessLostError(TrainingError):
     """Another process has ended, or does not answer in time."""
 
 
+@portable.portable
+@dataclass
 class Attempt(Generic[T]):
     """What a function returned in one process, or its error, to be sent to the others."""
 
-    def __init__(self, value: T | None, error: Exception | None) -> None:
-        self.value, self.error = value, error
+    value: T
+    error: Exception | None = None
 
     @classmethod
     def of(cls, make: Callable[[], T]) -> Attempt[T]:
         try:
-            return cls(make(), None)
+            return cls(make())
         except Exception as error:
-            return cls(None, error)
-
-    @classmethod
-    def unpacked(cls, content: bytes) -> Attempt[T]:
-        value, error = portable.unpack(content)
-        return cls(value, _raisable(error))
-
-    def packed(self) -> bytes:
-        return portable.pack((self.value, _portable(self.error)))
+            return cls(None, error)  # pyright: ignore[reportArgumentType]
 
     def result(self) -> T:
         """The value, or the error once more."""
         if self.error is not None:
             raise self.error
-        return self.value  # pyright: ignore[reportReturnType]
+        return self.value
 
 
 class Alone:
@@ -142,12 +136,12 @@ class Ranks:
 
     def broadcast(self, attempt: Attempt[T] | None) -> Attempt[T]:
         """The attempt of the first process, in all of them; the others pass None."""
-        content = b"" if attempt is None else attempt.packed()
+        content = b"" if attempt is None else portable.pack(attempt)
         size = torch.tensor([len(content)])
         self._call(dist.broadcast, size, 0)
         sent = _as_tensor(content, int(size))
         self._call(dist.broadcast, sent, 0)
-        return attempt or Attempt.unpacked(sent.numpy().tobytes())
+        return attempt or portable.unpack(sent.numpy().tobytes())
 
     def agreed(self, stop: bool, interrupted: bool) -> tuple[bool, bool]:
         """Send these requests with the next features; return those that all have received."""
@@ -159,24 +153,19 @@ class Ranks:
         return any(self._all(value))
 
     def _raise_any(self, error: Exception | None) -> None:
-        for rank, failed in enumerate(map(_raisable, self._all(_portable(error)))):
+        for rank, failed in enumerate(self._all(error)):
             if failed is not None:
                 where = f"process {rank} of {self.size}: " if rank else ""
                 raise error or type(failed)(f"{where}{failed}")
 
     # The work
 
-    def samples_of(self, rank: int, count: int) -> slice:
-        """The slice of so many samples that a process takes; the first ones may have one more."""
-        each, more = divmod(count, self.size)
-        low = rank * each + min(rank, more)
-        return slice(low, low + each + (rank < more))
-
     def features(self, run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
         """`run` for all states (B, n), each process with its slice of them."""
         (B, n), error = y_0.shape, self.trouble
         sent = y_0.new_zeros(-(-B // self.size) * n + 1)  # slices of one size, and the flags
-        mine = y_0[self.samples_of(self.rank, B)]
+        slices = y_0.tensor_split(self.size)
+        mine = slices[self.rank]
         try:
             if len(mine):
                 sent[: mine.numel()] = run(mine).reshape(-1)
@@ -190,15 +179,14 @@ class Ranks:
             self.heard |= int(word)
         if self.heard & FAILED:
             self._raise_any(error)
-        slices = [self.samples_of(rank, B) for rank in range(self.size)]
-        found = [row[: (s.stop - s.start) * n] for row, s in zip(rows, slices, strict=True)]
+        found = [row[: own.numel()] for row, own in zip(rows, slices, strict=True)]
         return torch.cat(found).view(B, n)
 
     def gradients(
         self, run: Callable[[Tensor], None], g: Tensor, parameters: list[nn.Parameter]
     ) -> None:
         """Set the gradients of all samples: `run` sets those of a slice, which are summed."""
-        mine, error = g[self.samples_of(self.rank, len(g))], None
+        mine, error = g.tensor_split(self.size)[self.rank], None
         try:
             if len(mine):
                 run(mine)
@@ -293,20 +281,3 @@ def team(parallel: bool) -> Team:
 def _as_tensor(content: bytes, room: int) -> Tensor:
     """Bytes, in a tensor with room for so many."""
     return torch.frombuffer(bytearray(content.ljust(room, b"\0")), dtype=torch.uint8)
-
-
-def _portable(error: Exception | None) -> tuple[str, str] | None:
-    """An error as it can be sent: the name of its class, and what it says."""
-    if error is None:
-        return None
-    if type(error).__module__ == HDNNError.__module__:
-        return type(error).__name__, str(error)
-    return TrainingError.__name__, f"{type(error).__name__}: {error}"
-
-
-def _raisable(error: tuple[str, str] | None) -> Exception | None:
-    """An error that was sent."""
-    if error is None:
-        return None
-    kind = getattr(errors, error[0], TrainingError)
-    return kind(error[1]) if issubclass(kind, HDNNError) else TrainingError(error[1])

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hdnn.base.portable import pack, unpack
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training.processes import meeting
 from hdnn.training.processes.meeting import Fault, first_fault, report_fault
@@ -64,7 +65,8 @@ class SeveralProcesses:
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.is_first = self.rank == 0
-        self.store, self.timeout, self.calls = _store(_limit()), timeout(), 0
+        self.timeout, self.calls = timeout(), 0
+        self.store = _store(self.timeout)
         self.ranks: Ranks | None = None
 
     def first(self, make: Callable[[], T]) -> T:
@@ -76,12 +78,12 @@ class SeveralProcesses:
         word, attempt = f"made-{self.calls}", None
         if self.is_first:
             attempt = Attempt.of(make)
-            self.store.set(word, attempt.packed() if self.ranks is None else "")
+            self.store.set(word, pack(attempt) if self.ranks is None else "")
         else:
             self._wait([word])
         if self.ranks is not None:
             return self.ranks.broadcast(attempt).result()
-        return (attempt or Attempt.unpacked(self.store.get(word))).result()
+        return (attempt or unpack(self.store.get(word))).result()
 
     def device(self, name: str) -> str:
         """The device of this process, once the options are known; also joins the process group."""
@@ -242,14 +244,6 @@ def _within(seconds: float, there: Callable[[], bool]) -> bool:
     while not (found := there()) and time.monotonic() < end:
         time.sleep(PAUSE)
     return found
-
-
-def _limit() -> float:
-    """The same, or the default where HDNN_TIMEOUT is wrong, which is reported by the store."""
-    try:
-        return timeout()
-    except OptionError:
-        return TIMEOUT
 
 
 def _store(limit: float) -> Any:
