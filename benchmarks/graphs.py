@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import hdnn
 from hdnn.distributed import Graph, GraphNetwork, Local, Plan, Training, connect, launch, partition
-from hdnn.distributed.graph.partition import cut
+from hdnn.distributed.graph.plan import cut
 from hdnn.distributed.messages.connect import parts_here
 from hdnn.training.processes.meeting import PrefixStore, TCPStore
 

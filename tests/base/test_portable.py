@@ -17,7 +17,7 @@ from hdnn.app.runs import Run
 from hdnn.base import portable
 from hdnn.data import planar
 from hdnn.data.table import Columns
-from hdnn.errors import CheckpointError
+from hdnn.errors import CheckpointError, DataError, TrainingError
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -57,6 +57,20 @@ def test_the_known_classes_come_back():
     assert found[4].domain == data.domain
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (DataError("no samples."), DataError, "no samples."),
+        (KeyError("x"), TrainingError, "KeyError: 'x'"),
+        (RuntimeError("a fault"), TrainingError, "RuntimeError: a fault"),
+    ],
+)
+def test_errors_come_back_as_errors_of_hdnn(error, kind, said):
+    found = portable.unpack(portable.pack([error]))[0]
+    assert type(found) is kind
+    assert str(found) == said
+
+
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {3}}, print, torch.nn.Linear(1, 1)])
 def test_other_things_cannot_be_sent(value):
     with pytest.raises(TypeError, match="cannot be sent"):
@@ -76,6 +90,7 @@ def forged(content) -> bytes:
         forged({"Popen": {"dict": [["args", "ls"]]}}),
         forged({"Run": {"dict": [["nothing", 1]]}}),
         forged({"tensor": "7"}),
+        forged({"error": ["DataError"]}),
         forged({"a": 1, "b": 2}),
         portable.pack([torch.ones(3)])[:-4],
     ],

@@ -16,8 +16,7 @@ from hdnn import distributed, sparsity
 from hdnn.data import planar
 from hdnn.distributed import DistributedError, Gloo, Graph, GraphNetwork, Plan, Training, of_dense
 from hdnn.distributed.graph.graph import from_edges, links_of, transposed, union
-from hdnn.distributed.graph.partition import cut, partition
-from hdnn.distributed.graph.plan import Part
+from hdnn.distributed.graph.plan import Part, cut, partition
 from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.errors import DataError, OptionError, ShapeError, SparsityError, TrainingError

@@ -9,8 +9,7 @@ networks only.
 
 from hdnn.distributed.graph.file import read_graph
 from hdnn.distributed.graph.graph import Graph
-from hdnn.distributed.graph.partition import partition
-from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.launch import launch
 from hdnn.distributed.messages.connect import connect
 from hdnn.distributed.messages.gloo import Gloo

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from hdnn.distributed.graph.file import graph_of
-from hdnn.distributed.graph.partition import partition
-from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.launch import tell_launcher
 from hdnn.distributed.messages.connect import connect, parts_here
 from hdnn.distributed.messages.gloo import LostError

@@ -25,8 +25,7 @@ from hdnn.base.search import components
 from hdnn.data import planar
 from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_table, table_of
 from hdnn.distributed.graph.graph import Graph, from_edges, transposed, union
-from hdnn.distributed.graph.partition import partition
-from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.training import run
 from hdnn.distributed.training.sources import LABELS
 from hdnn.distributed.training.training import DEFAULTS

@@ -7,6 +7,7 @@ that is why results are the same bit for bit however the nodes are shared out.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from hdnn.distributed.graph.graph import Graph, Links, transposed, union
-from hdnn.errors import SparsityError
+from hdnn.errors import SparsityError, choose, positive_int, require
+
+METHODS = ("auto", "metis", "bands")  # of sharing out nodes
 
 
 class Plan:
@@ -64,6 +67,44 @@ class Plan:
         """The same for equal graphs with equal owners only."""
         content = json.dumps([self.graph.digest(), self.owner, self.tree.root])
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+def partition(graph: Graph, parts: int, method: str = "auto") -> list[int]:
+    """The part of each node: by METIS (extra `graph`), or in bands of a breadth-first order.
+
+    It changes how much has to be sent, not the results. "auto" uses METIS where it is installed and
+    there are more nodes than parts; all processes must get the same parts.
+    """
+    parts, nodes = positive_int("parts", parts), graph.nodes
+    choose("method", method, METHODS)
+    if parts > nodes:
+        raise SparsityError(f"{nodes} nodes cannot be shared out to {parts} parts; use fewer.")
+    if parts == nodes:
+        return [*range(nodes)]
+    if parts == 1:
+        return [0] * nodes
+    if method == "metis" or (method == "auto" and importlib.util.find_spec("pymetis")):
+        return _metis(graph, parts)
+    tree = graph.tree()
+    ordered = sorted(range(nodes), key=lambda i: (tree.depth[i], i))
+    owner = [0] * nodes
+    for place, node in enumerate(ordered):
+        owner[node] = place * parts // nodes
+    return owner
+
+
+def _metis(graph: Graph, parts: int) -> list[int]:
+    pymetis = require("pymetis", extra="graph")
+    neighbours = [[k for k in row if k != i] for i, row in enumerate(graph.used)]
+    _, owner = pymetis.part_graph(parts, adjacency=neighbours)
+    if len(set(owner)) < parts:  # it may leave a part empty in tiny graphs
+        return partition(graph, parts, "bands")
+    return [int(part) for part in owner]
+
+
+def cut(graph: Graph, owner: list[int]) -> int:
+    """How many links join nodes of different parts."""
+    return sum(owner[i] != owner[k] for i, row in enumerate(graph.used) for k in row) // 2
 
 
 class Part:

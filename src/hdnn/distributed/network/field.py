@@ -8,6 +8,7 @@ travel, the rows that need no other part are computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from hdnn.activations import Activation
 from hdnn.distributed.graph.plan import Part, Round, Stencil
 from hdnn.distributed.network.products import elementwise, products
-from hdnn.distributed.transport import Message, Pending, Transport
+from hdnn.distributed.transport import Message, Transport
 
 
 class Neighbours:
@@ -28,58 +29,58 @@ class Neighbours:
 
     def apply(self, K: Tensor, x: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """The own rows of K x, and x with the halo."""
-        rows, inner = self.part.rows, self.part.inner
+        rows = self.part.rows
         whole = x.new_zeros(rows + self.stencil.halo_rows, x.shape[1])
         whole[:rows] = x
-        pending, place = self._start(self.stencil.round(layer)[0], x, whole[rows:])
-        first = self.by.apply(K, whole, 0, inner) if inner else None
-        pending.wait()
-        place()
-        if inner == rows:
-            assert first is not None
-            return first, whole
-        second = self.by.apply(K, whole, inner, rows)
-        return (second if first is None else torch.cat([first, second])), whole
+        gather = self.stencil.round(layer)[0]
+        found = self._meanwhile(
+            gather, whole, whole[rows:], lambda low, high: self.by.apply(K, whole, low, high)
+        )
+        return found, whole
 
     def adjoint(self, K: Tensor, z: Tensor, layer: int) -> Tensor:
         """The own rows of K^T z."""
-        stencil, inner = self.stencil, self.part.inner
+        stencil = self.stencil
         edge, last = stencil.inner_contributions, stencil.contributions
-        there = self.by.give(K, z, edge, last) if edge < last else z[:0]
-        received = z.new_zeros(stencil.received_rows, z.shape[1])
-        reduce = stencil.round(layer)[1]
-        pending, place = self._start(reduce, there, received, shift=edge)
-        here = self.by.give(K, z, 0, edge) if edge else z[:0]
-        own = torch.cat([here, there, z.new_zeros(1, z.shape[1])])
-        first = _sum_rows(own, stencil.gathered[:, :inner]) if inner else None
-        pending.wait()
-        place()
-        if inner == self.part.rows:
-            assert first is not None
-            return first
-        second = _sum_rows(torch.cat([own, received]), stencil.gathered[:, inner:])
-        return second if first is None else torch.cat([first, second])
+        # The contributions of this part, a row of zeros, and those of others.
+        given = z.new_zeros(last + 1 + stencil.received_rows, z.shape[1])
+        if edge < last:
+            given[edge:last] = self.by.give(K, z, edge, last)
 
-    def _start(self, round: Round, source: Tensor, target: Tensor, shift: int = 0):
-        """Begin a round; the second result puts what was received in its place."""
-        out: list[Message] = [(part, source[rows - shift]) for part, rows in round.out]
+        def add(low: int, high: int) -> Tensor:
+            if low == 0 < edge:
+                given[:edge] = self.by.give(K, z, 0, edge)
+            return _sum_rows(given, stencil.gathered[:, low:high])
+
+        return self._meanwhile(stencil.round(layer)[1], given, given[last + 1 :], add)
+
+    def _meanwhile(
+        self, round: Round, source: Tensor, target: Tensor, compute: Callable[[int, int], Tensor]
+    ) -> Tensor:
+        """What `compute(low, high)` finds for all own rows, with a round of messages.
+
+        The rows that need no other part are computed while messages travel.
+        """
+        rows, inner = self.part.rows, self.part.inner
+        out: list[Message] = [(part, source[places]) for part, places in round.out]
         into: list[Message] = []
         late: list[tuple[Tensor, Tensor]] = []
-        for part, rows in round.into:
-            low, high = int(rows[0]), int(rows[-1]) + 1
-            if high - low == len(rows):
+        for part, places in round.into:
+            low, high = int(places[0]), int(places[-1]) + 1
+            if high - low == len(places):
                 into.append((part, target[low:high]))
             else:
-                buffer = target.new_empty(len(rows), target.shape[1])
+                buffer = target.new_empty(len(places), target.shape[1])
                 into.append((part, buffer))
-                late.append((rows, buffer))
-
-        def place() -> None:
-            for rows, buffer in late:
-                target[rows] = buffer
-
-        pending: Pending = self.transport.start_round(round, out, into)
-        return pending, place
+                late.append((places, buffer))
+        pending = self.transport.start_round(round, out, into)
+        found = [compute(0, inner)] if inner else []
+        pending.wait()
+        for places, buffer in late:
+            target[places] = buffer
+        if inner < rows:
+            found.append(compute(inner, rows))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:

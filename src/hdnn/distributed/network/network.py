@@ -91,7 +91,7 @@ class GraphNetwork:
             )
         if not (paired or (euler and J is not None)):
             raise OptionError("only H1 with a J can have nodes that own pieces of y.")
-        self.paired = paired
+        self.paired, self.pieces = paired, 1 if euler else 2  # of a state: y, or p and q
         self._first = [0, *itertools.accumulate(graph.sizes)]
         self._links = union(*dict.fromkeys(graph.R))
         self.part = Part(plan, self.transport.part, scale=2 if euler and paired else 1)
@@ -130,7 +130,7 @@ class GraphNetwork:
     @property
     def rows(self) -> int:
         """How many of the features this part owns."""
-        return self.part.rows * (1 if self.network == "h1" else 2)
+        return self.pieces * self.part.rows
 
     def positions_of(self, node: int) -> list[int]:
         """Which features of y a node owns: those of p first, then of q."""
@@ -139,26 +139,24 @@ class GraphNetwork:
         return [*own, *(m + k for k in own)] if self.paired else [*own]
 
     def positions(self, part: int) -> Tensor:
-        """Which features of y the rows of a part are."""
+        """Which features of y the rows of a part are: those of p of all its nodes, then of q."""
         own = [self.positions_of(node) for node in Part(self.plan, part).nodes]
-        if self.network == "h1":
-            return torch.tensor([k for features in own for k in features])
-        halves = zip(*(_halves(features) for features in own), strict=True)  # all of p, then of q
-        return torch.tensor([k for half in halves for features in half for k in features])
+        chunks = zip(*(_chunks(features, self.pieces) for features in own), strict=True)
+        return torch.tensor([k for piece in chunks for features in piece for k in features])
 
     def rows_of(self, node: int) -> list[int]:
         """Which rows of this part are the features of one of its nodes, as in `positions_of`."""
         part, first = self.part, self.part.first[node]
         rows = range(first, first + part.sizes[node])
-        return [*rows] if self.network == "h1" else [*rows, *(part.rows + k for k in rows)]
+        return [piece * part.rows + k for piece in range(self.pieces) for k in rows]
 
     def split(self, y: Tensor) -> State:
         """Rows of all features that this part owns as a state."""
-        return (y,) if self.network == "h1" else tuple(y.chunk(2))
+        return tuple(y.chunk(self.pieces))
 
     def join(self, state: State) -> Tensor:
         """The inverse of `split`."""
-        return state[0] if self.network == "h1" else torch.cat(state)
+        return state[0] if self.pieces == 1 else torch.cat(state)
 
     # Weights
 
@@ -248,8 +246,7 @@ class GraphNetwork:
 
     def _own(self, node: int) -> list[int]:
         """The rows of a node in matrices such as K, K_p or X of all nodes."""
-        found = self.positions_of(node)
-        return found if self.network == "h1" else _halves(found)[0]
+        return _chunks(self.positions_of(node), self.pieces)[0]
 
     def _where(self, node: int) -> tuple[list[int], list[int]]:
         """The rows and columns of a node's block row in the matrices of all nodes."""
@@ -265,7 +262,7 @@ class GraphNetwork:
 
     def _interconnection(self, T: Stencil, matrix: Tensor | None) -> tuple[Tensor, Tensor]:
         """X or J and its transpose in the free entries of T, (N or 1, entries) each."""
-        size = self.features if self.network == "h1" else self.features // 2
+        size = self.features // self.pieces
         if matrix is None:  # node by node [[0, -I], [I, 0]]
             block = self._canonical
         else:
@@ -343,9 +340,9 @@ class GraphNetwork:
         return tuple(g), found
 
 
-def _halves(features: list[int]) -> tuple[list[int], list[int]]:
-    half = len(features) // 2
-    return features[:half], features[half:]
+def _chunks(features: list[int], count: int) -> list[list[int]]:
+    size = len(features) // count
+    return [features[k : k + size] for k in range(0, len(features), size)]
 
 
 def of_dense(

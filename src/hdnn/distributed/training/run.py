@@ -24,8 +24,7 @@ from hdnn.base.files import as_path, remove_leftovers, write_atomically
 from hdnn.data import planar
 from hdnn.distributed.graph.file import matrix_of
 from hdnn.distributed.graph.graph import Graph
-from hdnn.distributed.graph.partition import partition
-from hdnn.distributed.graph.plan import Plan
+from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import SHEARS, GraphNetwork
 from hdnn.distributed.training import sources

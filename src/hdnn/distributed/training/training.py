@@ -25,7 +25,6 @@ from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.network.head import NodeHead
 from hdnn.distributed.network.network import GraphNetwork
-from hdnn.distributed.training.adam import NodeAdam
 from hdnn.distributed.training.shards import Shards
 from hdnn.distributed.transport import DistributedError
 from hdnn.errors import DataError, TrainingError
@@ -37,6 +36,7 @@ from hdnn.training.coordinate import Head
 from hdnn.training.loop import fit
 from hdnn.training.output import Output
 
+BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 REFIT_ROWS = 4096  # samples whose features go up to the root at once
 DEFAULTS: dict[str, Any] = {
     name: parameter.default
@@ -364,3 +364,26 @@ class Training:
             if "progress" in note:
                 self.progress, self.sums = Progress(**note["progress"]), note["sums"]
         self.step = self.adam.count = agreed
+
+
+class NodeAdam:
+    """Adam with each product and each sum rounded by itself: the same bits for any parts.
+
+    PyTorch's Adam multiplies and adds in one rounding, or not, depending on where in a tensor a
+    number lies: a weight's bits would depend on which nodes share its tensor.
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights, self.count = weights, 0
+        self.m = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
+
+    def step(self, gradients: dict[str, Tensor], rate: float) -> None:
+        self.count += 1
+        (b1, b2), k = BETAS, self.count
+        for name, g in gradients.items():
+            m, v = self.m[name], self.v[name]
+            m.mul_(b1).add_(g * (1 - b1))
+            v.mul_(b2).add_(g * g * (1 - b2))
+            size = (v.sqrt() / math.sqrt(1 - b2**k)).add_(EPS)
+            self.weights[name].sub_(m / size * (rate / (1 - b1**k)))

@@ -193,23 +193,16 @@ class Ranks:
         except Exception as own:
             error = own
         # One buffer: the gradients, which of them there are, and whether all went well.
-        total, count = sum(p.numel() for p in parameters), len(parameters)
-        dtype = g.dtype
-        for p in parameters:
-            dtype = torch.promote_types(dtype, p.dtype)
-        flat = g.new_zeros(total + count + 1, dtype=dtype)
-        places = list(flat[:total].split([p.numel() for p in parameters])) if count else []
-        for k, (p, place) in enumerate(zip(parameters, places, strict=True)):
-            if p.grad is not None:
-                place.copy_(p.grad.reshape(-1))
-                flat[total + k] = 1
-        flat[-1] = error is not None
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        words = [*(p.grad is not None for p in parameters), error is not None]
+        flat = torch.cat([*(one.reshape(-1) for one in own), g.new_tensor(words)])
         self._call(dist.all_reduce, flat)
-        *there, failed = flat[total:].tolist()
+        *sums, words = flat.split([*(p.numel() for p in parameters), len(words)])
+        *there, failed = words.tolist()
         if failed:
             self._raise_any(error)
-        for p, place, known in zip(parameters, places, there, strict=True):
-            p.grad = place.view(p.shape).to(p.dtype) if known else None
+        for p, total, known in zip(parameters, sums, there, strict=True):
+            p.grad = total.view(p.shape).to(p.dtype) if known else None
 
     # Having the same weights and options
 
