@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hdnn.base.files import reason_of as short
-from hdnn.errors import HDNNError, OptionError
+from hdnn.errors import HDNNError
 
 Message = tuple[int, Tensor]  # to or from a part; contiguous
 
@@ -79,10 +79,7 @@ class Transport:
 
 
 class Works:
-    """Messages on their way as a library of messages knows them: what it does with each of them.
-
-    Its errors are `RuntimeError`s; `lost` says what they mean.
-    """
+    """Messages on their way by a library whose errors are `RuntimeError`s; `lost` explains them."""
 
     def __init__(self) -> None:
         self.works: list[tuple[Any, Any]] = []
@@ -117,13 +114,6 @@ class Local(Transport):
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
         assert not [*out, *into], "one process has no other"
         return Works()
-
-
-def check_timeout(timeout: float) -> float:
-    """Seconds that one waits for a part."""
-    if not timeout > 0:
-        raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-    return timeout
 
 
 __all__ = ["DistributedError", "Local", "Message", "Pending", "Traffic", "Transport", "short"]

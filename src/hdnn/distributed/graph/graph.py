@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from hdnn.sparsity import Sparsity, binary, locality
 from hdnn.sparsity.locality import Links, Needs, links_of_rows, of_keys, once, rows_of
 
 
-def links_of(name: str, given: Any, nodes: int | None = None) -> Links:
+def links_of(name: str, given: Any) -> Links:
     """A pattern as lists of neighbours: from such lists, or from a binary matrix."""
     if isinstance(given, tuple) and {*map(type, given)} <= {tuple}:
         _check_rows(name, given)
@@ -33,15 +33,7 @@ def links_of(name: str, given: Any, nodes: int | None = None) -> Links:
             raise SparsityError(f"{name} must be (M, M), but has shape {tuple(matrix.shape)}.")
         links = locality.links_of_rows(locality.of_matrix(matrix))
         _check_rows(name, links)
-    if nodes is not None:
-        _check_nodes(name, [links], nodes)
     return links
-
-
-def _check_nodes(name: str, patterns: Iterable[Links], nodes: int) -> None:
-    for links in patterns:
-        if len(links) != nodes:
-            raise SparsityError(f"{name} is for {len(links)} nodes, but the graph has {nodes}.")
 
 
 def _check_rows(name: str, links: Links) -> None:
@@ -133,14 +125,18 @@ class Graph:
     ) -> None:
         self.R = _patterns("R", R)
         self.nodes = len(self.R[0])
-        _check_nodes("R", self.R, self.nodes)
         self.T = (alone(self.nodes),) if T is None else _patterns("T", T)
         if len(self.R) > 1 and len(self.T) > 1 and len(self.R) != len(self.T):
             raise SparsityError(f"R is for {len(self.R)} layers, but T is for {len(self.T)}.")
-        _check_nodes("T", self.T, self.nodes)
+        self.S = None if S is None else links_of("S", S)
+        for name, patterns in (("R", self.R), ("T", self.T), ("S", (self.S,) if self.S else ())):
+            for size in map(len, patterns):
+                if size != self.nodes:
+                    raise SparsityError(
+                        f"{name} is for {size} nodes, but the graph has {self.nodes}."
+                    )
         for pattern in self.T:
             _check_symmetric("T", pattern, "because J is skew-symmetric; use T + T^T")
-        self.S = None if S is None else links_of("S", S, self.nodes)
         if sizes is None or isinstance(sizes, int):
             sizes = (1 if sizes is None else sizes,) * self.nodes
         if len(sizes) != self.nodes:
@@ -219,8 +215,9 @@ class Graph:
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
         """Each node with its up to four neighbours on a grid."""
-        edges = [(i * columns + k, i * columns + k + 1) for i, k in _cells(rows, columns - 1)]
-        edges += [(i * columns + k, (i + 1) * columns + k) for i, k in _cells(rows - 1, columns)]
+        nodes = range(rows * columns)
+        edges = [(i, i + 1) for i in nodes if (i + 1) % columns]
+        edges += [(i, i + columns) for i in nodes[:-columns]]
         return cls(from_edges(rows * columns, edges), sizes=size)
 
 
@@ -237,15 +234,12 @@ def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
     )
 
 
-class Tree:
+class Tree(NamedTuple):
     """Parents and depths of all nodes, counted from the root."""
 
-    def __init__(self, root: int, parent: tuple[int, ...], depth: tuple[int, ...]) -> None:
-        self.root, self.parent, self.depth = root, parent, depth
-
-
-def _cells(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    return ((i, k) for i in range(rows) for k in range(columns))
+    root: int
+    parent: tuple[int, ...]
+    depth: tuple[int, ...]
 
 
 def _patterns(name: str, given: Any) -> tuple[Links, ...]:

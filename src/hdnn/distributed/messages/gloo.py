@@ -17,23 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hdnn.distributed.transport import (
-    DistributedError,
-    Message,
-    Pending,
-    Transport,
-    Works,
-    check_timeout,
-    short,
-)
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, Works, short
 from hdnn.errors import OptionError
-from hdnn.training.processes.meeting import (
-    Fault,
-    first_fault,
-    gloo_group,
-    report_fault,
-    variable,
-)
+from hdnn.training.processes import meeting
+from hdnn.training.processes.meeting import Fault, first_fault
 
 PATIENCE = 2.0  # seconds to wait for what a lost part reported about others
 PAUSE = 0.2  # seconds between two looks at the store, at most
@@ -67,11 +54,14 @@ class Gloo(Transport):
         if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
         self.store, self.faults, self.everyone = store, faults or store, everyone or parts
-        self.name, self.timeout, self.met = name, check_timeout(timeout), False
+        if not timeout > 0:
+            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
+        self.name, self.timeout, self.met = name, timeout, False
         self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
         try:
-            with variable("TORCH_GLOO_LAZY_INIT", "1"):  # else everybody is connected to everybody
-                self.group = gloo_group(store, part, parts, timeout)
+            # Otherwise everybody would be connected to everybody.
+            with meeting.variable("TORCH_GLOO_LAZY_INIT", "1"):
+                self.group = meeting.gloo_group(store, part, parts, timeout)
         except RuntimeError as error:
             raise DistributedError(
                 f"{name(part)} cannot open a connection: {short(error)}"
@@ -159,7 +149,7 @@ class Gloo(Transport):
         self.faulty = True
         with contextlib.suppress(RuntimeError):
             self.faults.set_timeout(timedelta(seconds=PATIENCE))
-            return report_fault(self.faults, Fault(message, lost))
+            return meeting.report_fault(self.faults, Fault(message, lost))
         return Fault(message, lost)
 
     def report(self, message: str) -> str:

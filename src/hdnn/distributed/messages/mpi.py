@@ -24,16 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hdnn.distributed.transport import (
-    DistributedError,
-    Message,
-    Pending,
-    Transport,
-    Works,
-    check_timeout,
-    short,
-)
-from hdnn.errors import MissingExtraError, require
+from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, Works, short
+from hdnn.errors import MissingExtraError, OptionError, require
 
 LARGEST = 2**31 - 1  # bytes of one message: MPI counts them by an int
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # where an mpiexec says how many it has started
@@ -78,7 +70,9 @@ class Mpi(Transport):
         timeout: float = 60.0,
         name: Callable[[int], str] = "part {}".format,
     ) -> None:
-        self.name, self.timeout, self.fault = name, check_timeout(timeout), ""
+        if not timeout > 0:
+            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
+        self.name, self.timeout, self.fault = name, timeout, ""
         comm = world() if comm is None else comm
         super().__init__(comm.rank, comm.size)
         self.mpi, self.comm = _library(), comm.Dup()  # apart from other users of `comm`

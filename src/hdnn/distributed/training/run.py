@@ -20,7 +20,7 @@ import torch
 
 from hdnn._version import __version__
 from hdnn.base.config import BaseConfig, option
-from hdnn.base.files import as_path, remove_leftovers, write_atomically
+from hdnn.base.files import as_path, write_atomically
 from hdnn.data import planar
 from hdnn.distributed.graph.file import matrix_of
 from hdnn.distributed.graph.graph import Graph
@@ -28,6 +28,7 @@ from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import SHEARS, GraphNetwork
 from hdnn.distributed.training import sources
+from hdnn.distributed.training.shards import make_folder
 from hdnn.distributed.training.training import Training
 from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError
@@ -233,11 +234,7 @@ def _claim(home: Path, config: Config, resume: bool) -> None:
             raise CheckpointError(f"{home} has another training; choose another folder.")
         if not resume:
             raise CheckpointError(f"{home} has a training; resume it, or choose another folder.")
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(home)
-    except OSError as error:
-        raise CheckpointError(f"cannot write to the folder {home}: {error.strerror}.") from error
+    make_folder(home)
     write_atomically(path, config.text().encode())
 
 

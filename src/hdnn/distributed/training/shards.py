@@ -21,6 +21,15 @@ KEPT = 3  # newest shards of each node
 FORMAT = 1
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, or clear what a kill has left in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror}.") from error
+
+
 class StrangeError(CheckpointError):
     """A shard that is whole, but of another training."""
 
@@ -40,12 +49,7 @@ class Shards:
     def prepare(self) -> None:
         """Make the folders, and clear what a kill has left in them."""
         for node in self.nodes:
-            home = self._home(node)
-            try:
-                home.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(home)
-            except OSError as error:
-                raise CheckpointError(f"cannot write to {home}: {error.strerror}.") from error
+            make_folder(self._home(node))
 
     def save(self, node: int, step: int, tensors: dict[str, Tensor], note: dict[str, Any]) -> None:
         """Write one shard, then delete old ones, and later ones left from before a resume."""
