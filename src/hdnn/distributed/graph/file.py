@@ -222,13 +222,10 @@ def _sizes(given: Any, nodes: int, name: str) -> tuple[int, ...]:
 
 
 def _pairs(table: dict[str, Any], key: str, nodes: int, name: str, other: str = "") -> Links:
-    given = table[key]
+    given, needed = table[key], f"{key} of {name} must be pairs of nodes"
     if not isinstance(given, list):
-        raise SparsityError(
-            f"{key} of {name} must be pairs of nodes from 0 to {nodes - 1}{other}, but is "
-            f"{shown(given)}."
-        )
-    return from_edges(nodes, given, f"{key} of {name}", other)
+        raise SparsityError(f"{needed} from 0 to {nodes - 1}{other}, but is {shown(given)}.")
+    return from_edges(nodes, given, needed, other)
 
 
 def _pattern(table: dict[str, Any], key: str, nodes: int, name: str) -> Links:

@@ -58,17 +58,17 @@ def _check_rows(name: str, links: Links) -> None:
             )
 
 
-def from_edges(nodes: int, edges: Iterable[Any], name: str = "edges", other: str = "") -> Links:
+def from_edges(
+    nodes: int, edges: Iterable[Any], needed: str = "an edge is a pair of nodes", other: str = ""
+) -> Links:
     """The neighbours that undirected edges make, each node with itself.
 
-    An error says what `name` must be, which may be something `other` than pairs as well.
+    An error begins with what is `needed`, and names what may be given instead, if anything.
     """
     pairs = [*edges]
     if not _are_pairs(pairs, nodes):
         bad = next(pair for pair in pairs if not _are_pairs([pair], nodes))
-        raise SparsityError(
-            f"{name} must be pairs of nodes from 0 to {nodes - 1}{other}, but has {shown(bad)}."
-        )
+        raise SparsityError(f"{needed} from 0 to {nodes - 1}{other}, but has {shown(bad)}.")
     ends = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs))
     i, k = ends.reshape(-1, 2).T
     itself = np.arange(nodes)
