@@ -9,7 +9,7 @@ import torch
 
 import hdnn
 from hdnn import plotting
-from hdnn.analysis.refinement import Convergence
+from hdnn.analysis import Convergence
 from hdnn.data import planar
 from hdnn.errors import MissingExtraError, ShapeError
 from hdnn.training import History

@@ -8,18 +8,16 @@ in their markers, lines in their dashes, so that a print in grey can be read.
 from hdnn.plotting.curves import (
     certificate_norms,
     certificates_norms,
-    gradient_surface,
-    sensitivity_norms,
-    training_history,
-)
-from hdnn.plotting.growth import (
     convergence,
+    gradient_surface,
     layer_growth,
     perturbation_growth,
     sensitivity_growth,
+    sensitivity_norms,
+    training_history,
 )
+from hdnn.plotting.figures import BLACK, BLUE, CLASSES, GREEN, ORANGE, PURPLE, RED, SKY, STYLES
 from hdnn.plotting.regions import decision_regions, phase_portrait, trajectories
-from hdnn.plotting.styles import BLACK, BLUE, CLASSES, GREEN, ORANGE, PURPLE, RED, SKY, STYLES
 
 __all__ = [
     "BLACK",

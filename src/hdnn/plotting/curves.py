@@ -1,22 +1,36 @@
-"""Curves of a network and of its training: norms of dy_N/dy_j, losses, accuracies."""
+"""Curves: of a training, of the norms of dy_N/dy_j, and of how sensitivities and errors grow."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hdnn.errors import ShapeError, require
-from hdnn.plotting.figures import axes_of, legend_below, log_scale
-from hdnn.plotting.styles import BLACK, BLUE, GREEN, RED, SKY
+from hdnn.plotting.figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    LEVEL_1,
+    RED,
+    SKY,
+    STYLES,
+    axes_of,
+    finished,
+    log_scale,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hdnn.analysis import Certificate, GradientMonitor
+    from hdnn.analysis import Certificate, Convergence, GradientMonitor
     from hdnn.training import History
+
+NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 
 
 def training_history(
@@ -26,31 +40,30 @@ def training_history(
 
     `test` are accuracies on test data after each epoch, whose wrong labels are drawn too.
     """
-    ax = axes_of(ax, (6.0, 3.8))
+    ax = axes_of(ax)
     epochs = range(1, len(history.loss) + 1)
     marker = "o" if len(history.loss) < 3 else ""
     ax.plot(epochs, history.loss, color=BLUE, marker=marker, label="loss")
-    if history.accuracy:
-        # Zero mistakes have no logarithm: such epochs are left out, and the legend says so.
-        wrong = [1 - a if a < 1 else math.nan for a in history.accuracy]
-        last = max((epoch for epoch, w in zip(epochs, wrong, strict=True) if w > 0), default=0)
-        label = "wrong labels"
-        if last < len(wrong):
-            label += f" (none from epoch {last + 1} on)"
-        ax.plot(epochs, wrong, color=RED, linestyle="--", marker=marker, label=label)
-    if test:
-        wrong = [1 - a if a < 1 else math.nan for a in test]
-        label = "wrong labels, test"
-        ax.plot(epochs, wrong, color=GREEN, linestyle="-.", marker=marker, label=label)
+    # Zero mistakes have no logarithm: such epochs are left out, and the legend says so.
+    last = max((epoch for epoch, a in enumerate(history.accuracy, 1) if a < 1), default=0)
+    none = f" (none from epoch {last + 1} on)" if last < len(history.accuracy) else ""
+    for accuracies, color, linestyle, label in (
+        (history.accuracy, RED, "--", f"wrong labels{none}"),
+        (test, GREEN, "-.", "wrong labels, test"),
+    ):
+        if accuracies:
+            wrong = [1 - a if a < 1 else math.nan for a in accuracies]
+            ax.plot(epochs, wrong, color=color, linestyle=linestyle, marker=marker, label=label)
     if all(loss > 0 for loss in history.loss):
         log_scale(ax)
-    ax.set(xlabel="epoch", ylabel="mean over minibatches", title="Training")
-    ax.xaxis.set_major_locator(
-        require("matplotlib.ticker", extra="plot").MaxNLocator(integer=True, steps=[1, 2, 5, 10])
-    )
+    ticker = require("matplotlib.ticker", extra="plot")
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.grid(alpha=0.3)
-    legend_below(ax, columns=3 if test else 2)
-    return ax
+    columns = 3 if test else 2
+    return finished(ax, columns, xlabel="epoch", ylabel="mean over minibatches", title="Training")
+
+
+# Norms of dy_N/dy_j
 
 
 def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:
@@ -80,17 +93,14 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
 def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
     """The curves of several certificates side by side, those of the parts of one network."""
     count = len(certificates)
-    ax = axes_of(None, (1.0 + 4.2 * count, 3.8))
-    figure = ax.figure
-    figure.clear()
-    for k, one in enumerate(certificates, 1):
-        ax = certificate_norms(one, figure.add_subplot(1, count, k))  # pyright: ignore
+    panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(1, count, squeeze=False)[0]
+    for k, (one, ax) in enumerate(zip(certificates, panels, strict=True), 1):
+        certificate_norms(one, ax)
         if not one.broken:
             ax.set_title(f"Unit {k}: {one.samples} image{'s' * (one.samples != 1)}")
-        legend = ax.get_legend()
-        if legend is not None and k != (count + 1) // 2:  # one is enough, in the middle
-            legend.remove()
-    return ax
+        if k != (count + 1) // 2:  # one legend is enough, in the middle
+            ax.get_legend().remove()
+    return panels[-1]
 
 
 def gradient_surface(
@@ -104,7 +114,7 @@ def gradient_surface(
     if not monitor.records:
         raise ShapeError("the monitor has recorded nothing yet.")
     colors = require("matplotlib.colors", extra="plot")
-    ax = axes_of(ax, (6.0, 3.8))
+    ax = axes_of(ax)
     values = monitor.table(name)[:, :-1].T.clamp_min(low)
     steps, layers = monitor.recorded_steps, range(len(values))
     # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
@@ -120,7 +130,7 @@ def gradient_surface(
     bar = ax.figure.colorbar(shown, ax=ax)
     powers = [*range(round(math.log10(low)), 1, 2), math.log10(reach)]
     bar.set_ticks(powers, labels=[f"{10**p:.2g}" for p in powers])
-    bar.set_label(r"$\|\partial y_N / \partial y_j\|_2$, " + name.replace("_", " "))
+    bar.set_label(f"{NORM}, {name.replace('_', ' ')}")
     ax.set(xlabel="iteration", ylabel="layer $j$")
     return ax
 
@@ -128,17 +138,123 @@ def gradient_surface(
 def _norm_curves(
     layers: list[int], curves: dict[str, list[float]], samples: int, ax: Axes | None
 ) -> Axes:
-    ax = axes_of(ax, (6.0, 3.8))
+    ax = axes_of(ax)
     least, most = curves["smallest"], curves["largest"]
     ax.fill_between(layers, least, most, color=SKY, alpha=0.25, linewidth=0)
     ax.plot(layers, most, color=RED, linestyle="--", label="largest")
     ax.plot(layers, curves["median"], color=BLUE, label="median")
     ax.plot(layers, least, color=GREEN, linestyle="-.", label="smallest")
-    ax.axhline(1.0, color=BLACK, linewidth=0.8, linestyle=":", label="norm 1")
+    ax.axhline(1.0, **LEVEL_1, label="norm 1")
     if min(least) > 0 and max(most) > 20 * min(least):
         log_scale(ax)
-    ax.set(xlabel="layer $j$", ylabel=r"$\|\partial y_N / \partial y_j\|_2$")
     ax.set_xlim(0, max(layers[-1], 1))
-    ax.set_title(f"Sensitivity of the output, {samples} sample{'s' * (samples != 1)}")
-    legend_below(ax, columns=4)
-    return ax
+    title = f"Sensitivity of the output, {samples} sample{'s' * (samples != 1)}"
+    return finished(ax, 4, xlabel="layer $j$", ylabel=NORM, title=title)
+
+
+# Growth: in continuous time, with depth, with the step
+
+
+def sensitivity_growth(
+    t: Tensor, Phi: Tensor, ax: Axes | None = None, *, slope: float | None = None
+) -> Axes:
+    """The entries and the norm of Phi = dy(T)/dy(T - t), (k, n, n), against t (k,).
+
+    `slope` adds the line that the norm swings below.
+    """
+    if Phi.ndim != 3 or t.shape != Phi.shape[:1]:
+        raise ShapeError(
+            f"t must be (k,) and Phi (k, n, n), but got {tuple(t.shape)} and {tuple(Phi.shape)}."
+        )
+    ax = axes_of(ax)
+    times, matrices = t.tolist(), Phi.detach().cpu().double()
+    if slope is not None:
+        line = (slope * t.double()).tolist()
+        ax.plot(times, line, color=RED, linestyle="--", label=f"{slope:.3f} $t$", zorder=3)
+    ax.plot(times, matrices.flatten(1).tolist(), color=SKY, lw=0.8)
+    ax.plot([], [], color=SKY, lw=0.8, label="entries")
+    norm = torch.linalg.matrix_norm(matrices, 2)
+    ax.plot(times, norm.tolist(), color=BLUE, lw=1.6, label="norm")
+    ax.axhline(1.0, **LEVEL_1, label="norm 1")
+    ax.set(xlim=(times[0], times[-1]), title="Growth of the BSM in continuous time")
+    return finished(ax, 4, xlabel="$t$", ylabel=r"$\partial y(T) / \partial y(T-t)$")
+
+
+def perturbation_growth(
+    curves: Mapping[float, tuple[Tensor, Tensor]],
+    ax: Axes | None = None,
+    *,
+    slope: float | None = None,
+    diameter: float | None = None,
+) -> Axes:
+    """The distance that states gamma apart have after t, over gamma: for each gamma (t, sizes).
+
+    `slope` adds the line of an infinitely small gamma, `diameter` the largest value for each gamma.
+    """
+    ax = axes_of(ax)
+    longest = max((float(t.max()) for t, _ in curves.values()), default=1.0)
+    if slope is not None:
+        span = [2.0 / slope, longest]
+        ax.plot(span, [slope * x for x in span], color=BLACK, lw=0.8, label=r"$\gamma \to 0$")
+    for i, (gamma, (t, sizes)) in enumerate(curves.items()):
+        style = {
+            **STYLES[i % len(STYLES)],
+            "marker": "",
+            "lw": 1.4,
+            "label": rf"$\gamma$ = {gamma:g}",
+        }
+        known = t > 0
+        ax.plot(t[known].tolist(), sizes[known].tolist(), **style)
+        if diameter is not None:
+            ax.axhline(diameter / gamma, color=style["color"], lw=0.8, linestyle=":")
+    if diameter is not None:
+        ax.plot([], [], color=BLACK, lw=0.8, linestyle=":", label=r"diameter / $\gamma$")
+    ax.set(xscale="log", yscale="log", xlabel="$t$", xlim=(1.0, longest))
+    ax.grid(alpha=0.3)
+    distance = r"$\|s(t, y + \gamma\beta) - s(t, y)\| / \gamma$"
+    title = "A finite perturbation grows until it spans the orbit"
+    return finished(ax, 3, ylabel=distance, title=title)
+
+
+def layer_growth(
+    curves: Mapping[str, Tensor], ax: Axes | None = None, *, rates: Sequence[float] | None = None
+) -> Axes:
+    """Norms of dy_N/dy_j against N - j, (N+1,) for each name, on a log scale.
+
+    `rates` adds the lines of growth by exp(rate) a layer, for rates other than 0.
+    """
+    ax = axes_of(ax)
+    for i, (name, sizes) in enumerate(curves.items()):
+        style = {**STYLES[i % len(STYLES)], "linestyle": ""}
+        every = max(1, len(sizes) // 32)
+        ax.plot(sizes.tolist(), **style, markersize=4, markevery=every, label=name)
+        if rates is not None and rates[i] > 0:
+            logs = sizes[-1].log() + rates[i] * torch.arange(1 - len(sizes), 1)
+            ax.plot(logs.exp().tolist(), color=style["color"], lw=1.0, zorder=1)
+    ax.axhline(1.0, **LEVEL_1)
+    ax.set_yscale("log")
+    ax.grid(alpha=0.3)
+    return finished(ax, 3, xlabel="layers $N - j$", ylabel=NORM, title="Growth per layer")
+
+
+def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> Axes:
+    """Errors against the flow of the ODE over the step h, with slopes of whole orders below."""
+    ax = axes_of(ax, height=4.6)
+    lowest: dict[int, Convergence] = {}  # by order
+    for i, (name, result) in enumerate(results.items()):
+        style = STYLES[i % len(STYLES)]
+        label = f"{name}: order {result.order:.2f}"
+        ax.plot(result.steps, result.errors, **style, lw=1.4, markersize=5, label=label)
+        if math.isfinite(result.order):
+            order = round(result.order)
+            other = lowest.setdefault(order, result)
+            lowest[order] = min(other, result, key=lambda each: each.errors[0])
+    for order, result in lowest.items():
+        steps, start = result.steps, 0.4 * result.errors[0]
+        slope = [start * (h / steps[0]) ** order for h in steps]
+        ax.plot(steps, slope, color=BLACK, lw=0.8, linestyle=":", zorder=1)
+        name = f"$h^{order}$ " if order > 1 else "$h$ "
+        ax.annotate(name, (steps[-1], slope[-1]), ha="right", va="center")
+    ax.set(xscale="log", yscale="log", title="Layers against the flow of their ODE")
+    ax.grid(alpha=0.3)
+    return finished(ax, 2, xlabel="step $h$", ylabel=r"$\max\,\|y_N - y(T)\|$")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hdnn.errors import SparsityError, require
-from hdnn.plotting.styles import BLACK, BLUE, GREEN, ORANGE, RED
+from hdnn.plotting.figures import BLACK, BLUE, GREEN, ORANGE, RED, new_figure
 from hdnn.sparsity import dependency
 
 if TYPE_CHECKING:
@@ -39,13 +39,8 @@ def graph_picture(R: Links, T: Links | None = None, S: Links | None = None) -> F
     blocks_J = np.eye(nodes, dtype=bool) if T is None else _matrix(T)
     allowed = None if S is None else _matrix(S)
     needed = dependency(blocks_J, blocks_K).numpy()
-    figure = require("matplotlib.figure", extra="plot").Figure(
-        figsize=(12.0, 6.4), dpi=150, layout="constrained"
-    )
-    require("matplotlib.backends.backend_agg", extra="plot").FigureCanvasAgg(figure)
-    layout = figure.get_layout_engine()
-    assert layout is not None
-    layout.set(w_pad=0.1, h_pad=0.1)
+    figure = new_figure(12.0, 6.4)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
     grid = figure.add_gridspec(2, 4)
     draw_links(figure.add_subplot(grid[:, :2]), blocks_K, blocks_J, allowed, needed)
     panels = [figure.add_subplot(grid[row, 2 + column]) for row in (0, 1) for column in (0, 1)]
@@ -84,24 +79,20 @@ def draw_links(
     thin, named = 1.0 if nodes <= 40 else 0.6, nodes <= NAMED
     none = np.zeros_like(R)
     spare, beyond = (none, none) if S is None else (S & ~used, needed & ~S)
-    styles: list[tuple[np.ndarray, str, dict[str, Any]]] = [
-        (_edges(R), "$R$", {"color": BLUE, "lw": 2.2 * thin, "zorder": 3}),
-        (_edges(T), "$T$", {"color": ORANGE, "lw": 6 * thin, "alpha": 0.55, "zorder": 2}),
-        (_edges(spare), "$S$ alone", {"color": GREY, "lw": thin, "zorder": 1}),
-        (
-            _edges(beyond),
-            "needed, not in $S$",
-            {"color": RED, "lw": 1.8 * thin, "linestyle": ":", "zorder": 4},
-        ),
-    ]
+    kinds: dict[str, tuple[np.ndarray, int, dict[str, Any]]] = {
+        "$R$": (R, 3, {"color": BLUE, "lw": 2.2 * thin}),
+        "$T$": (T, 2, {"color": ORANGE, "lw": 6 * thin, "alpha": 0.55}),
+        "$S$ alone": (spare, 1, {"color": GREY, "lw": thin}),
+        "needed, not in $S$": (beyond, 4, {"color": RED, "lw": 1.8 * thin, "linestyle": ":"}),
+    }
     collections = require("matplotlib.collections", extra="plot")
-    for edges, name, style in styles:
+    for name, (pattern, zorder, style) in kinds.items():
+        edges = _edges(pattern)
         if not len(edges):
             continue
         lines = [(spots[i], spots[k]) for i, k in edges[:: -(-len(edges) // DRAWN)]]
         cap = {} if "linestyle" in style else {"capstyle": "round"}
-        ax.add_collection(collections.LineCollection(lines, **style, **cap))
-        style = {k: v for k, v in style.items() if k != "zorder"}
+        ax.add_collection(collections.LineCollection(lines, zorder=zorder, **style, **cap))
         ax.plot([], [], label=f"{name}: {len(edges)} link{'s' * (len(edges) != 1)}", **style)
     size = 19 if nodes <= CIRCLE else max(2.5, min(14, (105 if named else 60) / math.sqrt(nodes)))
     ax.plot(
@@ -115,15 +106,9 @@ def draw_links(
         zorder=5,
     )
     if named:
-        for i, (x, y) in enumerate(spots):
-            ax.annotate(
-                f"{i}",
-                (x, y),
-                ha="center",
-                va="center_baseline",
-                fontsize=0.55 * size,
-                zorder=6,
-            )
+        text: dict[str, Any] = {"ha": "center", "va": "center_baseline", "zorder": 6}
+        for i, spot in enumerate(spots):
+            ax.annotate(f"{i}", tuple(spot), fontsize=0.55 * size, **text)
     low, high = spots.min(0), spots.max(0)
     middle, half = (low + high) / 2, max(float((high - low).max()) / 2, 0.5) * 1.1
     ax.set(aspect="equal", xlim=middle[0] + np.array([-half, half]))

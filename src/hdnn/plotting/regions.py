@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hdnn.data.planar import PlanarData
 from hdnn.errors import ShapeError
-from hdnn.plotting.figures import axes_of, legend_below
-from hdnn.plotting.styles import BLACK, CLASSES, STYLES
+from hdnn.plotting.figures import BLACK, CLASSES, STYLES, axes_of, finished
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +23,7 @@ def decision_regions(
 ) -> Axes:
     """The plane coloured by the class that `model` predicts, with up to `points` test points."""
     (left, right), (low, high) = data.domain
-    ax = axes_of(ax, (5.2, 1.1 + 4.2 * (high - low) / (right - left)))
+    ax = axes_of(ax, 5.2, 1.1 + 4.2 * (high - low) / (right - left))
     parameter = next(model.parameters())
     xs, ys = torch.linspace(left, right, grid), torch.linspace(low, high, grid)
     plane = torch.cartesian_prod(xs, ys).to(parameter)
@@ -40,11 +39,9 @@ def decision_regions(
         _points(ax, x[t == label], colour, marker, f"class {label}", size=3)
     if bool(wrong.any()):
         _points(ax, x[wrong], BLACK, "x", f"wrong ({int(wrong.sum())} of {len(t)})", size=5)
-    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal", xlabel="$x_1$", ylabel="$x_2$")
-    name = data.name.replace("_", " ").capitalize()
-    ax.set_title(f"{name}: test points on the predicted classes")
-    legend_below(ax, columns=3, markerscale=2)
-    return ax
+    ax.set(xlim=(left, right), ylim=(low, high), aspect="equal")
+    title = f"{data.name.replace('_', ' ').capitalize()}: test points on the predicted classes"
+    return finished(ax, 3, markerscale=2, xlabel="$x_1$", ylabel="$x_2$", title=title)
 
 
 def trajectories(
@@ -63,30 +60,20 @@ def trajectories(
     n = states.shape[-1]
     if len(features) != 2 or not all(-n <= i < n for i in features):
         raise ShapeError(f"features must be two of 0 .. {n - 1}, but got {features}.")
-    ax = axes_of(ax, (5.2, 4.8))
+    ax = axes_of(ax, 5.2, 4.8)
     a, b = (range(n)[i] for i in features)
     paths = states.detach().cpu()
     classes = torch.zeros(paths.shape[1]) if labels is None else labels.cpu()
     for label, (colour, marker) in enumerate(CLASSES):
-        chosen = paths[:, classes == label]
-        if not chosen.shape[1]:
+        x, y = (paths[:, classes == label, feature] for feature in (a, b))
+        if not x.shape[1]:
             continue
-        ax.plot(chosen[..., a].tolist(), chosen[..., b].tolist(), color=colour, lw=0.6, alpha=0.5)
+        ax.plot(x.tolist(), y.tolist(), color=colour, lw=0.6, alpha=0.5)
         name = "$y_N$" if labels is None else f"$y_N$, class {label}"
-        ends = chosen[-1]
-        ax.scatter(
-            ends[:, a].tolist(),
-            ends[:, b].tolist(),
-            s=14,
-            color=colour,
-            marker=marker,
-            label=name,
-            zorder=3,
-        )
-    ax.set(xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$")
-    ax.set_title(f"States through {len(paths) - 1} layers")
-    legend_below(ax, columns=2)
-    return ax
+        ends = {"s": 14, "color": colour, "marker": marker, "label": name, "zorder": 3}
+        ax.scatter(x[-1].tolist(), y[-1].tolist(), **ends)
+    title = f"States through {len(paths) - 1} layers"
+    return finished(ax, 2, xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$", title=title)
 
 
 def phase_portrait(
@@ -102,27 +89,22 @@ def phase_portrait(
     """
     if states.ndim != 3 or states.shape[-1] != 2 or not all(states.shape):
         raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
-    ax = axes_of(ax, (4.6, 4.8))
+    ax = axes_of(ax, 4.6, 4.8)
     for i, orbit in enumerate(states.detach().cpu().double().unbind(1)):
         style = STYLES[i % len(STYLES)]
         name = f"orbit {i + 1}" if names is None else names[i]
         p, q = orbit.T.tolist()
         ax.plot(p, q, **style, markevery=[0], lw=1.5, markersize=6, label=name)
         at = len(p) // 5
-        ax.annotate(
-            "",
-            xy=(p[at + 1], q[at + 1]) if at + 1 < len(p) else (p[at], q[at]),
-            xytext=(p[at], q[at]),
-            arrowprops={"arrowstyle": "-|>", "color": style["color"], "mutation_scale": 14},
-        )
+        then = min(at + 1, len(p) - 1)
+        arrow = {"arrowstyle": "-|>", "color": style["color"], "mutation_scale": 14}
+        ax.annotate("", xy=(p[then], q[then]), xytext=(p[at], q[at]), arrowprops=arrow)
     if energy is not None:
         reach = 1.15 * float(states.abs().max())
         side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
         H = energy(torch.cartesian_prod(side, side)).reshape(121, 121).T
         ax.contour(side, side, H, levels=12, colors=BLACK, alpha=0.18, linewidths=0.7)
-    ax.set(aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits")
-    legend_below(ax, columns=1)
-    return ax
+    return finished(ax, 1, aspect="equal", xlabel="$p$", ylabel="$q$", title="Orbits")
 
 
 def _points(ax: Axes, x: Tensor, colour: str, marker: str, label: str, size: float) -> None:
