@@ -225,8 +225,8 @@ def test_units_whose_states_are_not_finite_are_not_computed():
     with torch.no_grad():
         unit.K_p.mul_(1e6)
         unit.K_q.mul_(1e6)
-    y = Random(0)(2, 4, 3, 3).abs()
-    found = image_certificate._unit_certificate(unit.double().eval(), y, "float64", "images")
+    y, none = Random(0)(2, 4, 3, 3).abs(), torch.zeros(2, dtype=torch.bool)
+    found = image_certificate._unit_certificate(unit.double().eval(), y, F64, "images", none)
     assert (found.status, found.holds, found.computed) == ("not computed", None, 0)
     whole = image_certificate.Certificates("net", (found,))
     assert "not finite" in whole.unknown
@@ -237,12 +237,12 @@ def test_units_whose_states_are_not_finite_are_not_computed():
 def test_lanczos_that_has_not_seen_norm_1_yet_breaks_nothing(monkeypatch):
     monkeypatch.setattr(image_certificate, "STEPS", 1)
     monkeypatch.setattr(image_certificate, "MORE", 1)
-    seen = set()
+    seen, none = set(), torch.zeros(1, dtype=torch.bool)
     for seed in range(30):
         torch.manual_seed(seed)
         unit = hdnn.HamiltonianUnit(4, 2, network="h2", step=0.05, dtype=F64).eval()
         y = Random(seed)(1, 4, 24, 24)  # 2304 entries: too many for the whole matrix
-        found = image_certificate._unit_certificate(unit, y, "float64", "images")
+        found = image_certificate._unit_certificate(unit, y, F64, "images", none)
         assert not found.broken
         seen.add(found.holds)
     assert seen == {True, None}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.analysis.copies import exact, rows
-from hdnn.analysis.measured import Measured
+from hdnn.analysis.measured import MeasuredNetwork
 from hdnn.errors import HDNNError, OptionError
 from hdnn.networks import ODENetwork
 from hdnn.networks.promise import own_methods
@@ -124,7 +124,7 @@ def bounds(
         raise OptionError(f"no bound is known for {type(net).__name__}: {net.guarantee().why}.")
     if y is not None and measured is None:
         net = exact(net)
-        return bounds_of(net, Measured(net, rows(y, net.features)).singular_range())
+        return bounds_of(net, MeasuredNetwork(net, rows(y, net.features)).singular_range())
     # Numbers given by the user come from matrices, whose rounding is relative to the larger one.
     return bounds_of(
         net, measured, 1.0 if measured is None else measured[1] / max(measured[0], TINY)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hdnn import plotting
 from hdnn.analysis.bounds import Bound, bounds_of
 from hdnn.analysis.copies import embedded, exact, lost_in_own_dtype, rows
-from hdnn.analysis.measured import HIDDEN, Measured
+from hdnn.analysis.measured import Measured, MeasuredNetwork
 from hdnn.base.files import finite
 from hdnn.errors import DataError, OptionError, positive_int
 from hdnn.model import Model
@@ -185,15 +185,18 @@ def certify(
         raise OptionError(
             f"certify takes a hdnn.Model or a network of hdnn, but got {type(model).__name__}."
         )
-    given, twin = next(model.parameters()), exact(model)
+    own, twin = next(model.parameters()).dtype, exact(model)
     net, width = (twin.net, twin.inputs) if isinstance(twin, Model) else (twin, twin.features)
     for name, weight in (*net.named_parameters(), *net.named_buffers()):
         if not bool(torch.isfinite(weight).all()):
             raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
     x = _points(y, width, positive_int("samples", samples), net, seed)
     lost, (_, y_0) = lost_in_own_dtype(model, x), embedded(twin, x)
+    seen, bounds = MeasuredNetwork(net, y_0, lost), ()
+    if isinstance(net, ODENetwork) and not own_methods(net):
+        bounds = tuple(bounds_of(net, seen.singular_range()))
     where = points or ("random points" if y is None else "points")
-    return _certificate(net, y_0, str(given.dtype).removeprefix("torch."), where, lost)
+    return compared(repr(net), guarantee(net), seen, lost, dtype=own, points=where, bounds=bounds)
 
 
 def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int) -> Tensor:
@@ -208,77 +211,68 @@ def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int)
     return y
 
 
-@torch.no_grad()
-def _certificate(net: Network, y: Tensor, dtype: str, points: str, lost: Tensor) -> Certificate:
-    seen, promise = Measured(net, y, lost), guarantee(net)
-    holds, why = None, seen.why or (overflows(dtype) if bool(lost.any()) else "")
-    if promise.holds and len(seen.computed):
-        holds, doubt = judged(seen.smallest, 0.0 if seen.smallest >= 1 else seen.slack())
-        why = why or doubt
-        if len(seen.computed) < len(y) and holds:
-            holds = None
-    plain = not own_methods(net)
-    shown = torch.linspace(0, net.layers, min(POINTS, net.layers + 1)).round().long()
+def compared(
+    network: str,
+    promise: Guarantee,
+    seen: Measured,
+    lost: Tensor,
+    *,
+    dtype: torch.dtype,
+    points: str,
+    bounds: tuple[Bound, ...] = (),
+) -> Certificate:
+    """The certificate of a promise, given the norms that were measured in a copy in float64.
+
+    Samples that are `lost` (B,), because the network itself overflows in its own dtype, count as
+    not computed.
+    """
+    kind = str(dtype).removeprefix("torch.")
+    layers, norms = [*seen.layers, seen.depth], seen.norms.clone()
+    norms[:-1, lost] = torch.nan
+    inner, fine = norms[:-1], ~norms.isnan().any(0)
+    least, _, most = (each.item() for each in over_samples(inner.flatten()))
+    row, sample = divmod(int(inner.nan_to_num(torch.inf).argmin()), len(fine))
+    holds, why = None, seen.why
+    if not why and bool(lost.any()):
+        why = f"the outputs of the network itself, in {kind}, are not finite"
+    if promise.holds and bool(fine.any()):
+        holds, doubt = seen.judged(least)
+        holds, why = None if holds and not bool(fine.all()) else holds, why or doubt
+    parts = torch.arange(len(inner)).tensor_split(min(RANGES, len(inner)))
+    shown = torch.linspace(0, len(inner), min(POINTS, len(norms))).round().long()
+    curves = zip(("smallest", "median", "largest"), over_samples(norms[shown]), strict=True)
     return Certificate(
-        network=repr(net),
-        layers=net.layers,
-        features=net.features,
-        dtype=dtype,
-        samples=len(y),
+        network=network,
+        layers=seen.depth,
+        features=seen.features,
+        dtype=kind,
+        samples=len(fine),
         points=points,
         guaranteed=promise.holds,
         theorem=promise.theorem,
         guarantee=promise.why,
-        smallest_norm=seen.smallest,
-        smallest_at=seen.smallest_at,
-        largest_norm=seen.largest,
+        smallest_norm=least,
+        smallest_at=(layers[row], sample) if bool(fine.any()) else None,
+        largest_norm=most,
         holds=holds,
         symplectic_defect=seen.defect,
-        symplectic=seen.symplectic if plain and net.symplectic else None,
-        bounds=_bounds(net, seen) if plain else (),
+        symplectic=seen.symplectic,
+        bounds=bounds,
         overflow=seen.overflow,
-        ranges=_ranges(seen.norms[:-1]),
-        by_layer=norm_curves(shown.tolist(), seen.norms[shown]),
-        computed=len(seen.computed),
+        ranges=tuple(_range(layers[part[0]], layers[part[-1]], inner[part]) for part in parts),
+        by_layer={
+            "layers": [layers[k] for k in shown],
+            **{name: curve.tolist() for name, curve in curves},
+        },
+        computed=int(fine.sum()),
         trouble=why,
     )
 
 
-def overflows(dtype: str) -> str:
-    """Why nothing is certified although the copy in float64 is finite."""
-    return f"the outputs of the network itself, in {dtype}, are not finite"
-
-
-def _bounds(net: Network, seen: Measured) -> tuple[Bound, ...]:
-    return tuple(bounds_of(net, seen.singular_range())) if isinstance(net, ODENetwork) else ()
-
-
-def judged(norm: float, slack: float) -> tuple[bool | None, str]:
-    """Whether a computed norm is at least 1, up to its rounding; if unknown, also why."""
-    if norm >= 1 - min(slack, HIDDEN):
-        return True, ""
-    if norm >= 1 - slack:
-        return None, f"a norm of {norm:.6g} is below 1 by less than rounding can make it"
-    return False, ""
-
-
-def _ranges(norms: Tensor) -> tuple[dict[str, float], ...]:
-    """The smallest and largest norm in each of a few ranges of layers j."""
-    parts = torch.arange(len(norms)).tensor_split(min(RANGES, len(norms)))
-    return tuple(norm_range(int(part[0]), norms[part]) for part in parts)
-
-
-def norm_range(first: int, norms: Tensor) -> dict[str, float]:
-    """The smallest and largest norm of some layers (L, B), starting at layer `first`."""
+def _range(first: int, last: int, norms: Tensor) -> dict[str, float]:
+    """The smallest and the largest norm of some layers."""
     least, _, most = over_samples(norms.flatten())
-    ends = {"from": first, "to": first + len(norms) - 1}
-    return {**ends, "smallest": least.item(), "largest": most.item()}
-
-
-def norm_curves(layers: list[int], norms: Tensor) -> dict[str, list[Any]]:
-    """Smallest, median and largest norm for each of the layers."""
-    curves = zip(("smallest", "median", "largest"), over_samples(norms), strict=True)
-    return {"layers": layers, **{name: curve.tolist() for name, curve in curves}}
+    return {"from": first, "to": last, "smallest": least.item(), "largest": most.item()}
 
 
 def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:

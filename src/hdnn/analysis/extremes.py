@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 
-from hdnn.analysis.lanczos import Product, bidiagonalise, shortfall
-from hdnn.analysis.sensitivity import singular_values
+from hdnn.analysis.lanczos import Product, Singular, bidiagonalise, shortfall
+from hdnn.analysis.sensitivity import chosen_layers, singular_values
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
 from hdnn.networks import Network
 from hdnn.networks.promise import own_methods
@@ -30,7 +29,7 @@ class Traced:
 
     def __init__(self, function: Function, y: Tensor) -> None:
         self.out, pull = vjp(function, y)[:2]
-        self.backwards: Function = lambda u: pull(u)[0]
+        self.backwards: Function = lambda u: pull(u.reshape(self.out.shape))[0]
         # u -> M^T u is linear: its own derivative, backwards, is v -> M v, wherever it is taken.
         push = vjp(self.backwards, torch.zeros_like(self.out))[1]
         self.forwards: Function = lambda v: push(v)[0]
@@ -42,23 +41,6 @@ class Traced:
         # Different numbers of the same sign, so that they do not cancel by chance.
         zeros = self.out == 0
         return 0 if self.backwards(zeros * (1 + draw)).any() else int(zeros.sum())
-
-
-@overload
-def extreme_singular_values(
-    function: Function,
-    y: Tensor,
-    *,
-    steps: int = ...,
-    seed: int = ...,
-    errors: Literal[False] = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def extreme_singular_values(
-    function: Function, y: Tensor, *, steps: int = ..., seed: int = ..., errors: Literal[True]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
 def extreme_singular_values(
@@ -95,16 +77,16 @@ def extreme_singular_values(
                 "leave pooling and padding out."
             )
         with torch.no_grad():
-            products = _product(one, [M.forwards]), _product(M.out, [M.backwards])
-            low, high, _ = bidiagonalise(*products, n, steps, one, seed)
-        if not bool(M.out.isfinite().all()):
+            low, high, _ = _by_lanczos([M], one, steps, seed)
+        if not (bool(M.out.isfinite().all()) and math.isfinite(high.value)):
             found.append((math.nan, math.nan, math.inf, math.inf))
             continue
         rounding = _rounding(one, depth) * high.value
-        row = (low.value, high.value, low.residual + rounding, high.residual + rounding)
+        error = high.residual + rounding
         if paired and high.value > 0:
-            row = (1 / high.value, high.value, row[3] / high.value**2, row[3])
-        found.append(row)
+            found.append((1 / high.value, high.value, error / high.value**2, error))
+        else:
+            found.append((low.value, high.value, low.residual + rounding, error))
     table = torch.tensor(found, dtype=torch.float64).reshape(-1, 4).to(y)
     return table.unbind(1)[: 4 if errors else 2]
 
@@ -150,13 +132,12 @@ class Extremes(NamedTuple):
     largest_missed: Tensor
 
 
-class _Found(NamedTuple):
-    smallest: float
-    largest: float
-    smallest_error: float = 0.0
-    largest_error: float = 0.0
-    smallest_missed: float = 0.0
-    largest_missed: float = 0.0
+class Value(NamedTuple):
+    """A singular value, its error and what it may have missed, as `Extremes` has them."""
+
+    value: float
+    error: float = 0.0
+    missed: float = 0.0
 
 
 def unit_extremes(
@@ -190,8 +171,7 @@ def unit_extremes(
             "for other layers take chain_extremes."
         )
     chains = [unit.layer_derivatives(one) for one in y.split(1)]
-    how = _of_inverse if smallest else _by_lanczos
-    return _extremes(chains, y, how, layers, steps, dense, seed)
+    return _extremes(chains, y, layers, steps, dense, seed, undo=smallest)
 
 
 def chain_extremes(
@@ -221,124 +201,96 @@ def chain_extremes(
             state = chain[-1].out
         fine = all(bool(M.out.isfinite().all()) for M in chain)
         chains.append(chain if fine else [Unknown()] * len(chain))
-    return _extremes(chains, y, _of_zeros, layers, steps, dense, seed)
+    return _extremes(chains, y, layers, steps, dense, seed, undo=False)
 
 
+@torch.no_grad()
 def _extremes(
     chains: Sequence[Sequence[Any]],
     y: Tensor,
-    smallest: Callable[..., _Found],
     layers: Iterable[int] | None,
     steps: int,
     dense: int,
     seed: int,
+    *,
+    undo: bool,
 ) -> Extremes:
     positive_int("steps", steps)
     if not chains[0] or not len(y):
         raise ShapeError(f"there are no {'samples' if chains[0] else 'layers'} to look at.")
-    N = len(chains[0])
-    wanted = list(range(N)) if layers is None else list(layers)
-    for j in wanted:
-        if not isinstance(j, Integral) or not 0 <= j < N:
-            raise ShapeError(f"layers must be whole numbers in 0 .. {N - 1}, but got {j!r}.")
-    with torch.no_grad():
-        found = [
-            [_found(chain[j:], y[:1], smallest, steps, dense, seed) for chain in chains]
-            for j in wanted
-        ]
-    table = torch.tensor(found, dtype=torch.float64).reshape(len(wanted), len(chains), -1)
-    return Extremes(wanted, *table.unbind(-1))
+    wanted = chosen_layers(layers, len(chains[0]) - 1)
+    found = [
+        [_pair(chain[j:], y[:1], steps, dense, seed, undo) for chain in chains] for j in wanted
+    ]
+    table = torch.tensor(found, dtype=torch.float64).reshape(len(wanted), len(chains), 2, 3)
+    return Extremes(wanted, *table.mT.flatten(-2).unbind(-1))
 
 
-def _found(
-    chain: Sequence[Any],
-    state: Tensor,
-    smallest: Callable[..., _Found],
-    steps: int,
-    dense: int,
-    seed: int,
-) -> _Found:
-    if state.numel() > dense:
-        return smallest(chain, state, steps, seed)
-    found = _by_matrix(chain, state)
-    if smallest is not _of_inverse or not math.isfinite(found.largest):
-        return found
-    if chain[-1].symplectic:
-        return found._replace(smallest=1 / found.largest, smallest_error=found.largest_error)
-    if found.smallest_error <= TOLERANCE:
-        return found
-    return _of_inverse(chain, state, steps, seed)._replace(
-        largest=found.largest, largest_error=found.largest_error, largest_missed=0.0
+def _pair(
+    chain: Sequence[Any], state: Tensor, steps: int, dense: int, seed: int, undo: bool
+) -> tuple[Value, Value]:
+    """The smallest and the largest singular value of the product of a chain of derivatives."""
+    last, whole = chain[-1], state.numel() <= dense
+    found = _by_matrix(chain, state) if whole else _by_lanczos(chain, state, steps, seed)
+    low, high = _with_errors(*found, state, len(chain))
+    if isinstance(last, Traced):
+        return Value(0.0) if last.dead() else low, high
+    if not undo or not math.isfinite(high.value):
+        return low, high
+    if whole and last.symplectic:
+        return high._replace(value=1 / high.value), high
+    if whole and low.error <= TOLERANCE:
+        return low, high
+    return _by_inverse(chain, state, steps, seed) or low, high
+
+
+def _with_errors(
+    low: Singular, high: Singular, steps: int, state: Tensor, depth: int
+) -> tuple[Value, Value]:
+    """What so many steps found, with relative errors."""
+    if not math.isfinite(high.value):
+        unknown = Value(math.nan, math.inf, math.inf)
+        return unknown, unknown
+    n, rounding = state.numel(), _rounding(state, depth) * high.value
+    low_error, high_error = ((x.residual + rounding) / max(x.value, TINY) for x in (low, high))
+    return (
+        Value(low.value, low_error, missed=0.0 if steps == n else math.inf),
+        Value(high.value, high_error, missed=shortfall(n, steps)),
     )
 
 
-def _by_matrix(chain: Sequence[Any], state: Tensor) -> _Found:
-    """By all singular values of the whole matrix."""
+def _by_matrix(chain: Sequence[Any], state: Tensor) -> tuple[Singular, Singular, int]:
+    """From all singular values of the whole matrix, as n steps of Lanczos would find them."""
     n = state.numel()
     rows = torch.eye(n, dtype=state.dtype, device=state.device).reshape(n, *state.shape)
     for M in chain:
         rows = torch.func.vmap(M.forwards)(rows)
     values = singular_values(rows.reshape(n, n))
-    found = _with_errors(float(values[-1]), float(values[0]), state, len(chain))
-    if isinstance(chain[-1], Traced) and chain[-1].dead():
-        return found._replace(smallest=0.0, smallest_error=0.0)
-    return found
+    return Singular(float(values[-1]), 0.0), Singular(float(values[0]), 0.0), n
 
 
-def _with_errors(
-    low: float, high: float, state: Tensor, depth: int, residuals: tuple[float, float] = (0.0, 0.0)
-) -> _Found:
-    """The values with their errors, rounding included."""
-    if not math.isfinite(high):
-        return _Found(math.nan, math.nan, *[math.inf] * 4)
-    rounding = _rounding(state, depth) * high
-    errors = [
-        (residual + rounding) / max(value, TINY)
-        for value, residual in zip((low, high), residuals, strict=True)
-    ]
-    return _Found(low, high, *errors)
+def _by_lanczos(
+    chain: Sequence[Any], state: Tensor, steps: int, seed: int
+) -> tuple[Singular, Singular, int]:
+    forwards = _product(state, [M.forwards for M in chain])
+    backwards = _product(state, [M.backwards for M in reversed(chain)])
+    return bidiagonalise(forwards, backwards, state.numel(), steps, state, seed)
 
 
-def _of_inverse(chain: Sequence[Derivative], state: Tensor, steps: int, seed: int) -> _Found:
-    """The largest value, and one over the largest of the inverse."""
-    found = _by_lanczos(chain, state, steps, seed)
-    if not math.isfinite(found.largest):
-        return found
+def _by_inverse(chain: Sequence[Derivative], state: Tensor, steps: int, seed: int) -> Value | None:
+    """The smallest value as one over the largest of the inverse; None if that is not found."""
     n = state.numel()
     undo = _product(state, [M.undo for M in reversed(chain)])
     undo_backwards = _product(state, [M.undo_backwards for M in chain])
     try:
-        _, inverse, k = bidiagonalise(undo, undo_backwards, n, steps, state, seed)
-    except ConvergenceError:  # then the upper bound without an inverse is all there is
-        return found
-    if not math.isfinite(inverse.value):
-        return found
+        _, found, k = bidiagonalise(undo, undo_backwards, n, steps, state, seed)
+    except ConvergenceError:
+        return None
+    if not math.isfinite(found.value):
+        return None
     solved = 0.0 if chain[-1].symplectic else TOLERANCE
-    return found._replace(
-        smallest=1 / inverse.value,
-        smallest_error=inverse.residual / inverse.value + _rounding(state, len(chain)) + solved,
-        smallest_missed=shortfall(n, k),
-    )
-
-
-def _of_zeros(chain: Sequence[Traced], state: Tensor, steps: int, seed: int) -> _Found:
-    """Both values by one run of Lanczos, unless the smallest is known to be 0."""
-    found = _by_lanczos(chain, state, steps, seed)
-    if isinstance(chain[-1], Traced) and chain[-1].dead():
-        return found._replace(smallest=0.0, smallest_error=0.0, smallest_missed=0.0)
-    return found
-
-
-def _by_lanczos(chain: Sequence[Any], state: Tensor, steps: int, seed: int) -> _Found:
-    n = state.numel()
-    forwards = _product(state, [M.forwards for M in chain])
-    backwards = _product(state, [M.backwards for M in reversed(chain)])
-    low, high, k = bidiagonalise(forwards, backwards, n, steps, state, seed)
-    found = _with_errors(low.value, high.value, state, len(chain), (low.residual, high.residual))
-    if not math.isfinite(found.largest):
-        return found
-    missed = 0.0 if k == n else math.inf
-    return found._replace(smallest_missed=missed, largest_missed=shortfall(n, k))
+    error = found.residual / found.value + _rounding(state, len(chain)) + solved
+    return Value(1 / found.value, error, shortfall(n, k))
 
 
 def _product(state: Tensor, maps: Sequence[Callable[[Tensor], Tensor]]) -> Product:

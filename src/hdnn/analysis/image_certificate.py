@@ -8,24 +8,16 @@ said of what lies between the units: pooling makes gradients smaller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.analysis.certificate import (
-    Certificate,
-    certify,
-    guarantee,
-    judged,
-    norm_curves,
-    norm_range,
-    over_samples,
-    overflows,
-)
+from hdnn.analysis.certificate import Certificate, certify, compared, guarantee
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
+from hdnn.analysis.measured import Measured, at_least_1
 from hdnn.errors import positive_int
 from hdnn.models import ImageModel, MNISTNet
 from hdnn.networks.unit import HamiltonianUnit
@@ -105,9 +97,8 @@ def certify_images(
         twin(x)
     for hook in hooks:
         hook.remove()
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     where = f"{points}, norms by Lanczos from below"
-    lost = lost_in_own_dtype(model, x)
+    dtype, lost = next(model.parameters()).dtype, lost_in_own_dtype(model, x)
     parts = (_unit_certificate(unit, y, dtype, where, lost) for unit, y in seen)
     return Certificates(name, tuple(parts))
 
@@ -127,53 +118,35 @@ def _pixels(model: MNISTNet, x: Tensor, samples: int) -> Tensor:
     return y.cpu()[chosen]
 
 
-def _unit_certificate(
-    unit: HamiltonianUnit, y: Tensor, dtype: str, points: str, lost: Tensor | None = None
-) -> Certificate:
-    N, promise = unit.layers, guarantee(unit)
-    layers = sorted({round(k * (N - 1) / max(LAYERS - 1, 1)) for k in range(LAYERS)})
-    found = unit_extremes(unit, y, layers=layers, steps=STEPS, smallest=False)
-    if promise.holds and bool((found.largest < 1).any()):
-        found = unit_extremes(unit, y, layers=layers, steps=MORE, smallest=False)
-    norms = found.largest
-    finite = ~norms.isnan().any(0)
-    lost = torch.zeros_like(finite) if lost is None else lost.to(finite.device)
-    fine = finite & ~lost
-    norms = norms.where(fine, torch.nan)
-    trouble = "a state or a product is not finite" if not bool(finite.all()) else ""
-    holds, trouble = None, trouble or (overflows(dtype) if bool(lost.any()) else "")
-    if promise.holds and bool(fine.any()):
+class MeasuredUnit(Measured):
+    """Norms of a unit at images y by Lanczos, more steps if few see too little."""
+
+    def __init__(self, unit: HamiltonianUnit, y: Tensor, *, promised: bool) -> None:
+        self.depth, self.features = unit.layers, y[0].numel()
+        last = self.depth - 1
+        self.layers = sorted({round(k * last / (LAYERS - 1)) for k in range(LAYERS)})
+        found = unit_extremes(unit, y, layers=self.layers, steps=STEPS, smallest=False)
+        if promised and bool((found.largest < 1).any()):
+            found = unit_extremes(unit, y, layers=self.layers, steps=MORE, smallest=False)
+        self.norms = torch.cat([found.largest, torch.ones_like(found.largest[:1])])
+        self.missed = found.largest_missed.min().item()  # one number for all that are finite
+        if bool(self.norms.isnan().any()):
+            self.why = "a state or a product is not finite"
+
+    def judged(self, norm: float) -> tuple[bool | None, str]:
         # Lanczos gives lower bounds: a norm is too small only if what it may have missed is too.
-        least = over_samples(norms.flatten())[0].item()
-        missed = found.largest_missed[:, fine].max().item()
-        holds, doubt = judged(least, SLACK)
-        if holds is False and least >= (1 - SLACK) * (1 - missed):
-            holds, doubt = None, f"{MORE} steps of Lanczos see a norm of {least:.6g} only"
-        holds, trouble = None if trouble and holds else holds, trouble or doubt
-    least, _, most = (each.item() for each in over_samples(norms.flatten()))
-    place = int(norms.nan_to_num(torch.inf).argmin())
-    with_last = torch.cat([norms, torch.ones_like(norms[:1])])  # dy_N/dy_N = I
-    evaluated = ", in evaluation" if unit.normed else ""
-    return Certificate(
-        network=f"HamiltonianUnit({unit.extra_repr()})",
-        layers=N,
-        features=y[0].numel(),
-        dtype=dtype,
-        samples=len(y),
-        points=points,
-        guaranteed=promise.holds,
-        theorem=promise.theorem,
-        guarantee=promise.why + (evaluated if promise.holds else ""),
-        smallest_norm=least,
-        smallest_at=(layers[place // len(y)], place % len(y)) if bool(fine.any()) else None,
-        largest_norm=most,
-        holds=holds,
-        symplectic_defect=None,
-        symplectic=None,
-        bounds=(),
-        overflow=None,
-        ranges=tuple(norm_range(j, row) for j, row in zip(layers, norms.split(1), strict=True)),
-        by_layer=norm_curves([*layers, N], with_last),
-        computed=int(fine.sum()),
-        trouble=trouble,
-    )
+        holds, doubt = at_least_1(norm, SLACK)
+        if holds is False and norm >= (1 - SLACK) * (1 - self.missed):
+            return None, f"{MORE} steps of Lanczos see a norm of {norm:.6g} only"
+        return holds, doubt
+
+
+def _unit_certificate(
+    unit: HamiltonianUnit, y: Tensor, dtype: torch.dtype, points: str, lost: Tensor
+) -> Certificate:
+    promise = guarantee(unit)
+    if promise.holds and unit.normed:
+        promise = replace(promise, why=f"{promise.why}, in evaluation")
+    seen = MeasuredUnit(unit, y, promised=promise.holds)
+    name = f"HamiltonianUnit({unit.extra_repr()})"
+    return compared(name, promise, seen, lost, dtype=dtype, points=points)

@@ -18,27 +18,25 @@ Product = Callable[[Tensor], Tensor]
 SURE = 1e-3  # the chance that `shortfall` is exceeded
 
 
-class Triple(NamedTuple):
-    """A v = value u, and A^T u = value v up to `residual`.
-
-    So A has a singular value no further than `residual` from `value`.
-    """
+class Singular(NamedTuple):
+    """A has a singular value no further than `residual` from `value`."""
 
     value: float
-    u: Tensor
-    v: Tensor
     residual: float
+
+
+UNKNOWN = Singular(math.nan, math.inf)
 
 
 def bidiagonalise(
     forwards: Product, backwards: Product, n: int, steps: int, state: Tensor, seed: int = 0
-) -> tuple[Triple, Triple, int]:
-    """The triples of the smallest and of the largest singular value of B, and its k <= steps.
+) -> tuple[Singular, Singular, int]:
+    """The smallest and the largest singular value of B, and its k <= steps.
 
-    `forwards` is v -> A v, `backwards` u -> A^T u, on vectors (n,). All vectors are kept, and kept
-    orthogonal. Where they span all that A can reach from the start, up to rounding, it goes on from
-    a new direction: what the start does not reach may hold the smallest value. Values are NaN where
-    a product is not finite.
+    `forwards` is v -> A v, `backwards` u -> A^T u, on vectors (n,) of the dtype and device of
+    `state`. All vectors are kept, and kept orthogonal. Where they span all that A can reach from
+    the start, up to rounding, it goes on from a new direction: what the start does not reach may
+    hold the smallest value. Values are NaN where a product is not finite.
     """
     k = min(steps, n)
     V, U = (torch.zeros(k, n, dtype=state.dtype, device=state.device) for _ in range(2))
@@ -50,7 +48,7 @@ def bidiagonalise(
         u = _orthogonal(forwards(v), U[:i])
         alpha = float(u.norm())
         if not math.isfinite(alpha):
-            return _nothing(v), _nothing(v), i + 1
+            return UNKNOWN, UNKNOWN, i + 1
         matrix[i, i] = alpha
         size = float(matrix.max())
         U[i] = u / alpha if alpha > 10 * eps * size else _direction(U[:i], generator)
@@ -64,18 +62,10 @@ def bidiagonalise(
         else:
             v = _direction(V[: i + 1], generator)
     if not bool(matrix.isfinite().all()):
-        return _nothing(v), _nothing(v), k
-    P, values, Q = torch.linalg.svd(matrix)
-    P, Q = P.mT.to(state), Q.to(state)
-    low, high = (
-        Triple(
-            float(values[i]),
-            P[i] @ U,
-            Q[i] @ V,
-            beta * abs(float(P[i, -1])),
-        )
-        for i in (-1, 0)
-    )
+        return UNKNOWN, UNKNOWN, k
+    P, values, _ = torch.linalg.svd(matrix)
+    last = P[-1].to(state.dtype)
+    low, high = (Singular(float(values[i]), beta * abs(float(last[i]))) for i in (-1, 0))
     return low, high, k
 
 
@@ -84,10 +74,6 @@ def _direction(basis: Tensor, generator: torch.Generator) -> Tensor:
     draw = torch.randn(basis.shape[1], dtype=torch.float64, generator=generator)
     x = _orthogonal((draw / draw.norm()).to(basis), basis)
     return x / x.norm()
-
-
-def _nothing(v: Tensor) -> Triple:
-    return Triple(math.nan, v, v, math.inf)
 
 
 def _orthogonal(x: Tensor, basis: Tensor) -> Tensor:

@@ -14,12 +14,13 @@ computed is NaN, with the reason in words. With u = n eps, rounding is bounded l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.sensitivity import factors, inverse_factors, norms, trajectory
+from hdnn.analysis.sensitivity import factors, norms, trajectory
 from hdnn.errors import HDNNError, OptionError
 from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
@@ -28,21 +29,45 @@ HIDDEN = 0.01  # relative: with a larger error bound, nothing can be concluded
 
 
 class Measured:
-    """The norms of dy_N/dy_j at states y (B, n) of a network with the same dtype.
+    """norm(dy_N/dy_j) for some layers j, at B samples, and what was seen beside it.
 
-    `computed` are the samples for which all could be computed, and `why` says what was wrong with
-    the others. `norms` (N+1, B) are NaN for these, and infinite past the largest float.
-    Samples marked in `lost` (B,) are left out.
+    `norms` (L+1, B) has a row for each of `layers` and one for j = N. They are NaN for samples that
+    could not be computed, and `why` says what was wrong with these; past the largest float they are
+    infinite.
     """
+
+    depth: int  # N
+    features: int
+    layers: Sequence[int]
+    norms: Tensor
+    why: str = ""
+    overflow: int | None = None  # the last layer with an infinite norm
+    defect: float | None = None  # of symplecticity; None if layers have different J
+    symplectic: bool | None = None  # None where it is not promised or rounding hides it
+
+    def judged(self, norm: float) -> tuple[bool | None, str]:
+        """Whether all norms are at least 1, given the smallest one; if unknown, also why."""
+        raise NotImplementedError
+
+
+def at_least_1(norm: float, slack: float) -> tuple[bool | None, str]:
+    """Whether a norm is at least 1, where rounding can have moved it by `slack`, relatively."""
+    if norm >= 1 - min(slack, HIDDEN):
+        return True, ""
+    if norm >= 1 - slack:
+        return None, f"a norm of {norm:.6g} is below 1 by less than rounding can make it"
+    return False, ""
+
+
+class MeasuredNetwork(Measured):
+    """All norms of a network at states y (B, n) of its dtype, without samples that are `lost`."""
 
     @torch.no_grad()
     def __init__(self, net: Network, y: Tensor, lost: Tensor | None = None) -> None:
-        self.net, self.n, self.eps = net, net.features, torch.finfo(y.dtype).eps
+        self.net, self.depth, self.features = net, net.layers, net.features
+        self.layers, self.eps = range(net.layers), torch.finfo(y.dtype).eps
         self.norms = y.new_full((net.layers + 1, len(y)), torch.nan)
-        self.overflow: int | None = None  # the last layer with an infinite norm
-        self.defect: float | None = None  # of symplecticity; None if layers have different J
-        self.symplectic: bool | None = None  # None where rounding hides it, too
-        self.computed = torch.arange(0)
+        self._computed = torch.arange(0)
         try:
             states = trajectory(net, y)
         except OptionError as error:  # `layer` does not do what the network does
@@ -50,15 +75,15 @@ class Measured:
             return
         self.why = why_not(net, states)
         fine = states.isfinite().all(-1).all(0)
-        self.computed = (fine if lost is None else fine & ~lost).nonzero()[:, 0]
-        self._states = states[:, self.computed]
-        if len(self.computed):
+        self._computed = (fine if lost is None else fine & ~lost).nonzero()[:, 0]
+        self._states = states[:, self._computed]
+        if len(self._computed):
             self._go_back()
 
     def _go_back(self) -> None:
-        J, size, B = constant_J(self.net), sizes(self.net), len(self.computed)
-        P = torch.eye(self.n, dtype=self._states.dtype).repeat(B, 1, 1)
-        e, fine = P.new_zeros(B), torch.ones(B, dtype=torch.bool)
+        J, size, (P, e) = constant_J(self.net), sizes(self.net), self._identity()
+        eye, B = P, len(P)
+        fine = torch.ones(B, dtype=torch.bool)
         found = P.new_ones(self.net.layers + 1, B)
         defects = None if J is None else _Defects(J, B, self.eps, power=1 + self.net.implicit)
         for j, M in factors(self.net, self._states):
@@ -67,7 +92,7 @@ class Measured:
             if bool(lost.any()):
                 self.why = self.why or f"dy_{j + 1}/dy_{j} is past the largest number of its dtype"
                 fine = fine & ~lost
-            P = P.where(fine[:, None, None], torch.eye(self.n).to(P))
+            P = P.where(fine[:, None, None], eye)
             largest = torch.linalg.svdvals(P)[:, 0]
             found[j] = (largest * torch.exp2(e)).where(fine, torch.nan)
             if self.overflow is None and bool(found[j].isinf().any()):
@@ -75,39 +100,24 @@ class Measured:
             if defects is not None:
                 defects.see(P, e, largest, size[j] * M.flatten(1).norm(dim=1), fine)
         found[:-1, ~fine] = torch.nan
-        self.norms[:, self.computed] = found
-        self.computed, self._states = self.computed[fine], self._states[:, fine]
-        if defects is not None and len(self.computed):
-            self.defect, self.symplectic = defects.worst, defects.symplectic
+        self.norms[:, self._computed] = found
+        self._computed, self._states = self._computed[fine], self._states[:, fine]
+        if defects is not None and len(self._computed):
+            self.defect = defects.worst
+            promised = self.net.symplectic and not own_methods(self.net)
+            self.symplectic = defects.symplectic if promised else None
 
-    @property
-    def smallest(self) -> float:
-        """Over all samples that could be computed and all layers j < N; NaN where none could."""
-        return self._seen.min().item() if len(self.computed) else math.nan
-
-    @property
-    def largest(self) -> float:
-        return self._seen.max().item() if len(self.computed) else math.nan
-
-    @property
-    def smallest_at(self) -> tuple[int, int] | None:
-        """The layer and the sample of the smallest norm."""
-        if not len(self.computed):
-            return None
-        j, i = divmod(int(self._seen.argmin()), len(self.computed))
-        return j, int(self.computed[i])
-
-    @property
-    def _seen(self) -> Tensor:
-        return self.norms[:-1, self.computed]
+    def judged(self, norm: float) -> tuple[bool | None, str]:
+        return at_least_1(norm, 0.0 if norm >= 1 else self.slack())
 
     @torch.no_grad()
     def slack(self) -> float:
         """How far rounding can have moved the smallest norm, relatively."""
-        j, i = divmod(int(self._seen.argmin()), len(self.computed))
+        seen = self.norms[:-1, self._computed]
+        j, i = divmod(int(seen.argmin()), len(self._computed))
         net, states = self.net, self._states[j:, i : i + 1]
         M = net.layer_jacobians(states, slice(j, net.layers))[:, 0]
-        Phi = [torch.eye(self.n, dtype=M.dtype)]
+        Phi = [torch.eye(self.features, dtype=M.dtype)]
         for one in M.flip(0):
             Phi.append(one @ Phi[-1])
         values = torch.linalg.svdvals(torch.stack(Phi[::-1]))
@@ -115,36 +125,34 @@ class Measured:
         power = 1 + net.implicit
         moved = torch.maximum(sizes(net)[j:], torch.ones(1)) * norms(M) ** (power - 1)
         moved = torch.maximum(moved, norms(M)) * values[1:, 0] / low
-        return float(4 * self.n * self.eps * (1 + moved.sum()))
+        return float(4 * self.features * self.eps * (1 + moved.sum()))
 
     @torch.no_grad()
-    def smallest_singular(self) -> float | None:
-        """Over all samples and layers, of networks of shears; None for others.
+    def singular_range(self) -> tuple[float, float]:
+        """The extreme singular values over all dy_N/dy_j; NaN where they are not known.
 
-        One over the norm of the inverse, computed by undoing the layers: accurate however small it
-        is. Computed from the matrix itself, it would drown in the rounding of the largest.
+        The smallest is known for layers of shears. It is one over the norm of the inverse, computed
+        by undoing the layers: accurate however small it is. Computed from the matrix itself, it
+        would drown in the rounding of the largest.
         """
-        if not len(self.computed):
-            return None
-        P = torch.eye(self.n, dtype=self._states.dtype).repeat(len(self.computed), 1, 1)
-        e, most = P.new_zeros(len(P)), 1.0
-        for M in inverse_factors(self.net, self._states):
-            if M is None:
-                return None
+        if len(self._computed) < self.norms.shape[1]:
+            return math.nan, math.nan
+        P, e = self._identity()
+        least, most = math.nan, 1.0
+        for _, M in factors(self.net, self._states, undone=True):
             P, e = scaled(P @ M, e)
             size = P.flatten(1).norm(dim=1) * torch.exp2(e)  # at least the 2-norm
             place = ~(size <= most)
             if bool(place.any()):
                 found = (norms(P[place]) * torch.exp2(e[place])).max().item()
                 most = found if math.isnan(found) else max(most, found)
-        return 1 / most
+            least = 1 / most
+        return least, max(1.0, self.norms[:-1].max().item())
 
-    def singular_range(self) -> tuple[float, float]:
-        """The extreme singular values over all dy_N/dy_j; NaN unless all are known."""
-        if len(self.computed) < self.norms.shape[1]:
-            return math.nan, math.nan
-        low = self.smallest_singular()
-        return math.nan if low is None else low, max(1.0, self.largest)
+    def _identity(self) -> tuple[Tensor, Tensor]:
+        """P and e of dy_N/dy_N, for each sample."""
+        eye = torch.eye(self.features, dtype=self._states.dtype)
+        return eye.repeat(len(self._computed), 1, 1), eye.new_zeros(len(self._computed))
 
 
 class _Defects:

@@ -51,7 +51,7 @@ def backward_sensitivity(
         memory: bytes that may be used besides the result; past that, layers are taken in parts.
     """
     states = trajectory(net, y)
-    wanted = _wanted(layers, net.layers)
+    wanted = chosen_layers(layers, net.layers)
     lost = ~states.isfinite().all(-1).all(0)
     if layers is None and _small(states, memory):
         shape = (net.layers + 1, *y.shape, net.features)
@@ -107,33 +107,24 @@ def _chain(M, result):  # pragma: kernel
 
 
 def factors(
-    net: Network, states: Tensor, *, low: int = 0, memory: int = MEMORY
+    net: Network, states: Tensor, *, low: int = 0, memory: int = MEMORY, undone: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
     """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each: all at once may not fit into memory.
 
-    `states` are y_0 .. y_N of B samples: (N+1, B, n).
+    `states` are y_0 .. y_N of B samples: (N+1, B, n). With `undone`, the inverse of each; there are
+    none of layers that are not made of shears.
     """
-    for first, high in _parts(net, states, low, memory):
-        part = net.layer_jacobians(states[first : high + 1], slice(first, high))
-        for j in range(high - 1, first - 1, -1):
-            yield j, part[j - first]
-
-
-def inverse_factors(net: Network, states: Tensor, memory: int = MEMORY) -> Iterator[Tensor | None]:
-    """The inverse of each dy_{j+1}/dy_j for j = N-1 .. 0; None if layers are not shears."""
-    for first, high in _parts(net, states, 0, memory):
-        part = net.inverse_jacobians(states[first : high + 1], slice(first, high))
-        for j in range(high - 1, first - 1, -1):
-            yield None if part is None else part[j - first]
-
-
-def _parts(net: Network, states: Tensor, low: int, memory: int) -> Iterator[tuple[int, int]]:
-    """Layers first .. high - 1 whose matrices fit into the memory, last ones first."""
     B, n = states.shape[1:]
     each = 4 * max(1, B * n * n) * states.element_size()  # 4: with temporary matrices
     size = max(1, memory // each)
+    found = net.inverse_jacobians if undone else net.layer_jacobians
     for high in range(net.layers, low, -size):
-        yield max(low, high - size), high
+        first = max(low, high - size)
+        part = found(states[first : high + 1], slice(first, high))
+        if part is None:
+            return
+        for j in range(high - 1, first - 1, -1):
+            yield j, part[j - first]
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
@@ -164,13 +155,12 @@ def _one_by_one(net: Network, y: Tensor) -> Tensor:
     return torch.stack(states)
 
 
-def _wanted(layers: Iterable[int] | None, N: int) -> list[int]:
-    if layers is None:
-        return list(range(N + 1))
-    wanted = list(layers)
+def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
+    """The layers that are wanted, by default 0 .. last."""
+    wanted = list(range(last + 1) if layers is None else layers)
     for j in wanted:
-        if not isinstance(j, Integral) or not 0 <= j <= N:
-            raise ShapeError(f"layers must be whole numbers in 0 .. {N}, but got {j!r}.")
+        if not isinstance(j, Integral) or not 0 <= j <= last:
+            raise ShapeError(f"layers must be whole numbers in 0 .. {last}, but got {j!r}.")
     return [int(j) for j in wanted]
 
 
