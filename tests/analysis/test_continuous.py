@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdnn
-from hdnn.analysis import theorems
+from hdnn.analysis import convergence, theorems
 from hdnn.analysis.continuous import ContinuousNetwork
-from hdnn.analysis.refinement import convergence
 from hdnn.errors import (
     ConvergenceError,
     DataError,

@@ -17,24 +17,23 @@ from hdnn.analysis.extremes import (
     unit_extremes,
 )
 from hdnn.analysis.monitor import GradientMonitor, GradientWarning
-from hdnn.analysis.refinement import Convergence, convergence
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
     layer_sensitivity,
     norms,
     singular_values,
 )
-from hdnn.analysis.symplectic import (
-    energy_along,
-    is_symplectic,
-    reconstruction_error,
-    symplectic_defect,
-)
 from hdnn.analysis.theorems import (
+    Convergence,
     chain_rule,
+    convergence,
+    energy_along,
     generalized_symplecticity,
     gradient_dynamics,
+    is_symplectic,
+    reconstruction_error,
     smallest_norms,
+    symplectic_defect,
     upper_bounds,
 )
 

@@ -11,19 +11,29 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis import adaptive
 from hdnn.analysis.copies import exact
 from hdnn.base.shapes import Shapes
-from hdnn.errors import DataError, OptionError, ShapeError, StepError, choose, positive_float
+from hdnn.errors import (
+    ConvergenceError,
+    DataError,
+    OptionError,
+    ShapeError,
+    StepError,
+    choose,
+    positive_float,
+    require,
+)
 from hdnn.networks import Network, ODENetwork
 
 Times = Tensor | Sequence[float] | float | None
 
 WEIGHTS = ("constant", "linear")
+_METHODS = ("RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA")
 
 
 class Weights(NamedTuple):
@@ -73,7 +83,7 @@ class ContinuousNetwork:
                 "of a Model, give model.net."
             )
         self.weights = choose("weights", weights, WEIGHTS)
-        self.method = choose("method", method, adaptive.METHODS)
+        self.method = choose("method", method, _METHODS)
         self.rtol, self.atol = positive_float("rtol", rtol), positive_float("atol", atol)
         if self.rtol < 1e-13:  # scipy would take a larger one, with a warning for each piece
             raise StepError(f"rtol must be at least 1e-13 in float64, but got {rtol}.")
@@ -103,17 +113,14 @@ class ContinuousNetwork:
     @torch.no_grad()
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
         """y(t) from y(0) = y at times t, by default where layers meet: (len(t), *batch, n)."""
-        states, wanted = self._states(y), self._wanted(t)
-        (states,) = self._follow(self._move, (states,), 0.0, wanted)
-        return states.reshape(len(wanted), *y.shape).to(y.device)
+        return _shaped(self._follow(self._move, (self._states(y),), 0.0, self._wanted(t)), y)
 
     @torch.no_grad()
     def flow(self, y: Tensor, *, start: float = 0.0, end: float | None = None) -> Tensor:
         """The state at `end`, by default T, from y at `start`; backwards too: (*batch, n)."""
-        states, begin = self._states(y), self._wanted([start])
+        states, begin = self._states(y), self._wanted([start]).item()
         stop = self._wanted([self.T if end is None else end])
-        (states,) = self._follow(self._move, (states,), begin.item(), stop)
-        return states.reshape(y.shape).to(y.device)
+        return _shaped(self._follow(self._move, (states,), begin, stop), y)[0]
 
     @torch.no_grad()
     def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
@@ -122,8 +129,7 @@ class ContinuousNetwork:
         By eq:BackwardGradientDynamics, back from dy(T)/dy(T) = I.
         """
         states = self._states(y)
-        Phi = self._back(states, self._eye(states), t)
-        return Phi.reshape(len(Phi), *y.shape, self.net.features).to(y.device)
+        return _shaped(self._back(states, self._eye(states), t), y)
 
     @torch.no_grad()
     def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
@@ -134,21 +140,20 @@ class ContinuousNetwork:
                 f"delta_T must have the shape of y, {tuple(y.shape)}, but has "
                 f"{tuple(delta_T.shape)}."
             )
-        delta = self._back(states, ends.unsqueeze(-1), t)
-        return delta.reshape(len(delta), *y.shape).to(y.device)
+        return _shaped(self._back(states, ends.unsqueeze(-1), t).squeeze(-1), y)
 
     @torch.no_grad()
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
         """dy(t)/dy(0) along the trajectory from y(0) = y: (len(t), *batch, n, n)."""
         states, wanted = self._states(y), self._wanted(t)
-        _, F = self._follow(self._move_with, (states, self._eye(states)), 0.0, wanted)
-        return F.reshape(len(wanted), *y.shape, self.net.features).to(y.device)
+        start = (states, self._eye(states))
+        return _shaped(self._follow(self._move_with, start, 0.0, wanted), y)
 
     def _back(self, states: Tensor, columns: Tensor, t: Times) -> Tensor:
         """M(t) with dM/dt = -A(t) M and M(T) = columns (B, n, c), along the path from y(0)."""
         wanted = self._wanted(t)
         ends = self.flow(states)
-        return self._follow(self._move_against, (ends, columns), self.T, wanted)[1]
+        return self._follow(self._move_against, (ends, columns), self.T, wanted)
 
     # Rates of change, given the weights at that time
 
@@ -190,8 +195,8 @@ class ContinuousNetwork:
         state: tuple[Tensor, ...],
         start: float,
         wanted: Tensor,
-    ) -> list[Tensor]:
-        """The state at the wanted times, all on one side of `start`, one piece after the other."""
+    ) -> Tensor:
+        """The last part of the state at the wanted times, which are all on one side of `start`."""
         sign = 1 if float(wanted.sum()) >= start * len(wanted) else -1
         stops = sorted({start, *wanted.tolist()}, key=lambda t: sign * t)
         found, reached = [[part[None]] for part in state], [start]
@@ -201,20 +206,59 @@ class ContinuousNetwork:
             if a == b:
                 continue
             times = [a, *(t for t in stops if sign * a < sign * t < sign * b), b]
-            solution = adaptive.solve(
+            solution = self._solve(
                 lambda t, *state, piece=piece: move(self._at(piece, t), *state),
                 [parts[-1][-1] for parts in found],
                 times,
-                method=self.method,
-                rtol=self.rtol,
-                atol=self.atol,
             )
             for parts, part in zip(found, solution, strict=True):
                 parts.append(part[1:])
             reached += times[1:]
         index = {t: i for i, t in enumerate(reached)}
-        chosen = [index[t] for t in wanted.tolist()]
-        return [torch.cat(parts)[chosen] for parts in found]
+        return torch.cat(found[-1])[[index[t] for t in wanted.tolist()]]
+
+    def _solve(
+        self,
+        rates: Callable[..., tuple[Tensor, ...]],
+        state: Sequence[Tensor],
+        times: Sequence[float],
+    ) -> list[Tensor]:
+        """The state at all times, each tensor as (len(times), ...), given the state at the first.
+
+        `rates(t, *state)` must be smooth from the first time to the last, which may be earlier.
+        """
+        solve_ivp = require("scipy.integrate", extra="science").solve_ivp
+        sizes, shapes = [part.numel() for part in state], [part.shape for part in state]
+        if not sum(sizes):  # no samples, no equation
+            return [part.expand(len(times), *part.shape) for part in state]
+
+        def join(parts: Sequence[Tensor]) -> np.ndarray:
+            return torch.cat([part.reshape(-1) for part in parts]).numpy()
+
+        def split(flat: np.ndarray) -> list[Tensor]:
+            parts = torch.from_numpy(flat).split(sizes, -1)
+            both = zip(parts, shapes, strict=True)
+            return [part.reshape(*flat.shape[:-1], *shape) for part, shape in both]
+
+        def rate(t: float, flat: np.ndarray) -> np.ndarray:
+            found = join(rates(t, *split(flat)))
+            if not np.isfinite(found).all():  # the solver would try ever smaller steps
+                raise ConvergenceError(
+                    f"the solution of the ODE is past the largest float64 at t = {t:g}; "
+                    "take smaller weights, states or T."
+                )
+            return found
+
+        start, end = times[0], times[-1]
+        options = {"t_eval": times, "rtol": self.rtol, "atol": self.atol}
+        with np.errstate(over="ignore", invalid="ignore"):  # `rate` raises one error for it
+            done = solve_ivp(rate, (start, end), join(state), self.method, **options)
+        if not done.success:
+            raise ConvergenceError(
+                f"{self.method} cannot solve the ODE between t = {start:g} and t = {end:g}: "
+                f"{done.message}"
+            )
+        return split(np.ascontiguousarray(done.y.T))
 
     # What is given
 
@@ -245,3 +289,8 @@ class ContinuousNetwork:
         if times.ndim > 1 or not len(times) or not close:
             raise StepError(f"t must be times in 0 .. T = {self.T:g}, but got {t!r}.")
         return inside
+
+
+def _shaped(found: Tensor, y: Tensor) -> Tensor:
+    """What was found for rows, (len(t), B, ...), for a batch like y, and on its device."""
+    return found.reshape(len(found), *y.shape[:-1], *found.shape[2:]).to(y.device)

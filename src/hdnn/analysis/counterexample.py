@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from hdnn.errors import (
     OptionError,
     ShapeError,
     StepError,
+    as_float,
     positive_float,
     positive_int,
     require,
@@ -53,7 +53,7 @@ def period(y: Tensor, eps: float = 1.0) -> Tensor:
 
     K is the complete elliptic integral of the first kind, of the parameter m.
     """
-    return _tensor(4 * _elliptic(y)[1] / abs(_speed(eps)))
+    return 4 * _elliptic(y)[1] / abs(_speed(eps))
 
 
 def measured_period(y: Tensor, eps: float = 1.0) -> float:
@@ -112,10 +112,9 @@ def envelope_slope(y: Tensor, eps: float = 1.0) -> Tensor:
     |grad H| is largest on the diagonal of the orbit, where it is sqrt(2 - 2 exp(-H)).
     """
     m, K, E = _elliptic(y)
-    with np.errstate(invalid="ignore"):
-        rate = np.where(m > 1e-8, (E / K - (1 - m)) / m, 0.5)  # P'(H)/P, 1/2 in the limit
+    rate = ((E / K - (1 - m)) / m).where(m > 1e-8, 0.5)  # P'(H)/P, 1/2 in the limit
     H, gradient = energy(y), torch.tanh(_plane(y)).norm(dim=-1)
-    return abs(_speed(eps)) * _tensor(rate) * gradient * (-2 * torch.expm1(-H)).sqrt()
+    return abs(_speed(eps)) * rate * gradient * (-2 * torch.expm1(-H)).sqrt()
 
 
 def fitted_envelope(t: Tensor, sizes: Tensor) -> tuple[float, float]:
@@ -175,16 +174,13 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     )
 
 
-def _elliptic(y: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _elliptic(y: Tensor) -> list[Tensor]:
     """m = 1 - exp(-2H) and the complete elliptic integrals K(m) and E(m)."""
     special = require("scipy.special", extra="science")
     H = energy(y).numpy()
     m = -np.expm1(-2 * H)
-    return m, special.ellipkm1(np.exp(-2 * H)), special.ellipe(m)
-
-
-def _tensor(values: np.ndarray) -> Tensor:
-    return torch.as_tensor(values, **CPU)
+    found = m, special.ellipkm1(np.exp(-2 * H)), special.ellipe(m)
+    return [torch.as_tensor(x, **CPU) for x in found]
 
 
 def _plane(y: Tensor) -> Tensor:
@@ -195,7 +191,7 @@ def _plane(y: Tensor) -> Tensor:
 
 
 def _speed(eps: float) -> float:
-    number = isinstance(eps, Real) and not isinstance(eps, bool)
-    if not (number and math.isfinite(eps) and eps):
+    number = as_float(eps)
+    if not number or not math.isfinite(number):
         raise StepError(f"eps must be a finite number other than 0, but got {eps!r}.")
-    return float(eps)
+    return number

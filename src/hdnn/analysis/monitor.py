@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import time
 import warnings
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn import plotting
 from hdnn.analysis.certificate import over_samples
@@ -158,30 +157,32 @@ class GradientMonitor:
 
     def _judge(self, record: Record) -> None:
         """Warn the first time that gradients vanish, explode or cannot be computed."""
-        high = max(record.largest[:-1])
         small = [j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED]
-        if small and not any("vanish" in text for text in self.findings):
+        large = [j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED]
+        if small and not self._said("vanish"):
             self._say(
                 f"gradients vanish: at step {record.step} half of the samples have "
                 f"norm(dy_N/dy_j) < {VANISHED:g} from layer {max(small)} down; a network of shears "
                 "such as hdnn.H2 cannot do that."
             )
-        known = any("not be computed" in text for text in self.findings)
         lost = ""
-        if record.missing and not known:
+        if record.missing and not self._said("not be computed"):
             lost = (
                 f"those of {record.missing} of {len(self.x)} samples could not be computed, "
                 f"because {record.why}"
             )
-        if high > EXPLODED and not any("explode" in text for text in self.findings):
-            layer = max(j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED)
+        if large and not self._said("explode"):
+            high = max(record.largest[:-1])
             self._say(
                 f"gradients explode: at step {record.step} norm(dy_N/dy_j) is up to {high:.2g}, "
-                f"above {EXPLODED:g} from layer {layer} down; use a smaller step h, smaller "
+                f"above {EXPLODED:g} from layer {max(large)} down; use a smaller step h, smaller "
                 f"weights, or hdnn.regularization.gradient_budget.{lost and f' And {lost}.'}"
             )
         elif lost:
             self._say(f"gradients at step {record.step}: {lost}.")
+
+    def _said(self, words: str) -> bool:
+        return any(words in text for text in self.findings)
 
     def _say(self, text: str) -> None:
         self.findings.append(text)
@@ -198,16 +199,13 @@ class GradientMonitor:
 
     def to_csv(self) -> str:
         """All records: step, layer, and the norms over the samples."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        names = ("smallest", "median", "largest", "of_mean")
-        writer.writerow(["step", "layer", *names, "weight_gradient"])
+        lines = ["step,layer,smallest,median,largest,of_mean,weight_gradient"]
         for record in self.records:
-            for j, values in enumerate(zip(*(getattr(record, n) for n in names), strict=True)):
-                weight = record.weights[j] if j < len(record.weights) else math.nan
-                numbers = [f"{value:.6g}" for value in (*values, weight)]
-                writer.writerow([record.step, j, *numbers])
-        return text.getvalue()
+            norms = record.smallest, record.median, record.largest, record.of_mean
+            columns = zip_longest(*norms, record.weights, fillvalue=math.nan)
+            for j, values in enumerate(columns):
+                lines.append(f"{record.step},{j}," + ",".join(f"{value:.6g}" for value in values))
+        return "\n".join([*lines, ""])
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
         """The surface of norms over steps and layers, as colours."""
@@ -228,14 +226,10 @@ class GradientMonitor:
         return "\n".join([text, *self.findings])
 
 
-def _by_layer(net: nn.Module) -> list[float]:
+def _by_layer(net: Network) -> list[float]:
     """The norm of the gradient of each layer's weights, where these are stacked over layers."""
-    assert isinstance(net, Network)
-    total: Tensor | None = None
-    for parameter in net.parameters():
-        grad = parameter.grad
-        if grad is None or grad.ndim < 1 or len(grad) != net.layers:
-            continue
-        squares = grad.double().square().reshape(net.layers, -1).sum(1)
-        total = squares if total is None else total + squares
-    return [] if total is None else total.sqrt().tolist()
+    grads = [p.grad for p in net.parameters() if p.grad is not None and p.grad.ndim]
+    squares = [
+        g.double().square().reshape(len(g), -1).sum(1) for g in grads if len(g) == net.layers
+    ]
+    return sum(squares[1:], squares[0]).sqrt().tolist() if squares else []
