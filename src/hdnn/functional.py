@@ -15,6 +15,10 @@ and options of an earlier one needs no new check and goes straight to its kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from hdnn import activations, reference
@@ -45,9 +49,8 @@ __all__ = [
 
 def energy(y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "tanh") -> Tensor:
     """H(y) = sum_i s(K y + b)_i with s' = sigma and s(0) = 0, for one layer (eq:nlH)."""
-    sigma, shapes = activations.get(activation), Shapes("energy", y)
-    shapes.check("K", K, "r n")
-    shapes.check("b", b, "r")
+    sigma = activations.get(activation)
+    _check("energy", y, {"K": "r n", "b": "r"}, (K, b))
     return sigma.integral(y @ K.mT + b).sum(-1)
 
 
@@ -70,14 +73,9 @@ def h1(
 
     K (N, r, n), b (N, r), J (n, n) or (N, n, n), by default the canonical [[0, -I], [I, 0]].
     """
-    sigma = activations.get(activation)
-    call = Call(None, "canonical" if J is None else "general", False, y, (K, b), J, h, sigma)
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    _check_full("h1", y, K, b, h, J)
-    if not trajectory and (run := prepared.choose(call, engine, backprop)):
-        return run(call)
-    return reference.h1(y, K, b, h, J, sigma, trajectory)
+    sigma, kind = activations.get(activation), "canonical" if J is None else "general"
+    call = Call(None, kind, False, y, (K, b), J, h, sigma)
+    return _run(call, "h1", FULL, reference.h1, trajectory, engine, backprop)
 
 
 def ms2(
@@ -94,15 +92,7 @@ def ms2(
     """y_{j+1} = y_j + h sigma(K_j y_j + b_j) with K_j (N, n, n) skew-symmetric   (eq:MS2)."""
     sigma = activations.get(activation)
     call = Call(None, "identity", False, y, (K, b), None, h, sigma)
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    shapes = Shapes("ms2", y)
-    shapes.check("K", K, "N n n")
-    shapes.check("b", b, "N n")
-    shapes.steps(h)
-    if not trajectory and (run := prepared.choose(call, engine, backprop)):
-        return run(call)
-    return reference.ms2(y, K, b, h, sigma, trajectory)
+    return _run(call, "ms2", SQUARE, reference.ms2, trajectory, engine, backprop)
 
 
 def mlp(
@@ -114,10 +104,9 @@ def mlp(
     trajectory: bool = False,
 ) -> Tensor:
     """y_{j+1} = sigma(K_j y_j + b_j), the multilayer perceptron of fig:gradients; K (N, n, n)."""
-    sigma, shapes = activations.get(activation), Shapes("mlp", y)
-    shapes.check("K", K, "N n n")
-    shapes.check("b", b, "N n")
-    return reference.mlp(y, K, b, sigma, trajectory)
+    sigma = activations.get(activation)
+    _check("mlp", y, SQUARE, (K, b))
+    return reference.run(reference.mlp, y, (K, b), 1.0, None, sigma, trajectory=trajectory)
 
 
 # Semi-implicit Euler and its relatives: p and q take turns
@@ -142,35 +131,6 @@ def split(
     """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
     weights = (K_p, K_q, b_p, b_q)
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
-
-
-def _split(
-    y: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    X: Tensor | None,
-    h: Step,
-    shears: tuple[splitting.Shear, ...],
-    activation: str | Activation,
-    trajectory: bool,
-    inverse: bool,
-    engine: str | None,
-    backprop: str | None,
-) -> Tensor:
-    sigma = activations.get(activation)
-    call = Call(shears, "same" if X is None else "general", inverse, y, weights, X, h, sigma)
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    name, letters = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
-    shapes = Shapes(name + "_inverse" * inverse, y, split=True)
-    given = zip(letters, weights, ("N r_p m", "N r_q m", "N r_p", "N r_q"), strict=True)
-    for letter, tensor, spec in sorted(given, key=lambda one: one[0]):  # as the user gives them
-        shapes.check(letter, tensor, spec)
-    if X is not None:
-        shapes.check("X", X, "m m", "N m m")
-    shapes.steps(h)
-    if not trajectory and (run := prepared.choose(call, engine, backprop)):
-        return run(call)
-    return reference.split(y, *weights, h, X, shears, sigma, trajectory, inverse)
 
 
 def h2(
@@ -300,16 +260,7 @@ def ms1(
     """
     sigma = activations.get(activation)
     call = Call(splitting.MS1, "identity", inverse, y, (K_0, b_1, b_2), None, h, sigma)
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    shapes = Shapes("ms1", y, split=True)
-    shapes.check("K_0", K_0, "N m m")
-    shapes.check("b_1", b_1, "N m")
-    shapes.check("b_2", b_2, "N m")
-    shapes.steps(h)
-    if not trajectory and (run := prepared.choose(call, engine, backprop)):
-        return run(call)
-    return reference.ms1(y, K_0, b_1, b_2, h, sigma, trajectory, inverse)
+    return _run(call, "ms1", OF_MS1, reference.ms1, trajectory, engine, backprop)
 
 
 # Implicit schemes: each layer is solved by Newton's method
@@ -333,15 +284,12 @@ def implicit_h2(
     (eq:implicit_euler) K (N, r, n), b (N, r), X (m, m) or (N, m, m). The first half of the
     equation is solved for p_{j+1}; the second is then explicit.
     """
-    sigma, shapes = activations.get(activation), Shapes("implicit_h2", y, split=True)
-    shapes.check("K", K, "N r n")
-    shapes.check("b", b, "N r")
-    if X is not None:
-        shapes.check("X", X, "m m", "N m m")
+    sigma = activations.get(activation)
+    _check("implicit_h2", y, FULL, (K, b), split=True, X=X).steps(h)
     check_tolerance("implicit_h2", tol, max_iter)
-    shapes.steps(h)
-    options = (X, sigma, trajectory, inverse)
-    return reference.implicit_h2(y, K, b, h, *options, tol=tol, max_iter=max_iter)
+    layer = partial(reference.implicit_h2, inverse=inverse, tol=tol, max_iter=max_iter)
+    stack, how = (range(len(K)), K, b), {"trajectory": trajectory, "inverse": inverse}
+    return reference.run(layer, y, stack, h, X, sigma, halves=True, **how)
 
 
 def midpoint(
@@ -363,17 +311,77 @@ def midpoint(
     Arguments as in `h1`.
     """
     sigma = activations.get(activation)
-    _check_full("midpoint", y, K, b, h, J)
+    _check("midpoint", y, FULL, (K, b), split=J is None, J=J).steps(h)
     check_tolerance("midpoint", tol, max_iter)
-    options = (J, sigma, trajectory, inverse)
-    return reference.midpoint(y, K, b, h, *options, tol=tol, max_iter=max_iter)
+    layer = partial(reference.midpoint, inverse=inverse, tol=tol, max_iter=max_iter)
+    stack, how = (range(len(K)), K, b), {"trajectory": trajectory, "inverse": inverse}
+    return reference.run(layer, y, stack, h, J, sigma, **how)
 
 
-def _check_full(where: str, y: Tensor, K: Tensor, b: Tensor, h: Step, J: Tensor | None) -> None:
-    """Check the arguments of a scheme with a full K."""
-    shapes = Shapes(where, y, split=J is None)
-    shapes.check("K", K, "N r n")
-    shapes.check("b", b, "N r")
-    if J is not None:
-        shapes.check("J", J, "n n", "N n n")
-    shapes.steps(h)
+# What all of them share
+
+
+FULL, SQUARE = {"K": "N r n", "b": "N r"}, {"K": "N n n", "b": "N n"}
+OF_MS1 = {"K_0": "N m m", "b_1": "N m", "b_2": "N m"}
+LINKS = {"J": ("n n", "N n n"), "X": ("m m", "N m m")}
+
+
+def _split(
+    y: Tensor,
+    weights: tuple[Tensor, ...],
+    X: Tensor | None,
+    h: Step,
+    shears: tuple[splitting.Shear, ...],
+    activation: str | Activation,
+    trajectory: bool,
+    inverse: bool,
+    engine: str | None,
+    backprop: str | None,
+) -> Tensor:
+    sigma, kind = activations.get(activation), "same" if X is None else "general"
+    call = Call(shears, kind, inverse, y, weights, X, h, sigma)
+    name, specs = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
+    return _run(call, name, specs, reference.split, trajectory, engine, backprop)
+
+
+def _run(
+    call: Call,
+    name: str,
+    specs: dict[str, str],
+    layer: Callable[..., Any],
+    trajectory: bool,
+    engine: str | None,
+    backprop: str | None,
+) -> Tensor:
+    """An explicit stack: by kernels, or layer by layer, as is always so for a trajectory."""
+    if not trajectory and (run := prepared.known(call, engine, backprop)):
+        return run(call)
+    shears, kind, inverse, y, weights, link, h, sigma = call
+    where, halves = name + "_inverse" * inverse, shears is not None
+    links = {"X" if halves else "J": link}
+    _check(where, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
+    if not trajectory and (run := prepared.choose(call, engine, backprop)):
+        return run(call)
+    if shears is not None:
+        layer = partial(layer, shears=splitting.inverse(shears) if inverse else shears)
+    how = {"trajectory": trajectory, "inverse": inverse, "halves": halves}
+    return reference.run(layer, y, weights, h, link, sigma, **how)
+
+
+def _check(
+    where: str,
+    y: Tensor,
+    specs: dict[str, str],
+    weights: Sequence[Tensor],
+    *,
+    split: bool = False,
+    **links: Tensor | None,
+) -> Shapes:
+    """Check the shapes of all tensors; those of weights are in the order of `specs`."""
+    shapes, given = Shapes(where, y, split=split), dict(zip(specs, weights, strict=True))
+    for letter in sorted(specs):  # as users give them
+        shapes.check(letter, given[letter], specs[letter])
+    for letter, link in links.items():
+        if link is not None:
+            shapes.check(letter, link, *LINKS[letter])
+    return shapes

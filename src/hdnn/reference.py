@@ -1,16 +1,16 @@
-"""The paper's layer equations as loops: the definition that everything faster is held to.
+"""The paper's layer equations, one function each: the definition that everything faster is held to.
 
-A stack runs layer by layer in plain PyTorch, and autograd does the rest. Nothing is checked here
-and nothing here knows of an engine: `hdnn.functional` checks the arguments first.
+A layer takes the state, its weights, its step h, its J or X (None for the canonical one) and sigma.
+`run` applies one layer after the other in plain PyTorch, and autograd does the rest. Nothing is
+checked here and nothing here knows of an engine: `hdnn.functional` checks the arguments first.
 
-y is (*batch, n), and weights lead with the layer: K is (N, r, n). The halves of y = (p, q) have
-m = n/2 features. A layer acts on column vectors as K^T sigma(K y + b); for row vectors that is
-sigma(y K^T + b) K.
+y is (*batch, n); its halves p and q have m = n/2 features. A layer acts on column vectors as
+K^T sigma(K y + b); for row vectors that is sigma(y K^T + b) K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,197 +29,153 @@ def partial_H(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
     return sigma(y @ K.mT + b) @ K
 
 
+def perceptron(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
+    """sigma(K y + b)."""
+    return sigma(y @ K.mT + b)
+
+
 # Forward Euler
 
 
-def h1(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    J: Tensor | None,
-    sigma: Activation,
-    trajectory: bool,
-) -> Tensor:
-    """y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)   (eq:H-DNN_fE)."""
-
-    def layer(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
-        return y + h * times_J(partial_H(y, K, b, sigma), J)
-
-    layers = _layers(K, b, layer_steps("h1", h, len(K)), per_layer(J, len(K)))
-    return _run(layer, y, layers, trajectory)
+def h1(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None, sigma: Activation) -> Tensor:
+    """y + h J K^T sigma(K y + b)   (eq:H-DNN_fE)."""
+    return y + h * times_J(partial_H(y, K, b, sigma), J)
 
 
-def ms2(y: Tensor, K: Tensor, b: Tensor, h: Step, sigma: Activation, trajectory: bool) -> Tensor:
-    """y_{j+1} = y_j + h sigma(K_j y_j + b_j)   (eq:MS2)."""
-
-    def layer(y: Tensor, K: Tensor, b: Tensor, h) -> Tensor:
-        return y + h * sigma(y @ K.mT + b)
-
-    return _run(layer, y, _layers(K, b, layer_steps("ms2", h, len(K))), trajectory)
+def ms2(y: Tensor, K: Tensor, b: Tensor, h, _: None, sigma: Activation) -> Tensor:
+    """y + h sigma(K y + b)   (eq:MS2)."""
+    return y + h * perceptron(y, K, b, sigma)
 
 
-def mlp(y: Tensor, K: Tensor, b: Tensor, sigma: Activation, trajectory: bool) -> Tensor:
-    """y_{j+1} = sigma(K_j y_j + b_j), the multilayer perceptron of fig:gradients."""
-
-    def layer(y: Tensor, K: Tensor, b: Tensor) -> Tensor:
-        return sigma(y @ K.mT + b)
-
-    return _run(layer, y, _layers(K, b), trajectory)
+def mlp(y: Tensor, K: Tensor, b: Tensor, h, _: None, sigma: Activation) -> Tensor:
+    """sigma(K y + b), the multilayer perceptron of fig:gradients, which has no step."""
+    return perceptron(y, K, b, sigma)
 
 
 # Semi-implicit Euler and its relatives: p and q take turns
 
 
 def split(
-    y: Tensor,
+    y: Halves,
     K_p: Tensor,
     K_q: Tensor,
     b_p: Tensor,
     b_q: Tensor,
-    h: Step,
+    h,
     X: Tensor | None,
-    shears: tuple[splitting.Shear, ...],
     sigma: Activation,
-    trajectory: bool,
-    inverse: bool,
-) -> Tensor:
-    """A layer is any sequence of p- and q-updates: see `hdnn.integrators.splitting`."""
-    turns = splitting.inverse(shears) if inverse else shears
-
-    def layer(y: Halves, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h, X) -> Halves:
-        p, q = y
-        for half, fraction in turns:
-            if half == "p":  # p - h X^T K_q^T sigma(K_q q + b_q)   (eq:p_update)
-                p = p - (fraction * h) * times_X(partial_H(q, K_q, b_q, sigma), X, adjoint=True)
-            else:  # q + h X K_p^T sigma(K_p p + b_p)   (eq:q_update)
-                q = q + (fraction * h) * times_X(partial_H(p, K_p, b_p, sigma), X)
-        return p, q
-
-    N = len(K_p)
-    layers = _layers(K_p, K_q, b_p, b_q, layer_steps("split", h, N), per_layer(X, N))
-    return _run(layer, y, layers, trajectory, inverse=inverse, halves=True)
+    *,
+    shears: tuple[splitting.Shear, ...],
+    force: Callable[..., Tensor] = partial_H,
+) -> Halves:
+    """Any sequence of p- and q-updates: see `hdnn.integrators.splitting`."""
+    p, q = y
+    for half, fraction in shears:
+        if half == "p":  # p - h X^T K_q^T sigma(K_q q + b_q)   (eq:p_update)
+            p = p - (fraction * h) * times_X(force(q, K_q, b_q, sigma), X, adjoint=True)
+        else:  # q + h X K_p^T sigma(K_p p + b_p)   (eq:q_update)
+            q = q + (fraction * h) * times_X(force(p, K_p, b_p, sigma), X)
+    return p, q
 
 
 def ms1(
-    y: Tensor,
+    y: Halves,
     K_0: Tensor,
     b_1: Tensor,
     b_2: Tensor,
-    h: Step,
+    h,
+    _: None,
     sigma: Activation,
-    trajectory: bool,
-    inverse: bool,
-) -> Tensor:
+    *,
+    shears: tuple[splitting.Shear, ...],
+) -> Halves:
     """q - h sigma(K_0^T p + b_1), then p + h sigma(K_0 q + b_2)   (eq:MS1)."""
-
-    def layer(y: Halves, K_0: Tensor, b_1: Tensor, b_2: Tensor, h) -> Halves:
-        p, q = y
-        q = q - h * sigma(p @ K_0 + b_1)
-        p = p + h * sigma(q @ K_0.mT + b_2)
-        return p, q
-
-    def undo(y: Halves, K_0: Tensor, b_1: Tensor, b_2: Tensor, h) -> Halves:
-        p, q = y
-        p = p - h * sigma(q @ K_0.mT + b_2)
-        q = q + h * sigma(p @ K_0 + b_1)
-        return p, q
-
-    layers = _layers(K_0, b_1, b_2, layer_steps("ms1", h, len(K_0)))
-    return _run(undo if inverse else layer, y, layers, trajectory, inverse=inverse, halves=True)
+    return split(y, K_0.mT, K_0, b_1, b_2, h, None, sigma, shears=shears, force=perceptron)
 
 
 # Implicit schemes: each layer is solved by Newton's method
 
 
 def implicit_h2(
-    y: Tensor,
+    y: Halves,
+    j: int,
     K: Tensor,
     b: Tensor,
-    h: Step,
+    h,
     X: Tensor | None,
     sigma: Activation,
-    trajectory: bool,
+    *,
     inverse: bool,
     **newton: Any,
-) -> Tensor:
-    """y_{j+1} = y_j + h J K^T sigma(K (p_{j+1}, q_j) + b)   (eq:implicit_euler).
+) -> Halves:
+    """y + h J K^T sigma(K (p_{j+1}, q_j) + b)   (eq:implicit_euler).
 
     The first half of the equation is solved for p_{j+1}; the second is then explicit.
     """
-
-    def layer(y: Halves, j: int, K: Tensor, b: Tensor, h, X) -> Halves:
-        p, q = y
-        K_p, K_q = K.chunk(2, -1)
-        where = f"implicit_h2, layer {j}"
-        B = -h * times_X(K_q, X, adjoint=True).mT
-        if inverse:
-            a, B_q = p @ K_p.mT + b, -h * times_X(K_p, X).mT
-            q = implicit.solve(q, B_q, K_q, a, sigma, where=where, undo=(p, B, K_p), **newton)
-            p = p + h * times_X(sigma(a + q @ K_q.mT) @ K_q, X, adjoint=True)
-        else:
-            a = q @ K_q.mT + b
-            p = implicit.solve(p, B, K_p, a, sigma, where=where, **newton)
-            q = q + h * times_X(sigma(a + p @ K_p.mT) @ K_p, X)
-        return p, q
-
-    N = len(K)
-    layers = _layers(range(N), K, b, layer_steps("implicit_h2", h, N), per_layer(X, N))
-    return _run(layer, y, layers, trajectory, inverse=inverse, halves=True)
+    p, q = y
+    K_p, K_q = K.chunk(2, -1)
+    where = f"implicit_h2, layer {j}"
+    B = -h * times_X(K_q, X, adjoint=True).mT
+    if inverse:
+        a, B_q = p @ K_p.mT + b, -h * times_X(K_p, X).mT
+        q = implicit.solve(q, B_q, K_q, a, sigma, where=where, undo=(p, B, K_p), **newton)
+        p = p + h * times_X(sigma(a + q @ K_q.mT) @ K_q, X, adjoint=True)
+    else:
+        a = q @ K_q.mT + b
+        p = implicit.solve(p, B, K_p, a, sigma, where=where, **newton)
+        q = q + h * times_X(sigma(a + p @ K_p.mT) @ K_p, X)
+    return p, q
 
 
 def midpoint(
     y: Tensor,
+    j: int,
     K: Tensor,
     b: Tensor,
-    h: Step,
+    h,
     J: Tensor | None,
     sigma: Activation,
-    trajectory: bool,
+    *,
     inverse: bool,
     **newton: Any,
 ) -> Tensor:
-    """y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b): the implicit midpoint rule."""
-    half = -0.5 if inverse else 0.5
-
-    def layer(y: Tensor, j: int, K: Tensor, b: Tensor, h, J: Tensor | None) -> Tensor:
-        B, where = (half * h) * times_J(K, J).mT, f"midpoint, layer {j}"
-        undo = (None, -B, K) if inverse else None
-        middle = implicit.solve(y, B, K, b, sigma, where=where, undo=undo, **newton)
-        return 2 * middle - y
-
-    N = len(K)
-    layers = _layers(range(N), K, b, layer_steps("midpoint", h, N), per_layer(J, N))
-    return _run(layer, y, layers, trajectory, inverse=inverse)
+    """The y' = y + h J K^T sigma(K (y + y')/2 + b): the implicit midpoint rule."""
+    B = ((-0.5 if inverse else 0.5) * h) * times_J(K, J).mT
+    undo = (None, -B, K) if inverse else None
+    where = f"midpoint, layer {j}"
+    return 2 * implicit.solve(y, B, K, b, sigma, where=where, undo=undo, **newton) - y
 
 
 # How a stack runs
 
 
-def _run(
+def run(
     layer: Callable[..., Any],
     y: Tensor,
-    layers: list[tuple[Any, ...]],
-    trajectory: bool,
+    weights: Sequence[Any],
+    h: Step,
+    link: Tensor | None,
+    sigma: Activation,
     *,
+    trajectory: bool,
     inverse: bool = False,
     halves: bool = False,
 ) -> Tensor:
-    """Apply `layer(state, *weights)` for each layer's weights, first to last or last to first."""
+    """Apply N layers, first to last or, if they are inverses, last to first.
+
+    The weights lead with the layer, (N, ...). With `halves`, a layer takes and returns (p, q).
+    """
+    N = len(weights[0])
+    # unbind, not indexing: the gradient of N selections of a stack costs N^2.
+    each = [w.unbind(0) if isinstance(w, Tensor) else w for w in weights]
+    layers = list(zip(*each, layer_steps("run", h, N), per_layer(link, N), strict=True))
     state: Any = y.chunk(2, -1) if halves else y
     states: list[Any] = [state]
-    for weights in reversed(layers) if inverse else layers:
-        state = layer(state, *weights)
+    for given in reversed(layers) if inverse else layers:
+        state = layer(state, *given, sigma)
         if trajectory:
             states.append(state)
     if not trajectory:
         return torch.cat(state, -1) if halves else state
     ordered = reversed(states) if inverse else states
     return torch.stack([torch.cat(s, -1) if halves else s for s in ordered])
-
-
-def _layers(*stacks: Tensor | Iterable[Any]) -> list[tuple[Any, ...]]:
-    """The weights of one layer after the other."""
-    # unbind, not indexing: the gradient of N selections of a stack costs N^2.
-    unbound = [s.unbind(0) if isinstance(s, Tensor) else s for s in stacks]
-    return list(zip(*unbound, strict=True))

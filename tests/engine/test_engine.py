@@ -674,7 +674,7 @@ def test_what_inference_has_prepared_serves_training(make, monkeypatch):
 
 def test_short_kernels_leave_threads_alone_that_kept_them_waiting(monkeypatch):
     pytest.importorskip("numba")
-    work = cpu._Work("split_forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
+    work = cpu._Work("forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu, "_openmp", lambda *a: time.sleep(2e-3))
     monkeypatch.setattr(cpu, "_alone_until", 0.0)

@@ -17,8 +17,8 @@ import hdnn
 from hdnn import activations, functional
 from hdnn.engine import dispatch
 from hdnn.engine.kernels import cpu, tiles
-from hdnn.engine.kernels.blas import BlasEuler, BlasShears
-from hdnn.engine.kernels.cpu import CpuEuler, CpuShears
+from hdnn.engine.kernels.blas import BlasKernel
+from hdnn.engine.kernels.cpu import CpuKernel
 from hdnn.engine.kernels.protocol import Stack, schedule
 from hdnn.integrators import splitting
 from strategies import ACTIVATIONS, Random, seeds
@@ -44,8 +44,8 @@ def close(found: Tensor, wanted: Tensor, dtype: torch.dtype, samples: int = 1) -
 CPU = torch.device("cpu")
 
 
-def shears(path: str, *description) -> CpuShears | BlasShears:
-    return {"tiles": CpuShears, "blas": BlasShears}[path](Stack(*description))
+def shears(path: str, *description) -> CpuKernel | BlasKernel:
+    return {"tiles": CpuKernel, "blas": BlasKernel}[path](Stack(*description))
 
 
 class Split:
@@ -81,7 +81,7 @@ class Split:
         V = weights[4:] or [None, None]
         return *weights[:4], *V, coef
 
-    def kernel(self, path: str, dtype: torch.dtype, activation: str) -> CpuShears | BlasShears:
+    def kernel(self, path: str, dtype: torch.dtype, activation: str) -> CpuKernel | BlasKernel:
         N, sizes = len(self.tensors[0]), (len(self.y), self.y.shape[1], self.rows)
         how = (activation, self.kind, N, self.turns, self.inverse)
         return shears(path, *how, *sizes, dtype, CPU)
@@ -158,9 +158,9 @@ def test_schemes_are_schedules_of_shears(name, path):
     assert close(found, wanted, torch.float64)
 
 
-def euler(path: str, kind: str, y: Tensor, K: Tensor, activation: str) -> CpuEuler | BlasEuler:
+def euler(path: str, kind: str, y: Tensor, K: Tensor, activation: str) -> CpuKernel | BlasKernel:
     N, r, n = K.shape
-    made = {"tiles": CpuEuler, "blas": BlasEuler}[path]
+    made = {"tiles": CpuKernel, "blas": BlasKernel}[path]
     return made(Stack(activation, kind, N, (), False, len(y), n, (r,), y.dtype, CPU))
 
 
@@ -424,7 +424,7 @@ def test_blas_runs_only_few_samples_of_wide_layers(width, samples, dtype, faster
     stack = Stack("tanh", "same", 3, (0, 1), False, samples, 2 * width, (2, width), dtype, CPU)
     assert dispatch.blas_is_faster(stack) == faster
     made = dispatch.kernel(stack, "fused", hdnn.engine.Settings())
-    assert type(made) is (BlasShears if faster else CpuShears)
+    assert type(made) is (BlasKernel if faster else CpuKernel)
 
 
 def test_gradients_of_weights_that_no_shear_uses_are_zero(path):
@@ -454,3 +454,15 @@ def test_openmp_is_optional(monkeypatch):
     monkeypatch.setattr(cpu.sys, "platform", "linux")
     monkeypatch.setattr(cpu.torch, "__file__", "/nowhere/torch/__init__.py")
     assert cpu._find_openmp() is None
+
+
+@pytest.mark.parametrize("samples", [0, 1, 2])
+def test_a_stack_by_blas_leaves_the_state_of_its_caller_alone(samples):
+    stack = Split(Random(1), 64, 64, 64, 3, samples, "same", [0, 1])
+    y, g = stack.y.clone(), stack.g.clone()
+    kernel, tensors = stack.kernel("blas", torch.float64, "tanh"), stack.arguments(torch.float64)
+    y_N, kept = kernel.forward(y, tensors, True)
+    kernel.backward(kept, g, tensors)
+    kernel.undo(y_N, g, tensors)
+    assert torch.equal(y, stack.y) and torch.equal(g, stack.g)
+    assert torch.equal(kernel.forward(y, tensors, False)[0], y_N)

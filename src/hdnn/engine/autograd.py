@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from hdnn.engine.backprop import Stored
-from hdnn.engine.kernels.plain import PlainEuler, PlainShears
+from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.protocol import Stack, Tensors
 from hdnn.engine.tracing import batched, transformed
 
@@ -44,9 +44,9 @@ def _readable(t: Any, like: Tensor) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _definition(stack: Stack) -> PlainShears | PlainEuler:
+def _definition(stack: Stack) -> PlainKernel:
     """The stack by differentiable operations, for any number of samples."""
-    return (PlainShears if stack.turns else PlainEuler)(stack)
+    return PlainKernel(stack)
 
 
 def _by_definition(stack: Stack, g: Tensor, y: Tensor, tensors: Tensors) -> Sequence[Any]:

@@ -16,9 +16,9 @@ from hdnn.engine import Settings
 from hdnn.engine.backprop import METHODS, Stored
 from hdnn.engine.call import Call
 from hdnn.engine.fixed import FixedShears
-from hdnn.engine.kernels.blas import BlasEuler, BlasShears
-from hdnn.engine.kernels.cpu import CpuEuler, CpuShears
-from hdnn.engine.kernels.plain import PlainEuler, PlainShears
+from hdnn.engine.kernels.blas import BlasKernel
+from hdnn.engine.kernels.cpu import CpuKernel
+from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, installed
 from hdnn.engine.kernels.triton import TritonEuler, TritonShears
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
@@ -165,7 +165,7 @@ def _why_not_fused(
 
 
 FUSED_KERNELS: dict[str, tuple[tuple[Any, Any], str, str]] = {
-    "cpu": ((CpuShears, CpuEuler), "numba", "fast"),
+    "cpu": ((CpuKernel, CpuKernel), "numba", "fast"),
     "cuda": ((TritonShears, TritonEuler), "triton", "gpu"),
 }
 """By device: the kernels of shears and of forward Euler, the package that compiles, its extra."""
@@ -207,12 +207,11 @@ def _maker(engine: str, settings: Settings) -> Callable[[Stack], Any]:
 
 def kernel(stack: Stack, engine: str, settings: Settings) -> Any:
     """The kernel that runs a stack."""
-    euler = not stack.turns
     if engine == "reference":
-        return (PlainShears, PlainEuler)[euler](stack)
+        return PlainKernel(stack)
     if stack.device.type == "cpu" and blas_is_faster(stack):
-        return (BlasShears, BlasEuler)[euler](stack)
-    made = FUSED_KERNELS[stack.device.type][0][euler]
+        return BlasKernel(stack)
+    made = FUSED_KERNELS[stack.device.type][0][not stack.turns]
     if stack.device.type == "cpu":
         return made(stack)
     return made(stack, settings.precision, settings.deterministic)

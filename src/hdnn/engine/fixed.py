@@ -13,8 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from hdnn.engine.kernels.plain import PlainShears, moved_by, out
-from hdnn.engine.kernels.protocol import Tensors
+from hdnn.engine.kernels.plain import PlainKernel, out
+from hdnn.engine.kernels.protocol import Tensors, moved_by
 from hdnn.errors import TrainingError
 
 GRID = 2.0**40
@@ -36,7 +36,7 @@ def from_grid(Y: Tensor, dtype: torch.dtype) -> Tensor:
     return (Y.double() / GRID).to(dtype)
 
 
-class FixedShears(PlainShears):
+class FixedShears(PlainKernel):
     """A shear stack on the grid; what it keeps are the integers of y_N, int64 (B, n)."""
 
     def forward(
@@ -59,7 +59,7 @@ class FixedShears(PlainShears):
         return self.undo(kept, g, tensors)[1]
 
     def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
-        """As in `PlainShears`, but y_N and y_0 are integers."""
+        """As in `PlainKernel`, but y_N and y_0 are integers."""
         halves = list(y_N.chunk(2, -1))
 
         def undo(half: int, increment: Tensor) -> None:

@@ -38,14 +38,14 @@ MS3: tuple[Shear, ...] = (("p", -1.0), ("q", -1.0))
 MS1: tuple[Shear, ...] = (("q", -1.0), ("p", -1.0))
 """q first, with both signs changed (eq:MS1)."""
 
-WEIGHTS = ("K_p", "K_q", "b_p", "b_q")
+WEIGHTS = {"K_p": "N r_p m", "K_q": "N r_q m", "b_p": "N r_p", "b_q": "N r_q"}
 NAMES = {
     SEMI_IMPLICIT_EULER: ("h2", WEIGHTS),
     VERLET: ("verlet", WEIGHTS),
     YOSHIDA4: ("yoshida4", WEIGHTS),
-    MS3: ("ms3", ("K_2", "K_1", "b_2", "b_1")),
+    MS3: ("ms3", {"K_2": "N r_p m", "K_1": "N r_q m", "b_2": "N r_p", "b_1": "N r_q"}),
 }
-"""What users call each scheme and its weights."""
+"""What users call each scheme and its weights, with their shapes."""
 
 
 def inverse(shears: tuple[Shear, ...]) -> tuple[Shear, ...]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.kernels import tiles
-from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, Tensors, schedule
+from hdnn.engine.kernels.protocol import ACTIVATIONS, KINDS, Stack, Tensors, moved_by, schedule
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
 
 GROUPS = 8, 32  # the fewest and the most groups of tiles that have sums of their own
@@ -53,7 +54,7 @@ class _Sizes:
         self.sums = self.groups * (most * each + lanes) * self.bytes
         self.layer = self.tiles * width * VECTOR_BYTES
         self.kept = kept_size(stack)
-        self.how = ACTIVATIONS.index(stack.activation), tiles.KINDS.index(stack.kind)
+        self.how = ACTIVATIONS.index(stack.activation), KINDS.index(stack.kind)
         self.forward_products = B * steps * R * width
         self.backward_products = B * chunk * R * width
 
@@ -70,38 +71,33 @@ def why_not(dtype: torch.dtype, features: int) -> str:
     return "" if dtype in known else f"the CPU kernel is not for {dtype}"
 
 
-class CpuShears:
-    """A shear stack, tile by tile."""
+class CpuKernel:
+    """A stack, tile by tile."""
 
     def __init__(self, stack: Stack) -> None:
-        self.learned, self.general = stack.learned, stack.kind == "general"
-        # Where each half moves once a layer, each gradient is the sum of one step, and is written;
+        self.learned = stack.learned
+        # Where each part moves once a layer, each gradient is the sum of one step, and is written;
         # otherwise several are added to zeros.
-        self.once = sorted(stack.turns) == [0, 1]
+        self.once = sorted(stack.turns) in ([], [0, 1])
         self.sizes = sizes = _Sizes(stack)
         self.schedule = schedule(stack.turns, stack.layers, stack.inverse)
-        self.half, self.layer = (t.data_ptr() for t in self.schedule)
-        m, R = stack.width, max(stack.rows)
-        self.shape = (stack.samples, sizes.tiles, m, *stack.rows)
-        self.steps = stack.steps
+        self.order = tuple(t.data_ptr() for t in self.schedule)
+        n, rows, R = stack.features, stack.rows[::-1], max(stack.rows)
+        self.shape, self.steps = (stack.samples, sizes.tiles, n, stack.width), stack.steps
+        self.rows = rows[0], rows[-1]  # of the steps that move each part
         work = (sizes.forward_products * 2, sizes.tiles, stack.dtype)
-        self.ahead = _Work("split_forward", 2 * m + R, *work)
+        self.ahead = _Work("forward", n + R, *work)
         work = (sizes.backward_products * 6, sizes.groups, stack.dtype)
-        self.behind = _Work("split_backward", 4 * m + 3 * R, *work)
+        self.behind = _Work("backward", 2 * n + 3 * R, *work)
         self.collect = _Collect(stack.dtype)
 
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
-        if V_p is None:
-            V_p, V_q = K_p, K_q
         kept = y.new_empty(self.sizes.kept) if keep else None
-        out = torch.empty_like(y)
+        out, (K_b, V) = torch.empty_like(y), _addresses(tensors)
         self.ahead.spread(
-            *(*self.shape, self.steps, y.data_ptr(), out.data_ptr()),
-            *(K_p.data_ptr(), K_q.data_ptr(), b_p.data_ptr(), b_q.data_ptr()),
-            *(V_p.data_ptr(), V_q.data_ptr()),
-            *(self.half, self.layer, coef.data_ptr(), *self.sizes.how),
-            0 if kept is None else kept.data_ptr(),
+            *(*self.shape, *self.rows, self.steps, y.data_ptr(), out.data_ptr()),
+            *(*K_b, *(V or K_b[:2]), *self.order, tensors[-1].data_ptr()),
+            *(*self.sizes.how, 0 if kept is None else kept.data_ptr()),
         )
         return out, kept
 
@@ -115,97 +111,39 @@ class CpuShears:
 
     def _gradients(self, kept: int, y: int, y_0: int, g: Tensor, tensors: Tensors) -> Tensors:
         """From the address `kept` or, if that is 0, from y = y_N, which is undone to y_0."""
-        K_p, K_q, b_p, b_q, V_p, V_q, coef = tensors
+        *weights, coef = tensors
         new = torch.empty_like if self.once else torch.zeros_like
-        g_0, dcoef = torch.empty_like(g), torch.empty_like(coef) if self.learned else None
-        dK_p, dK_q, db_p, db_q = new(K_p), new(K_q), new(b_p), new(b_q)
-        dV_p = dV_q = None
-        outer = (0, 0, 0)
-        if self.general:
-            dV_p, dV_q = new(V_p), new(V_q)
-            outer = (dV_p.data_ptr(), dV_q.data_ptr(), 1)
-        elif V_p is None:
-            V_p, V_q = K_p, K_q
-        sizes, half, layer = self.sizes, self.half, self.layer
-        weights = (K_p.data_ptr(), K_q.data_ptr(), b_p.data_ptr(), b_q.data_ptr())
-        weights += (V_p.data_ptr(), V_q.data_ptr())
-        grads = (dK_p.data_ptr(), dK_q.data_ptr(), db_p.data_ptr(), db_q.data_ptr())
+        found = [None if w is None else new(w) for w in weights]
+        found.append(torch.empty_like(coef) if self.learned else None)
+        g_0, sizes = torch.empty_like(g), self.sizes
         before, after = (y, g.data_ptr()), (y_0, g_0.data_ptr())
-        c, dc = coef.data_ptr(), 0 if dcoef is None else dcoef.data_ptr()
+        (K_b, V), (dK_db, dV), (part, layer) = _addresses(tensors), _addresses(found), self.order
+        c, dc = coef.data_ptr(), 0 if found[-1] is None else found[-1].data_ptr()
         sums, owner = _room_for_sums(sizes.sums)
         for low, count in sizes.chunks:
-            turns, at = (half + 8 * low, layer + 8 * low), low * sizes.bytes
+            order, at = (part + 8 * low, layer + 8 * low), low * sizes.bytes
             self.behind.spread(
-                *(*self.shape, count, *before, *after, *weights, *turns, c + at),
-                *(sums, sizes.total, *sizes.how, kept and kept + low * sizes.layer),
+                *(*self.shape, *self.rows, count, *before, *after, *K_b, *(V or K_b[:2])),
+                *(*order, c + at, sums, sizes.total, *sizes.how),
+                kept and kept + low * sizes.layer,
             )
             self.collect(
-                *(sums, sizes.groups, sizes.total, count, *self.shape[2:], *turns, *grads),
-                *(dc and dc + at, *outer, self.once),
+                *(sums, sizes.groups, sizes.total, count, self.shape[-1], *self.rows, *order),
+                *(*dK_db, *(dV or (0, 0)), dc and dc + at, self.once),
             )
             before = after
         del owner
-        return g_0, dK_p, dK_q, db_p, db_q, dV_p, dV_q, dcoef
+        return g_0, *found
 
     kept_size = staticmethod(kept_size)
     why_not = staticmethod(why_not)
 
 
-class CpuEuler:
-    """An Euler stack, tile by tile."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.learned, self.general = stack.learned, stack.kind == "general"
-        self.sizes = sizes = _Sizes(stack)
-        n, (r,) = stack.width, stack.rows
-        self.shape, self.steps = (stack.samples, sizes.tiles, n, r), stack.steps
-        work = (sizes.forward_products * 2, sizes.tiles, stack.dtype)
-        self.ahead = _Work("euler_forward", n + r, *work)
-        work = (sizes.backward_products * 5, sizes.groups, stack.dtype)
-        self.behind = _Work("euler_backward", 2 * n + 3 * r, *work)
-        self.collect = _Collect(stack.dtype)
-
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        K, b, V, h = tensors
-        kept = y.new_empty(self.sizes.kept) if keep else None
-        out = torch.empty_like(y)
-        self.ahead.spread(
-            *(*self.shape, self.steps, y.data_ptr(), out.data_ptr()),
-            *(K.data_ptr(), b.data_ptr(), (K if V is None else V).data_ptr(), h.data_ptr()),
-            *(*self.sizes.how, 0 if kept is None else kept.data_ptr()),
-        )
-        return out, kept
-
-    def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
-        K, b, V, h = tensors
-        g_0, dh = torch.empty_like(g), torch.empty_like(h) if self.learned else None
-        dK, db = torch.empty_like(K), torch.empty_like(b)
-        dV = torch.empty_like(K) if self.general else None
-        (_, _, n, r), sizes, size = self.shape, self.sizes, self.sizes.bytes
-        before, after, states = g.data_ptr(), g_0.data_ptr(), kept.data_ptr()
-        at_K, at_b, at_h = K.data_ptr(), b.data_ptr(), h.data_ptr()
-        at_V = at_K if V is None else V.data_ptr()
-        sums, owner = _room_for_sums(sizes.sums)
-        for low, count in sizes.chunks:
-            matrix, vector, step = low * r * n * size, low * r * size, low * size
-            self.behind.spread(
-                *(*self.shape, count, states + low * sizes.layer, before, after),
-                *(at_K + matrix, at_b + vector, at_V + matrix, at_h + step),
-                *(sums, sizes.total, *sizes.how),
-            )
-            self.collect(
-                *(sums, sizes.groups, sizes.total, count, n, r, 0, 0, 0),
-                *(dK.data_ptr() + matrix, 0, db.data_ptr() + vector, 0),
-                0 if dh is None else dh.data_ptr() + step,
-                *((0, 0, 0) if dV is None else (dV.data_ptr() + matrix, 0, 1)),
-                True,
-            )
-            before = after
-        del owner
-        return g_0, dK, db, dV, dh
-
-    kept_size = staticmethod(kept_size)
-    why_not = staticmethod(why_not)
+def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of K and b of the steps that move each part, and of V, if it is given."""
+    (K_0, b_0, V_0), (K_1, b_1, V_1) = moved_by(0, tensors), moved_by(1, tensors)
+    V = () if V_0 is None else (V_0.data_ptr(), V_1.data_ptr())
+    return (K_0.data_ptr(), K_1.data_ptr(), b_0.data_ptr(), b_1.data_ptr()), V
 
 
 class _Collect:

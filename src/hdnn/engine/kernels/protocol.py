@@ -14,6 +14,7 @@ run. All are contiguous, of one dtype and on one device.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from torch import Tensor
 from hdnn.engine.tracing import constant
 
 ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+KINDS = ("same", "identity", "general", "canonical")  # of V
 
 Tensors = tuple[Any, ...]
 
@@ -45,6 +47,11 @@ class Stack:
     learned: bool = True  # whether gradients of c are asked for
 
     @property
+    def parts(self) -> int:
+        """How many parts of the state move in turns: p and q, or y as one."""
+        return 2 if self.turns else 1
+
+    @property
     def steps(self) -> int:
         """Shears, or layers of forward Euler."""
         return self.layers * (len(self.turns) or 1)
@@ -52,7 +59,7 @@ class Stack:
     @property
     def width(self) -> int:
         """Features that one step reads."""
-        return self.features // 2 if self.turns else self.features
+        return self.features // self.parts
 
     def part(self, tensors: Tensors, first: int, last: int) -> Tensors:
         """The tensors of the layers from `first` to before `last`."""
@@ -99,15 +106,30 @@ class ShearKernel(Kernel, Protocol):
 def schedule(
     turns: tuple[int, ...], layers: int, inverse: bool, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For each shear of these layers: which half moves, and by which layer's weights.
+    """For each step of these layers: which part moves, and by which layer's weights.
 
     As int64 on the CPU, or as int32 on a device.
     """
+    turns = turns or (0,)
     order = torch.arange(layers).flip(0) if inverse else torch.arange(layers)
-    half, layer = torch.tensor(turns).repeat(layers), order.repeat_interleave(len(turns))
+    part, layer = torch.tensor(turns).repeat(layers), order.repeat_interleave(len(turns))
     if device is None:
-        return half, layer
-    return half.to(device, torch.int32), layer.to(device, torch.int32)
+        return part, layer
+    return part.to(device, torch.int32), layer.to(device, torch.int32)
+
+
+def steps(stack: Stack) -> list[tuple[int, int]]:
+    """The part i that each step moves, and its layer. It reads part i - 1: of one, the same."""
+    part, layer = schedule(stack.turns, stack.layers, stack.inverse)
+    return list(zip(part.tolist(), layer.tolist(), strict=True))
+
+
+def moved_by(part: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """K, b and V of the steps that move a part: p (0) moves by the weights of q, and q by p's."""
+    if len(tensors) == 4:
+        return tensors[0], tensors[1], tensors[2]
+    K_p, K_q, b_p, b_q, V_p, V_q, _ = tensors
+    return (K_p, b_p, V_p) if part else (K_q, b_q, V_q)
 
 
 @constant

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from hdnn.engine.kernels import vectors
+from hdnn.engine.kernels.protocol import KINDS
 from hdnn.errors import require
 
-KINDS = ("same", "identity", "general", "canonical")
-SAME, IDENTITY, GENERAL, CANONICAL = range(4)
+SAME, IDENTITY, GENERAL, CANONICAL = range(len(KINDS))
 
 # The operations of `vectors.py`, which `_compile` puts here. Memory is addressed by a
 # number: at(address, i, like) is element i of an array of the type of `like`, load(address, row,
@@ -36,6 +36,7 @@ integer: Any = None
 load: Any = None  # vectors
 store: Any = None
 splat: Any = None
+polynomial: Any = None  # polynomial(x, coefficients), the highest power first
 total_of: Any = None  # the sum over a vector
 turn_block: Any = None  # four by four elements from one place to another, transposed
 fold: Any = None  # the sum of the quarters of a vector
@@ -53,119 +54,82 @@ lanes_of: Any = None
 bytes_of: Any = None
 
 
+# Activations
+
+EXP = tuple(1 / math.factorial(k) for k in reversed(range(14)))
+LOG1P = tuple(2 / k for k in reversed(range(1, 36, 2)))  # of 2 artanh
+SIN = tuple((-1) ** k / math.factorial(2 * k + 1) for k in reversed(range(1, 11)))
+COS = tuple((-1) ** k / math.factorial(2 * k) for k in reversed(range(1, 12)))
+EXP_SINGLE, LOG1P_SINGLE = EXP[-8:], LOG1P[-9:]
+
+# tanh by rational functions: of Cephes near 0 (float64), and exact to rounding (float32).
+TANH_NEAR = (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3)
+OVER_NEAR = (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3)
+TANH_SINGLE = (
+    *(-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08),
+    *(1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03),
+)
+OVER_SINGLE = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03)
+OVER_SINGLE += (4.89352518554385e-03,)
+
+# (1 + 2a) exp(a^2) erfc(a), in u = (a - 4) / (a + 4).
+NORMAL_TAIL = (
+    *(1.6403183859126829e-09, -6.9840210839589835e-09, -1.6738128051575484e-08),
+    *(9.29077286532988e-08, 7.202517600492906e-08, -8.019174682765151e-07, 2.968409170763573e-07),
+    *(5.689409089788712e-06, -1.1224122281375893e-05, -2.438769126418468e-05),
+    *(0.00015062257137037893, -0.0001992610018544803, -0.0007577735257382317),
+    *(0.005031971017234268, -0.016197734020451597, 0.03716751538360477, -0.06633036581541651),
+    *(0.0937328350110569, -0.10103906603618064, 0.06809705425420673, 0.015379652102618402),
+    *(-0.139621116840557, 1.2329951186255526),
+)
+
+
+def _within(low, x, high):  # pragma: kernel
+    """x, or the nearest number from `low` to `high`."""
+    x = where_less(x, splat(low, x), splat(low, x), x)
+    return where_less(splat(high, x), x, splat(high, x), x)
+
+
 def _exp(x):  # pragma: kernel
     """exp of x, which is kept within the range of normal numbers."""
     if is_double(x):
-        x = where_less(x, splat(-708.0, x), splat(-708.0, x), x)
-        x = where_less(splat(709.0, x), x, splat(709.0, x), x)
+        x = _within(-708.0, x, 709.0)
         k = nearest(x * 1.4426950408889634)
         r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6
-        s = r * (1 / 6227020800) + 1 / 479001600
-        s = s * r + 1 / 39916800
-        s = s * r + 1 / 3628800
-        s = s * r + 1 / 362880
-        s = s * r + 1 / 40320
-        s = s * r + 1 / 5040
+        s = polynomial(r, EXP)
     else:
-        x = where_less(x, splat(-87.0, x), splat(-87.0, x), x)
-        x = where_less(splat(88.0, x), x, splat(88.0, x), x)
+        x = _within(-87.0, x, 88.0)
         k = nearest(x * 1.4426950408889634)
         r = (x - k * 0.693359375) - k * -2.12194440e-4
-        s = splat(1 / 5040, x)
-    s = s * r + 1 / 720
-    s = s * r + 1 / 120
-    s = s * r + 1 / 24
-    s = s * r + 1 / 6
-    s = s * r + 0.5
-    s = s * r + 1.0
-    s = s * r + 1.0
+        s = polynomial(r, EXP_SINGLE)
     return s * power_of_two(k)
 
 
 def _tanh(x):  # pragma: kernel
-    s = x * x
-    if is_double(x):  # Cephes: a rational function near 0, exp elsewhere
-        top = ((s * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * s) - (
-            1.61468768441708447952e3
-        )
-        low = ((s + 1.12811678491632931402e2) * s + 2.23548839060100448583e3) * s + (
-            4.84406305325125486048e3
-        )
-        near = x + x * (s * top / low)
-        size = magnitude(x)
+    if is_double(x):
+        s, size = x * x, magnitude(x)
+        near = x + x * (s * polynomial(s, TANH_NEAR) / polynomial(s, OVER_NEAR))
         far = splat(1.0, x) - splat(2.0, x) / (_exp(size + size) + 1.0)
         far = where_less(x, splat(0.0, x), splat(0.0, x) - far, far)
         return where_less(size, splat(0.625, x), near, far)
-    # A rational function that is exact to rounding up to where tanh is 1.
-    x = where_less(x, splat(-7.99881172180175781, x), splat(-7.99881172180175781, x), x)
-    x = where_less(splat(7.99881172180175781, x), x, splat(7.99881172180175781, x), x)
+    x = _within(-7.99881172180175781, x, 7.99881172180175781)  # past that tanh is 1
     s = x * x
-    top = s * -2.76076847742355e-16 + 2.00018790482477e-13
-    top = top * s - 8.60467152213735e-11
-    top = top * s + 5.12229709037114e-08
-    top = top * s + 1.48572235717979e-05
-    top = top * s + 6.37261928875436e-04
-    top = top * s + 4.89352455891786e-03
-    low = s * 1.19825839466702e-06 + 1.18534705686654e-04
-    low = low * s + 2.26843463243900e-03
-    low = low * s + 4.89352518554385e-03
-    return x * top / low
+    return x * polynomial(s, TANH_SINGLE) / polynomial(s, OVER_SINGLE)
 
 
 def _log1p(t):  # pragma: kernel
     """log(1 + t) for 0 <= t <= 1, as 2 artanh(t / (2 + t))."""
     a = t / (t + 2.0)
-    s = a * a
     if is_double(t):
-        p = s * (2 / 35) + 2 / 33
-        p = p * s + 2 / 31
-        p = p * s + 2 / 29
-        p = p * s + 2 / 27
-        p = p * s + 2 / 25
-        p = p * s + 2 / 23
-        p = p * s + 2 / 21
-        p = p * s + 2 / 19
-        p = p * s + 2 / 17
-    else:
-        p = splat(2 / 17, t)
-    p = p * s + 2 / 15
-    p = p * s + 2 / 13
-    p = p * s + 2 / 11
-    p = p * s + 2 / 9
-    p = p * s + 2 / 7
-    p = p * s + 2 / 5
-    p = p * s + 2 / 3
-    p = p * s + 2.0
-    return a * p
+        return a * polynomial(a * a, LOG1P)
+    return a * polynomial(a * a, LOG1P_SINGLE)
 
 
 def _normal_cdf(x, bell):  # pragma: kernel
-    """Phi(x), given bell = exp(-x^2 / 2): a polynomial for (1 + 2a) exp(a^2) erfc(a)."""
+    """Phi(x), given bell = exp(-x^2 / 2)."""
     a = magnitude(x) * math.sqrt(0.5)
     a = where_less(splat(50.0, x), a, splat(50.0, x), a)
-    u = (a - 4.0) / (a + 4.0)
-    p = u * 1.6403183859126829e-09 - 6.9840210839589835e-09
-    p = p * u - 1.6738128051575484e-08
-    p = p * u + 9.29077286532988e-08
-    p = p * u + 7.202517600492906e-08
-    p = p * u - 8.019174682765151e-07
-    p = p * u + 2.968409170763573e-07
-    p = p * u + 5.689409089788712e-06
-    p = p * u - 1.1224122281375893e-05
-    p = p * u - 2.438769126418468e-05
-    p = p * u + 0.00015062257137037893
-    p = p * u - 0.0001992610018544803
-    p = p * u - 0.0007577735257382317
-    p = p * u + 0.005031971017234268
-    p = p * u - 0.016197734020451597
-    p = p * u + 0.03716751538360477
-    p = p * u - 0.06633036581541651
-    p = p * u + 0.0937328350110569
-    p = p * u - 0.10103906603618064
-    p = p * u + 0.06809705425420673
-    p = p * u + 0.015379652102618402
-    p = p * u - 0.139621116840557
-    p = p * u + 1.2329951186255526
+    p = polynomial((a - 4.0) / (a + 4.0), NORMAL_TAIL)
     tail = p * bell * 0.5 / (a + a + 1.0)
     return where_less(x, splat(0.0, x), tail, splat(1.0, x) - tail)
 
@@ -195,146 +159,93 @@ def _turns(x):  # pragma: kernel
         r = exactly_fused(k, splat(-3.1415927410125732, x), x)
         r = exactly_fused(k, splat(8.742277657347586e-08, x), r)
     # Past 2^52 (2^23 in float32) neighbouring numbers are whole turns apart.
-    r = where_less(r, splat(-1.5707963267948966, x), splat(-1.5707963267948966, x), r)
-    r = where_less(splat(1.5707963267948966, x), r, splat(1.5707963267948966, x), r)
-    return k, r
+    return k, _within(-1.5707963267948966, r, 1.5707963267948966)
 
 
 def _sin(x):  # pragma: kernel
     k, r = _turns(x)
     s = r * r
-    p = s * (1 / 51090942171709440000) - 1 / 121645100408832000
-    p = p * s + 1 / 355687428096000
-    p = p * s - 1 / 1307674368000
-    p = p * s + 1 / 6227020800
-    p = p * s - 1 / 39916800
-    p = p * s + 1 / 362880
-    p = p * s - 1 / 5040
-    p = p * s + 1 / 120
-    p = p * s - 1 / 6
-    return alternate(k, r + r * (s * p))
+    return alternate(k, r + r * (s * polynomial(s, SIN)))
 
 
 def _cos(x):  # pragma: kernel
     k, r = _turns(x)
     s = r * r
-    p = s * (1 / 1124000727777607680000) - 1 / 2432902008176640000
-    p = splat(0.0, x) - p
-    p = p * s - 1 / 6402373705728000
-    p = p * s + 1 / 20922789888000
-    p = p * s - 1 / 87178291200
-    p = p * s + 1 / 479001600
-    p = p * s - 1 / 3628800
-    p = p * s + 1 / 40320
-    p = p * s - 1 / 720
-    p = p * s + 1 / 24
-    p = p * s - 0.5
-    return alternate(k, s * p + 1.0)
+    return alternate(k, s * polynomial(s, COS) + 1.0)
 
 
-def _activate(code, a, rows, one):  # pragma: kernel
-    """sigma in place over rows of vectors."""
-    if code == 0:
+def _activate(code, a, d, rows, one):  # pragma: kernel
+    """sigma in place over rows of vectors; and its slope into d, if there is a d."""
+    zero, unit = splat(0.0, one), splat(1.0, one)
+    if code == 0:  # in the order of `protocol.ACTIVATIONS`
         for i in range(rows):
-            store(a, i, _tanh(load(a, i, one)))
+            x = load(a, i, one)
+            z = _tanh(x)
+            if d:
+                store(d, i, unit - z * z)
+            store(a, i, z)
     elif code == 1:
         for i in range(rows):
             x = load(a, i, one)
-            zero = splat(0.0, x)
-            store(a, i, where_less(x, zero, zero, x))
+            z = where_less(x, zero, zero, x)
+            if d:
+                store(d, i, where_less(zero, x, unit, zero))
+            store(a, i, z)
     elif code == 2:
         for i in range(rows):
             x = load(a, i, one)
-            unit = splat(1.0, x)
-            store(a, i, unit / (_exp(splat(0.0, x) - x) + unit))
+            e = _exp(zero - x)
+            z = unit / (e + unit)
+            if d:
+                store(d, i, e * z * z)
+            store(a, i, z)
     elif code == 3:
         for i in range(rows):
             x = load(a, i, one)
-            zero = splat(0.0, x)
-            store(a, i, where_less(x, zero, zero, x) + _log1p(_exp(zero - magnitude(x))))
-    elif code == 4:
-        for i in range(rows):
-            x = load(a, i, one)
-            store(a, i, _unless_far_below(x) * _normal_cdf(x, _exp(x * x * -0.5)))
-    elif code == 5:
-        for i in range(rows):
-            x = load(a, i, one)
-            store(a, i, _unless_far_below(x) / (_exp(splat(0.0, x) - x) + 1.0))
-    elif code == 6:
-        for i in range(rows):
-            store(a, i, _sin(load(a, i, one)))
-
-
-def _activate_both(code, a, d, rows, one):  # pragma: kernel
-    """sigma in place, and its slope into d."""
-    if code == 0:
-        for i in range(rows):
-            z = _tanh(load(a, i, one))
+            e = _exp(zero - magnitude(x))
+            z = where_less(x, zero, zero, x) + _log1p(e)
+            if d:
+                store(d, i, where_less(x, zero, e, unit) / (e + unit))
             store(a, i, z)
-            store(d, i, splat(1.0, z) - z * z)
-    elif code == 1:
-        for i in range(rows):
-            x = load(a, i, one)
-            zero = splat(0.0, x)
-            store(a, i, where_less(x, zero, zero, x))
-            store(d, i, where_less(zero, x, splat(1.0, x), zero))
-    elif code == 2:
-        for i in range(rows):
-            x = load(a, i, one)
-            e = _exp(splat(0.0, x) - x)
-            z = splat(1.0, x) / (e + 1.0)
-            store(a, i, z)
-            store(d, i, e * z * z)
-    elif code == 3:
-        for i in range(rows):
-            x = load(a, i, one)
-            zero = splat(0.0, x)
-            t = _exp(zero - magnitude(x))
-            store(a, i, where_less(x, zero, zero, x) + _log1p(t))
-            store(d, i, where_less(x, zero, t, splat(1.0, x)) / (t + 1.0))
     elif code == 4:
         for i in range(rows):
             x = load(a, i, one)
             bell = _exp(x * x * -0.5)
             Phi = _normal_cdf(x, bell)
-            store(a, i, _unless_far_below(x) * Phi)
-            store(d, i, _unless_far(x) * bell * 0.3989422804014327 + Phi)
+            z = _unless_far_below(x) * Phi
+            if d:
+                store(d, i, _unless_far(x) * bell * 0.3989422804014327 + Phi)
+            store(a, i, z)
     elif code == 5:
         for i in range(rows):
             x = load(a, i, one)
-            e = _exp(splat(0.0, x) - x)
-            z = splat(1.0, x) / (e + 1.0)
-            store(a, i, _unless_far_below(x) * z)
-            store(d, i, z + _unless_far(x) * z * (e * z))
+            e = _exp(zero - x)
+            z = _unless_far_below(x) / (e + unit)
+            if d:
+                s = unit / (e + unit)
+                z = _unless_far_below(x) * s
+                store(d, i, s + _unless_far(x) * s * (e * s))
+            store(a, i, z)
     elif code == 6:
         for i in range(rows):
             x = load(a, i, one)
-            store(a, i, _sin(x))
-            store(d, i, _cos(x))
-    else:
+            z = _sin(x)
+            if d:
+                store(d, i, _cos(x))
+            store(a, i, z)
+    elif d:
         for i in range(rows):
-            store(d, i, splat(1.0, load(a, i, one)))
+            store(d, i, unit)
 
 
-def _one_row(W, across, x, count, one):  # pragma: kernel
-    """The sum over k of W_k x_k, where W_k lies `across` bytes from its neighbour."""
-    a = splat(0.0, one)
-    for k in range(count):
-        a = a + load(x, k, one) * at(W + k * across, 0, one)
-    return a
-
-
-def _two_rows(W, down, across, x, count, one):  # pragma: kernel
-    """`_one_row` for W and for the row `down` bytes after it."""
-    a = b = splat(0.0, one)
-    for k in range(count):
-        v, place = load(x, k, one), W + k * across
-        a = a + v * at(place, 0, one)
-        b = b + v * at(place + down, 0, one)
-    return a, b
+# Products
 
 
 def _four_rows(W, down, across, x, count, one):  # pragma: kernel
+    """The sums over k of W_k x_k for W and the three rows after it, `down` bytes apart.
+
+    W_k lies `across` bytes from its neighbour.
+    """
     a = b = c = d = splat(0.0, one)
     for k in range(count):
         v, place = load(x, k, one), W + k * across
@@ -343,6 +254,22 @@ def _four_rows(W, down, across, x, count, one):  # pragma: kernel
         c = c + v * at(place + 2 * down, 0, one)
         d = d + v * at(place + 3 * down, 0, one)
     return a, b, c, d
+
+
+def _two_rows(W, down, across, x, count, one):  # pragma: kernel
+    a = b = splat(0.0, one)
+    for k in range(count):
+        v, place = load(x, k, one), W + k * across
+        a = a + v * at(place, 0, one)
+        b = b + v * at(place + down, 0, one)
+    return a, b
+
+
+def _one_row(W, across, x, count, one):  # pragma: kernel
+    a = splat(0.0, one)
+    for k in range(count):
+        a = a + load(x, k, one) * at(W + k * across, 0, one)
+    return a
 
 
 def _affine(K, b, x, z, r, m, one):  # pragma: kernel
@@ -391,6 +318,20 @@ def _add_adjoint(V, step, z, c, y, r, m, one):  # pragma: kernel
     if m % 2:
         k = m - 1
         store(y, k, load(y, k, one) + _one_row(V + k * down, across, z, r, one) * c)
+
+
+def _move(kind, V, z, c, y, r, m, one):  # pragma: kernel
+    """y += c V^T z."""
+    if kind == IDENTITY:
+        for k in range(m):
+            store(y, k, load(y, k, one) + load(z, k, one) * c)
+    elif kind == CANONICAL:  # J K^T z: swap the halves and change one sign
+        half = m // 2
+        low, high = half * bytes_of(one), half * lanes_of(one) * bytes_of(one)
+        _add_adjoint(V, m, z, c, y + high, r, half, one)
+        _add_adjoint(V + low, m, z, -c, y, r, half, one)
+    else:
+        _add_adjoint(V, m, z, c, y, r, m, one)
 
 
 def _add_outer(G, u, x, z, g, r, m, one):  # pragma: kernel
@@ -521,54 +462,51 @@ def _scatter(x, tile, B, n, y, one):  # pragma: kernel
     _turn(x, lanes * size, y + tile * lanes * n * size, n * size, n, count, one)
 
 
-def _split_forward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 25)
-    scratch, part, B, tiles, m, r_p, r_q, M = given[3:11]
-    y, out, K_p, K_q, b_p, b_q, V_p, V_q = given[11:19]
-    half, layer, coef, code, kind, kept = given[19:25]
-    scratch += claim(args, 0) * part
+# All layers of a stack. Each step moves part 0 of a tile (p, or all of y) or part 1 (q), and reads
+# the other one, or what it moves if there is one part alone.
+
+
+def _forward(args):  # pragma: kernel
+    one, given = unit(args), arguments(args, 26)
+    scratch, room, B, tiles, n, m, r_0, r_1, M, y, out = given[3:14]
+    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef, code, kind, kept = given[14:26]
+    scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
-    z = scratch + 2 * m * vector
+    z = scratch + n * vector
     tile = claim(args, 1)
     while tile < tiles:
-        _gather(y, tile, B, 2 * m, scratch, True, one)
+        _gather(y, tile, B, n, scratch, True, one)
         for s in range(M):
             j, c = integer(layer, s), at(coef, s, one)
-            if integer(half, s) == 0:
-                target, source, r = scratch, scratch + m * vector, r_q
-                K, b, V = K_q + j * r * m * size, b_q + j * r * size, V_q + j * r * m * size
+            if integer(part, s) == 0:
+                target, source, r, K, b, V = scratch, scratch + (n - m) * vector, r_0, K_0, b_0, V_0
             else:
-                target, source, r = scratch + m * vector, scratch, r_p
-                K, b, V = K_p + j * r * m * size, b_p + j * r * size, V_p + j * r * m * size
+                target, source, r, K, b, V = scratch + m * vector, scratch, r_1, K_1, b_1, V_1
             if kept:  # as it is: a tile, feature by feature
                 place = kept + (s * tiles + tile) * m * vector
                 for k in range(m):
                     store(place, k, load(source, k, one))
-            _affine(K, b, source, z, r, m, one)
-            _activate(code, z, r, one)
-            if kind == IDENTITY:
-                for k in range(m):
-                    store(target, k, load(target, k, one) + load(z, k, one) * c)
-            else:
-                _add_adjoint(V, m, z, c, target, r, m, one)
-        _scatter(scratch, tile, B, 2 * m, out, one)
+            _affine(K + j * r * m * size, b + j * r * size, source, z, r, m, one)
+            _activate(code, z, 0, r, one)
+            _move(kind, V + j * r * m * size, z, c, target, r, m, one)
+        _scatter(scratch, tile, B, n, out, one)
         tile = claim(args, 1)
 
 
-def _split_backward(args):  # pragma: kernel
-    """Undoes each shear from y_N; if the halves that they read were kept, reads those."""
-    one, given = unit(args), arguments(args, 29)
-    groups, scratch, part, B, tiles, m, r_p, r_q, M = given[2:11]
-    y, g, y_0, g_0, K_p, K_q, b_p, b_q, V_p, V_q = given[11:21]
-    half, layer, coef, grads, total, code, kind, kept = given[21:29]
-    scratch += claim(args, 0) * part
+def _backward(args):  # pragma: kernel
+    """Undoes each step from y_N; if what the steps read was kept, reads that."""
+    one, given = unit(args), arguments(args, 30)
+    groups, scratch, room, B, tiles, n, m, r_0, r_1, M, y, g, y_0, g_0 = given[2:16]
+    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef = given[16:25]
+    grads, total, code, kind, kept = given[25:30]
+    scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
-    R = max(r_p, r_q)
+    R = max(r_0, r_1)
     x = scratch
-    gx = x + 2 * m * vector
-    z = gx + 2 * m * vector
+    gx = x + n * vector
+    z = gx + n * vector
     d = z + R * vector
     w = d + R * vector
     group = claim(args, 1)
@@ -580,128 +518,44 @@ def _split_backward(args):  # pragma: kernel
         _clear(dK, total, one)
         for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
             if not kept:
-                _gather(y, tile, B, 2 * m, x, True, one)
-            _gather(g, tile, B, 2 * m, gx, False, one)
+                _gather(y, tile, B, n, x, True, one)
+            _gather(g, tile, B, n, gx, False, one)
             for step in range(M):
                 s = M - 1 - step
                 j, c = integer(layer, s), at(coef, s, one)
-                if integer(half, s) == 0:
-                    r, to, of = r_q, 0, m * vector
-                    K, b, V = K_q + j * r * m * size, b_q + j * r * size, V_q + j * r * m * size
+                if integer(part, s) == 0:
+                    to, of, r, K, b, V = 0, (n - m) * vector, r_0, K_0, b_0, V_0
                 else:
-                    r, to, of = r_p, m * vector, 0
-                    K, b, V = K_p + j * r * m * size, b_p + j * r * size, V_p + j * r * m * size
+                    to, of, r, K, b, V = m * vector, 0, r_1, K_1, b_1, V_1
+                K, b, V = K + j * r * m * size, b + j * r * size, V + j * r * m * size
                 source = x + of
                 if kept:
                     source = kept + (s * tiles + tile) * m * vector
                 _affine(K, b, source, z, r, m, one)
-                _activate_both(code, z, d, r, one)
+                _activate(code, z, d, r, one)
                 if not kept:
-                    if kind == IDENTITY:
-                        for k in range(m):
-                            store(x + to, k, load(x + to, k, one) - load(z, k, one) * c)
-                    else:
-                        _add_adjoint(V, m, z, -c, x + to, r, m, one)
-                v = gx + to  # V g
+                    _move(kind, V, z, -c, x + to, r, m, one)
+                g_y = v = gx + to
+                if kind == CANONICAL:  # J^T g, where x is not needed: such steps are never undone
+                    half, g_y = m // 2, x
+                    for k in range(half):
+                        store(g_y, k, load(gx, k + half, one))
+                        store(g_y, k + half, splat(0.0, one) - load(gx, k, one))
                 if kind != IDENTITY:
-                    _affine(V, 0, gx + to, w, r, m, one)
+                    _affine(V, 0, g_y, w, r, m, one)
                     v = w
                 put(dcoef, s, at(dcoef, s, one) + _weigh(z, v, d, c, r, one))
                 _add_sums(db + s * R * size, d, r, one)
                 into = s * R * m * size
-                if kind == SAME:
-                    _add_outer(dK + into, d, source, z, gx + to, r, m, one)
+                if kind in (SAME, CANONICAL):
+                    _add_outer(dK + into, d, source, z, g_y, r, m, one)
                 else:
                     _add_outer(dK + into, d, source, 0, 0, r, m, one)
                     if kind == GENERAL:
-                        _add_outer(dV + into, z, gx + to, 0, 0, r, m, one)
+                        _add_outer(dV + into, z, g_y, 0, 0, r, m, one)
                 _add_adjoint(K, m, d, one, gx + of, r, m, one)
             if y_0 and not kept:
-                _scatter(x, tile, B, 2 * m, y_0, one)
-            _scatter(gx, tile, B, 2 * m, g_0, one)
-        group = claim(args, 1)
-
-
-def _euler_forward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 19)
-    scratch, part, B, tiles, n, r, N = given[3:10]
-    y, out, K, b, V, h, code, kind, kept = given[10:19]
-    scratch += claim(args, 0) * part
-    size = bytes_of(one)
-    vector = lanes_of(one) * size
-    x, z = scratch, scratch + n * vector
-    tile = claim(args, 1)
-    while tile < tiles:
-        _gather(y, tile, B, n, x, True, one)
-        for j in range(N):
-            if kept:  # as it is: a tile, feature by feature
-                place = kept + (j * tiles + tile) * n * vector
-                for k in range(n):
-                    store(place, k, load(x, k, one))
-            c = at(h, j, one)
-            _affine(K + j * r * n * size, b + j * r * size, x, z, r, n, one)
-            _activate(code, z, r, one)
-            if kind == IDENTITY:
-                for k in range(n):
-                    store(x, k, load(x, k, one) + load(z, k, one) * c)
-            elif kind == CANONICAL:  # J V^T z: swap the halves and change one sign
-                half = n // 2
-                place = V + j * r * n * size
-                _add_adjoint(place, n, z, c, x + half * vector, r, half, one)
-                _add_adjoint(place + half * size, n, z, -c, x, r, half, one)
-            else:
-                _add_adjoint(V + j * r * n * size, n, z, c, x, r, n, one)
-        _scatter(x, tile, B, n, out, one)
-        tile = claim(args, 1)
-
-
-def _euler_backward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 21)
-    groups, scratch, part, B, tiles, n, r, N = given[2:10]
-    states, g, g_0, K, b, V, h, grads, total, code, kind = given[10:21]
-    scratch += claim(args, 0) * part
-    size = bytes_of(one)
-    vector = lanes_of(one) * size
-    gx = scratch
-    z = gx + n * vector
-    d = z + r * vector
-    w = d + r * vector
-    turned = w + r * vector
-    group = claim(args, 1)
-    while group < groups:
-        dK = grads + group * total * size
-        db = dK + N * r * n * size
-        dh = db + N * r * size
-        dV = dh + N * size
-        _clear(dK, total, one)
-        for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
-            _gather(g, tile, B, n, gx, False, one)
-            for step in range(N):
-                j = N - 1 - step
-                c = at(h, j, one)
-                weight, bias = j * r * n * size, j * r * size
-                x = states + (j * tiles + tile) * n * vector
-                _affine(K + weight, b + bias, x, z, r, n, one)
-                _activate_both(code, z, d, r, one)
-                v, to = gx, gx
-                if kind == CANONICAL:  # J^T g
-                    half = n // 2
-                    to = turned
-                    for k in range(half):
-                        store(to, k, load(gx, k + half, one))
-                        store(to, k + half, splat(0.0, one) - load(gx, k, one))
-                if kind != IDENTITY:
-                    _affine(V + weight, 0, to, w, r, n, one)
-                    v = w
-                put(dh, j, at(dh, j, one) + _weigh(z, v, d, c, r, one))
-                _add_sums(db + bias, d, r, one)
-                if kind in (SAME, CANONICAL):
-                    _add_outer(dK + weight, d, x, z, to, r, n, one)
-                else:
-                    _add_outer(dK + weight, d, x, 0, 0, r, n, one)
-                    if kind == GENERAL:
-                        _add_outer(dV + weight, z, gx, 0, 0, r, n, one)
-                _add_adjoint(K + weight, n, d, one, gx, r, n, one)
+                _scatter(x, tile, B, n, y_0, one)
             _scatter(gx, tile, B, n, g_0, one)
         group = claim(args, 1)
 
@@ -728,45 +582,41 @@ def _collect(args):  # pragma: kernel
 
     Where the gradients are fresh, each is the sum of one step alone.
     """
-    one, given = unit(args), arguments(args, 18)
-    grads, groups, total, M, m, r_p, r_q, half, layer = given[:9]
-    fresh = given[17]
+    one, given = unit(args), arguments(args, 17)
+    grads, groups, total, M, m, r_0, r_1, part, layer = given[:9]
+    dK_0, dK_1, db_0, db_1, dV_0, dV_1, dcoef, fresh = given[9:17]
     size = bytes_of(one)
     for i in range(total // lanes_of(one)):
         s = load(grads, i, one)
         for group in range(1, groups):
             s = s + load(grads + group * total * size, i, one)
         store(grads, i, s)
-    R = max(r_p, r_q)
+    R = max(r_0, r_1)
     sums_b = grads + M * R * m * size
     sums_c = sums_b + M * R * size
     sums_V = sums_c + M * size
-    if given[13]:
-        _add(given[13], sums_c, M, 1, one)
+    if dcoef:
+        _add(dcoef, sums_c, M, 1, one)
     for s in range(M):
-        r, dK, db, dV = r_p, given[9], given[11], given[14]
-        if half and integer(half, s) == 0:
-            r, dK, db, dV = r_q, given[10], given[12], given[15]
-        j = s
-        if half:
-            j = integer(layer, s)
+        j = integer(layer, s)
+        r, dK, db, dV = r_0, dK_0, db_0, dV_0
+        if integer(part, s) == 1:
+            r, dK, db, dV = r_1, dK_1, db_1, dV_1
         _add(dK + j * r * m * size, grads + s * R * m * size, r * m, fresh, one)
         _add(db + j * r * size, sums_b + s * R * size, r, fresh, one)
-        if given[16]:
+        if dV:
             _add(dV + j * r * m * size, sums_V + s * R * m * size, r * m, fresh, one)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "split_forward": _split_forward,
-    "split_backward": _split_backward,
-    "euler_forward": _euler_forward,
-    "euler_backward": _euler_backward,
+    "forward": _forward,
+    "backward": _backward,
     "collect": _collect,
 }
 
-INLINE = ("_exp", "_tanh", "_log1p", "_normal_cdf", "_far", "_unless_far_below", "_unless_far")
-INLINE += ("_turns", "_sin", "_cos", "_one_row", "_two_rows", "_four_rows")
-PARTS = ("_activate", "_activate_both", "_affine", "_add_adjoint", "_add_outer", "_add_sums")
+INLINE = ("_within", "_exp", "_tanh", "_log1p", "_normal_cdf", "_far", "_unless_far_below")
+INLINE += ("_unless_far", "_turns", "_sin", "_cos", "_one_row", "_two_rows", "_four_rows")
+PARTS = ("_activate", "_affine", "_add_adjoint", "_move", "_add_outer", "_add_sums")
 PARTS += ("_turn", "_gather", "_scatter", "_weigh", "_clear", "_add")
 
 _compiled: dict[tuple[str, torch.dtype], Any] = {}

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 VECTOR_BYTES = 256
 
 
 def operations() -> dict[str, Any]:  # pragma: kernel
-    """The operations by name, for numba to compile."""
+    """The operations by name, for numba to compile; `tiles.py` says what each of them does."""
     from llvmlite import ir
     from numba.core import types
     from numba.core.typing.templates import AbstractTemplate, infer_global, signature
     from numba.extending import intrinsic, lower_builtin, models, register_model
 
-    whole: Any = types.int64
-    nothing: Any = types.void
-    boolean: Any = types.boolean
+    found: dict[str, Any] = {}
+    integer32, integer64 = ir.IntType(32), ir.IntType(64)
     fused = ("contract",)  # a b + c may be rounded once; NaN and infinity stay what they are
+
+    def operation(result: Callable[..., Any]) -> Callable[..., Any]:
+        """Make `emit(builder, *values)` an operation, where `result(*types)` is of its type."""
+
+        def decorate(emit: Callable[..., Any]) -> Any:
+            @functools.wraps(emit)
+            def typed(typing: Any, *kinds: Any) -> Any:
+                kinds = tuple(types.int64 if isinstance(k, types.Integer) else k for k in kinds)
+
+                def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+                    made = emit(builder, *values)
+                    return context.get_dummy_value() if made is None else made
+
+                return result(*kinds)(*kinds), lower
+
+            found[emit.__name__] = intrinsic(typed)
+            return emit
+
+        return decorate
+
+    # Types
 
     class Vector(types.Type):
         def __init__(self, dtype: Any, size: int = VECTOR_BYTES) -> None:
@@ -29,30 +51,52 @@ def operations() -> dict[str, Any]:  # pragma: kernel
     @register_model(Vector)
     class _VectorModel(models.PrimitiveModel):
         def __init__(self, manager: Any, kind: Any) -> None:
-            super().__init__(manager, kind, ir.VectorType(scalar(kind.dtype), kind.lanes))
+            scalar = ir.FloatType() if kind.dtype.bitwidth == 32 else ir.DoubleType()
+            super().__init__(manager, kind, ir.VectorType(scalar, kind.lanes))
 
-    def scalar(dtype: Any) -> Any:
-        return ir.FloatType() if dtype.bitwidth == 32 else ir.DoubleType()
+    def nothing(*kinds: Any) -> Any:
+        return types.void
 
-    def vector_type(kind: Any) -> Any:
-        dtype = kind.dtype if isinstance(kind, Vector) else kind
-        return ir.VectorType(scalar(dtype), VECTOR_BYTES * 8 // dtype.bitwidth)
+    def whole(*kinds: Any) -> Any:
+        return types.int64
 
-    def vector_of(kind: Any) -> Vector:
-        return kind if isinstance(kind, Vector) else Vector(kind)
+    def last(*kinds: Any) -> Any:
+        return kinds[-1]
 
-    def spread(builder: Any, value: Any, to: Any) -> Any:
-        one_lane = builder.insert_element(
-            ir.Constant(to, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
-        )
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), to.count), [0] * to.count)
-        return builder.shuffle_vector(one_lane, ir.Constant(to, ir.Undefined), mask)
+    def vector(*kinds: Any) -> Any:
+        return kinds[-1] if isinstance(kinds[-1], Vector) else Vector(kinds[-1])
+
+    def quarter(*kinds: Any) -> Any:
+        return Vector(kinds[-1].dtype, VECTOR_BYTES // 4)
+
+    def size_of(t: Any) -> int:
+        """The bytes of an element."""
+        return 4 if isinstance(getattr(t, "element", t), ir.FloatType) else 8
+
+    def vector_type(t: Any) -> Any:
+        return t if isinstance(t, ir.VectorType) else ir.VectorType(t, VECTOR_BYTES // size_of(t))
+
+    def pick(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+        """A vector of these lanes of x, and after them of y."""
+        mask = ir.Constant(ir.VectorType(integer32, len(lanes)), lanes)
+        return builder.shuffle_vector(x, y, mask)
+
+    def part(builder: Any, x: Any, start: int, count: int) -> Any:
+        return pick(builder, x, ir.Constant(x.type, ir.Undefined), [*range(start, start + count)])
+
+    def quarters(builder: Any, x: Any) -> list[Any]:
+        count = x.type.count // 4
+        return [part(builder, x, k * count, count) for k in range(4)]
+
+    # Arithmetic, where a scalar of any type stands for a vector of it
 
     def convert(context: Any, builder: Any, value: Any, kind: Any, to: Any) -> Any:
-        """A scalar of any number type, or a vector, as a vector."""
         if isinstance(kind, Vector):
             return value
-        return spread(builder, context.cast(builder, value, kind, to.dtype), vector_type(to))
+        value = context.cast(builder, value, kind, to.dtype)
+        empty = ir.Constant(vector_type(value.type), ir.Undefined)
+        one_lane = builder.insert_element(empty, value, ir.Constant(integer32, 0))
+        return pick(builder, one_lane, empty, [0] * to.lanes)
 
     def arithmetic(op: Any, emit: str) -> None:
         class _Typing(AbstractTemplate):
@@ -80,110 +124,110 @@ def operations() -> dict[str, Any]:  # pragma: kernel
     arithmetic(operator.mul, "fmul")
     arithmetic(operator.truediv, "fdiv")
 
-    def call(builder: Any, name: str, to: Any, *args: Any, **options: Any) -> Any:
-        function_type = ir.FunctionType(to, [a.type for a in args])
-        function = builder.module.globals.get(name)
-        if function is None:
-            function = ir.Function(builder.module, function_type, name)
-        return builder.call(function, args, **options)
+    @intrinsic
+    def splat(typing: Any, value: Any, like: Any):
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return convert(context, builder, args[0], sig.args[0], sig.return_type)
 
-    def suffix(t: Any) -> str:
-        width = "f32" if isinstance(getattr(t, "element", t), ir.FloatType) else "f64"
-        return f"v{t.count}{width}" if isinstance(t, ir.VectorType) else width
+        return vector(like)(value, like), emit
 
-    def element(builder: Any, address: Any, index: Any, to: Any, size: int) -> Any:
-        place = builder.add(address, builder.mul(index, ir.Constant(index.type, size)))
-        return builder.inttoptr(place, to.as_pointer())
+    @intrinsic
+    def polynomial(typing: Any, x: Any, coefficients: Any):
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            each = [
+                convert(context, builder, builder.extract_value(args[1], k), types.float64, x)
+                for k in range(coefficients.count)
+            ]
+            s = each[0]
+            for c in each[1:]:
+                s = builder.fadd(builder.fmul(s, args[0], flags=fused), c, flags=fused)
+            return s
+
+        return x(x, coefficients), emit
+
+    # Arguments and memory
 
     @intrinsic
     def unit(typing: Any, args: Any):
         def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            return ir.Constant(scalar(args.dtype), 1.0)
+            return ir.Constant(context.get_value_type(args.dtype), 1.0)
 
         return args.dtype(args), emit
 
     @intrinsic(prefer_literal=True)
     def arguments(typing: Any, args: Any, count: Any):
         def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            start = builder.bitcast(values[0], ir.IntType(64).as_pointer())
-            found = [
-                builder.load(builder.gep(start, [ir.Constant(ir.IntType(64), k)]))
+            start = builder.bitcast(values[0], integer64.as_pointer())
+            each = [
+                builder.load(builder.gep(start, [ir.Constant(integer64, k)]))
                 for k in range(count.literal_value)
             ]
-            return context.make_tuple(builder, sig.return_type, found)
+            return context.make_tuple(builder, sig.return_type, each)
 
         return types.UniTuple(types.int64, count.literal_value)(args, count), emit
 
-    @intrinsic
-    def claim(typing: Any, args: Any, index: Any):
-        def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            start = builder.bitcast(values[0], ir.IntType(64).as_pointer())
-            place = builder.gep(start, [values[1]])
-            one = ir.Constant(ir.IntType(64), 1)
-            return builder.atomic_rmw("add", place, one, "monotonic")
+    found |= {"splat": splat, "polynomial": polynomial, "unit": unit, "arguments": arguments}
 
-        return whole(args, types.int64), emit
+    @operation(whole)
+    def claim(builder: Any, args: Any, index: Any):
+        place = builder.gep(builder.bitcast(args, integer64.as_pointer()), [index])
+        return builder.atomic_rmw("add", place, ir.Constant(integer64, 1), "monotonic")
 
-    @intrinsic
-    def at(typing: Any, address: Any, index: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            t = scalar(like)
-            return builder.load(element(builder, args[0], args[1], t, like.bitwidth // 8))
+    def element(builder: Any, address: Any, index: Any, to: Any, size: int) -> Any:
+        place = builder.add(address, builder.mul(index, ir.Constant(integer64, size)))
+        return builder.inttoptr(place, to.as_pointer())
 
-        return like(whole, whole, like), emit
+    @operation(whole)
+    def integer(builder: Any, address: Any, index: Any):
+        return builder.load(element(builder, address, index, integer64, 8))
 
-    @intrinsic
-    def put(typing: Any, address: Any, index: Any, value: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            t = scalar(value)
-            builder.store(args[2], element(builder, args[0], args[1], t, value.bitwidth // 8))
-            return context.get_dummy_value()
+    @operation(last)
+    def at(builder: Any, address: Any, index: Any, like: Any):
+        return builder.load(element(builder, address, index, like.type, size_of(like.type)))
 
-        return nothing(whole, whole, value), emit
+    @operation(nothing)
+    def put(builder: Any, address: Any, index: Any, value: Any):
+        t = value.type
+        builder.store(value, element(builder, address, index, t, size_of(t)))
 
-    @intrinsic
-    def integer(typing: Any, address: Any, index: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.load(element(builder, args[0], args[1], ir.IntType(64), 8))
+    @operation(vector)
+    def load(builder: Any, address: Any, row: Any, like: Any):
+        t = vector_type(like.type)
+        return builder.load(element(builder, address, row, t, VECTOR_BYTES), align=16)
 
-        return whole(whole, types.int64), emit
+    @operation(nothing)
+    def store(builder: Any, address: Any, row: Any, value: Any):
+        builder.store(value, element(builder, address, row, value.type, VECTOR_BYTES), align=16)
 
-    @intrinsic
-    def load(typing: Any, address: Any, row: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            place = element(builder, args[0], args[1], vector_type(like), VECTOR_BYTES)
-            return builder.load(place, align=16)
+    @operation(whole)
+    def lanes_of(builder: Any, like: Any):
+        return ir.Constant(integer64, VECTOR_BYTES // size_of(like.type))
 
-        return vector_of(like)(whole, whole, like), emit
+    @operation(whole)
+    def bytes_of(builder: Any, like: Any):
+        return ir.Constant(integer64, size_of(like.type))
 
-    @intrinsic
-    def store(typing: Any, address: Any, row: Any, value: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            place = element(builder, args[0], args[1], vector_type(value), VECTOR_BYTES)
-            builder.store(args[2], place, align=16)
-            return context.get_dummy_value()
+    @operation(lambda x: types.boolean)
+    def is_double(builder: Any, x: Any):
+        return ir.Constant(ir.IntType(1), int(size_of(x.type) == 8))
 
-        return nothing(whole, whole, value), emit
+    @operation(nothing)
+    def turn_block(builder: Any, x: Any, step: Any, y: Any, other_step: Any, like: Any):
+        t, size = ir.VectorType(like.type, 4), size_of(like.type)
 
-    @intrinsic
-    def splat(typing: Any, value: Any, like: Any):
-        to = vector_of(like)
+        def place(address: Any, step: Any, i: int) -> Any:
+            offset = builder.mul(step, ir.Constant(integer64, i))
+            return builder.inttoptr(builder.add(address, offset), t.as_pointer())
 
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return convert(context, builder, args[0], sig.args[0], to)
+        a, b, c, d = (builder.load(place(x, step, i), align=size) for i in range(4))
+        low = pick(builder, a, b, [0, 4, 1, 5]), pick(builder, c, d, [0, 4, 1, 5])
+        high = pick(builder, a, b, [2, 6, 3, 7]), pick(builder, c, d, [2, 6, 3, 7])
+        rows = (low, [0, 1, 4, 5]), (low, [2, 3, 6, 7]), (high, [0, 1, 4, 5]), (high, [2, 3, 6, 7])
+        for i, ((first, second), lanes) in enumerate(rows):
+            row = pick(builder, first, second, lanes)
+            builder.store(row, place(y, other_step, i), align=size)
 
-        return to(value, like), emit
-
-    def part(builder: Any, x: Any, start: int, count: int) -> Any:
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
-        return builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), mask)
-
-    def quarters(builder: Any, x: Any) -> list[Any]:
-        count = x.type.count // 4
-        return [part(builder, x, k * count, count) for k in range(4)]
-
-    def quarter_of(kind: Any) -> Vector:
-        return Vector(kind.dtype, VECTOR_BYTES // 4)
+    # Sums over a vector
 
     def add_products(builder: Any, s: Any, x: Any, y: Any) -> Any:
         for a, b in zip(quarters(builder, x), quarters(builder, y), strict=True):
@@ -191,185 +235,94 @@ def operations() -> dict[str, Any]:  # pragma: kernel
             s = ab if s is None else builder.fadd(s, ab, flags=fused)
         return s
 
-    @intrinsic
-    def turn_block(typing: Any, x: Any, step: Any, y: Any, other_step: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            t = ir.VectorType(scalar(like), 4)
-            size = like.bitwidth // 8
+    @operation(quarter)
+    def fold(builder: Any, x: Any):
+        a, b, c, d = quarters(builder, x)
+        return builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
 
-            def place(address: Any, step: Any, i: int) -> Any:
-                offset = builder.mul(step, ir.Constant(step.type, i))
-                return builder.inttoptr(builder.add(address, offset), t.as_pointer())
+    @operation(quarter)
+    def dot(builder: Any, x: Any, y: Any):
+        return add_products(builder, None, x, y)
 
-            def mix(a: Any, b: Any, picked: list[int]) -> Any:
-                mask = ir.Constant(ir.VectorType(ir.IntType(32), 4), picked)
-                return builder.shuffle_vector(a, b, mask)
+    @operation(quarter)
+    def dot_more(builder: Any, s: Any, x: Any, y: Any):
+        return add_products(builder, s, x, y)
 
-            a, b, c, d = (builder.load(place(args[0], args[1], i), align=size) for i in range(4))
-            low = mix(a, b, [0, 4, 1, 5]), mix(c, d, [0, 4, 1, 5])
-            high = mix(a, b, [2, 6, 3, 7]), mix(c, d, [2, 6, 3, 7])
-            halves = (low, [0, 1, 4, 5]), (low, [2, 3, 6, 7]), (high, [0, 1, 4, 5])
-            for i, (pair, picked) in enumerate((*halves, (high, [2, 3, 6, 7]))):
-                builder.store(mix(pair[0], pair[1], picked), place(args[2], args[3], i), align=size)
-            return context.get_dummy_value()
+    @operation(nothing)
+    def add_totals(builder: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any):
+        def add_pairs(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
+            def mix(mask: list[int]) -> Any:  # the same permutation in each group of four lanes
+                lanes = x.type.count
+                picked = [g + k % 4 + k // 4 * lanes for g in range(0, lanes, 4) for k in mask]
+                return pick(builder, x, y, picked)
 
-        return nothing(whole, whole, whole, whole, like), emit
+            return builder.fadd(mix(first), mix(second))
 
-    @intrinsic
-    def fold(typing: Any, x: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            a, b, c, d = quarters(builder, args[0])
-            return builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
+        ab = add_pairs(a, b, [0, 4, 1, 5], [2, 6, 3, 7])
+        cd = add_pairs(c, d, [0, 4, 1, 5], [2, 6, 3, 7])
+        s = add_pairs(ab, cd, [0, 1, 4, 5], [2, 3, 6, 7])
+        while s.type.count > 4:
+            n = s.type.count // 2
+            s = builder.fadd(part(builder, s, 0, n), part(builder, s, n, n))
+        size = size_of(s.type)
+        place = element(builder, address, index, s.type, size)
+        builder.store(builder.fadd(builder.load(place, align=size), s), place, align=size)
 
-        return quarter_of(x)(x), emit
+    # Functions of LLVM
 
-    @intrinsic
-    def dot(typing: Any, x: Any, y: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return add_products(builder, None, *args)
+    def call(builder: Any, name: str, to: Any, *args: Any, **options: Any) -> Any:
+        t = next(a.type for a in args if isinstance(a.type, ir.VectorType))
+        name = f"llvm.{name}.v{t.count}f{8 * size_of(t)}"
+        function = builder.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(to, [a.type for a in args])
+            function = ir.Function(builder.module, kind, name)
+        return builder.call(function, args, **options)
 
-        return quarter_of(x)(x, y), emit
+    @operation(lambda x: x.dtype)
+    def total_of(builder: Any, x: Any):
+        start = ir.Constant(x.type.element, -0.0)
+        how = ("reassoc", "contract")
+        return call(builder, "vector.reduce.fadd", x.type.element, start, x, fastmath=how)
 
-    @intrinsic
-    def dot_more(typing: Any, s: Any, x: Any, y: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return add_products(builder, *args)
+    @operation(last)
+    def magnitude(builder: Any, x: Any):
+        return call(builder, "fabs", x.type, x)
 
-        return s(s, x, y), emit
+    @operation(last)
+    def nearest(builder: Any, x: Any):
+        return call(builder, "rint", x.type, x)
 
-    @intrinsic
-    def add_totals(typing: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            def add_pairs(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
-                def mix(mask: list[int]) -> Any:  # the same permutation in each group of four lanes
-                    lanes = x.type.count
-                    picked = [g + k % 4 + k // 4 * lanes for g in range(0, lanes, 4) for k in mask]
-                    t = ir.VectorType(ir.IntType(32), lanes)
-                    return builder.shuffle_vector(x, y, ir.Constant(t, picked))
+    @operation(last)
+    def exactly_fused(builder: Any, x: Any, y: Any, z: Any):
+        return call(builder, "fma", x.type, x, y, z)
 
-                return builder.fadd(mix(first), mix(second))
+    @operation(last)
+    def where_less(builder: Any, a: Any, b: Any, x: Any, y: Any):
+        return builder.select(builder.fcmp_ordered("<", a, b), x, y)
 
-            ab = add_pairs(args[2], args[3], [0, 4, 1, 5], [2, 6, 3, 7])
-            cd = add_pairs(args[4], args[5], [0, 4, 1, 5], [2, 6, 3, 7])
-            s = add_pairs(ab, cd, [0, 1, 4, 5], [2, 3, 6, 7])
-            while s.type.count > 4:
-                n = s.type.count // 2
-                s = builder.fadd(part(builder, s, 0, n), part(builder, s, n, n))
-            size = a.dtype.bitwidth // 8
-            place = element(builder, args[0], args[1], s.type, size)
-            builder.store(builder.fadd(builder.load(place, align=size), s), place, align=size)
-            return context.get_dummy_value()
+    # By the bits of a number
 
-        return nothing(whole, whole, a, b, c, d), emit
+    def bits(builder: Any, x: Any) -> tuple[Any, Callable[[int], Any], int]:
+        """Whole numbers x as integers, constants of that type, and the bits of a mantissa."""
+        count, mantissa = x.type.count, 23 if size_of(x.type) == 4 else 52
+        t = ir.VectorType(ir.IntType(8 * size_of(x.type)), count)
+        shift = ir.Constant(x.type, [1.5 * 2.0**mantissa] * count)
+        digits = builder.bitcast(builder.fadd(x, shift), t)
+        return digits, lambda value: ir.Constant(t, [value] * count), mantissa
 
-    @intrinsic
-    def total_of(typing: Any, x: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            t = scalar(x.dtype)
-            name = f"llvm.vector.reduce.fadd.{suffix(args[0].type)}"
-            return call(
-                builder, name, t, ir.Constant(t, -0.0), args[0], fastmath=("reassoc", "contract")
-            )
+    @operation(last)
+    def power_of_two(builder: Any, k: Any):
+        digits, constant, mantissa = bits(builder, k)
+        one = constant((127 if mantissa == 23 else 1023) << mantissa)
+        moved = builder.shl(digits, constant(mantissa))
+        return builder.bitcast(builder.add(moved, one), k.type)
 
-        return x.dtype(x), emit
+    @operation(last)
+    def alternate(builder: Any, k: Any, x: Any):
+        digits, constant, _ = bits(builder, k)
+        sign = builder.shl(digits, constant(8 * size_of(x.type) - 1))
+        flipped = builder.xor(builder.bitcast(x, digits.type), sign)
+        return builder.bitcast(flipped, x.type)
 
-    @intrinsic
-    def where_less(typing: Any, a: Any, b: Any, x: Any, y: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[2], args[3])
-
-        return x(a, b, x, y), emit
-
-    def function_of(name: str, count: int):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            t = args[0].type
-            return call(builder, f"llvm.{name}.{suffix(t)}", t, *args)
-
-        if count == 1:
-
-            @intrinsic
-            def unary(typing: Any, x: Any):
-                return x(x), emit
-
-            return unary
-
-        @intrinsic
-        def ternary(typing: Any, x: Any, y: Any, z: Any):
-            return x(x, y, z), emit
-
-        return ternary
-
-    def bits(builder: Any, x: Any, kind: Any) -> tuple[Any, Any, int]:
-        """Whole numbers x as integers, the type of these, and the bits of a mantissa."""
-        mantissa = 23 if kind.dtype.bitwidth == 32 else 52
-        t = ir.VectorType(ir.IntType(kind.dtype.bitwidth), kind.lanes)
-        shift = ir.Constant(x.type, [1.5 * 2.0**mantissa] * kind.lanes)
-        return builder.bitcast(builder.fadd(x, shift), t), t, mantissa
-
-    @intrinsic
-    def power_of_two(typing: Any, k: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            digits, t, mantissa = bits(builder, args[0], k)
-            bias = 127 if mantissa == 23 else 1023
-            moved = builder.shl(digits, ir.Constant(t, [mantissa] * k.lanes))
-            one = ir.Constant(t, [bias << mantissa] * k.lanes)
-            return builder.bitcast(builder.add(moved, one), args[0].type)
-
-        return k(k), emit
-
-    @intrinsic
-    def alternate(typing: Any, k: Any, x: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            digits, t, _ = bits(builder, args[0], k)
-            sign = builder.shl(digits, ir.Constant(t, [k.dtype.bitwidth - 1] * k.lanes))
-            return builder.bitcast(builder.xor(builder.bitcast(args[1], t), sign), args[1].type)
-
-        return x(k, x), emit
-
-    @intrinsic
-    def is_double(typing: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return ir.Constant(ir.IntType(1), int(like.dtype.bitwidth == 64))
-
-        return boolean(like), emit
-
-    @intrinsic
-    def lanes_of(typing: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return ir.Constant(ir.IntType(64), VECTOR_BYTES * 8 // like.bitwidth)
-
-        return whole(like), emit
-
-    @intrinsic
-    def bytes_of(typing: Any, like: Any):
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return ir.Constant(ir.IntType(64), like.bitwidth // 8)
-
-        return whole(like), emit
-
-    return {
-        "arguments": arguments,
-        "unit": unit,
-        "claim": claim,
-        "turn_block": turn_block,
-        "fold": fold,
-        "dot": dot,
-        "dot_more": dot_more,
-        "add_totals": add_totals,
-        "at": at,
-        "put": put,
-        "integer": integer,
-        "load": load,
-        "store": store,
-        "splat": splat,
-        "total_of": total_of,
-        "where_less": where_less,
-        "magnitude": function_of("fabs", 1),
-        "nearest": function_of("rint", 1),
-        "exactly_fused": function_of("fma", 3),
-        "power_of_two": power_of_two,
-        "alternate": alternate,
-        "is_double": is_double,
-        "lanes_of": lanes_of,
-        "bytes_of": bytes_of,
-    }
+    return found
