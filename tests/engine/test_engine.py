@@ -482,15 +482,14 @@ def test_the_operator_keeps_the_promises_of_an_operator():
     leaves = [t.requires_grad_() for t in (*tensors, coef.clone())]
     y = normal(5, 4).requires_grad_()
     for way in ("reference checkpoint", "fused reversible", "fused checkpoint", "fused stored"):
-        checks = torch.library.opcheck(
-            compiled.stack, (y, leaves, "010", True, "tanh", "same", way)
-        )
+        given = (y, leaves, f"010 backwards same {way} tanh")
+        checks = torch.library.opcheck(compiled.stack, given)
         assert {*checks.values()} == {"SUCCESS"}
     K, V = (normal(N, 3, 4).requires_grad_() for _ in range(2))
     b, steps = normal(N, 3).requires_grad_(), normal(N, 1)[:, 0].requires_grad_()
     for leaves, kind in (([K, b, steps], "canonical"), ([K, b, V, steps], "general")):
         for way in ("reference checkpoint", "fused stored"):
-            given = (y, leaves, "", False, "tanh", kind, way)
+            given = (y, leaves, f"euler forwards {kind} {way} tanh")
             assert {*torch.library.opcheck(compiled.stack, given).values()} == {"SUCCESS"}
 
 

@@ -158,14 +158,14 @@ def test_large_batches_are_solved_in_pieces_with_the_same_result(monkeypatch, ch
     c, B, A, a = problem(2, 4, 6, (3, 5), factor=2.0)
     whole = implicit.solve(c, B, A, a, TANH)
     sizes = []
-    steps = newton.newton_steps
+    solve = newton.Equation.newton
 
-    def spy(x, *rest):
+    def spy(equation, x, *rest):
         sizes.append(len(x))
-        return steps(x, *rest)
+        return solve(equation, x, *rest)
 
     monkeypatch.setattr(solutions, "CHUNK", chunk)
-    monkeypatch.setattr(newton, "newton_steps", spy)
+    monkeypatch.setattr(newton.Equation, "newton", spy)
     torch.testing.assert_close(implicit.solve(c, B, A, a, TANH), whole, rtol=1e-13, atol=1e-13)
     assert max(sizes) == max(1, chunk // 16)
     assert len(sizes) >= 15 // max(sizes)
@@ -608,14 +608,16 @@ def test_a_curve_goes_round_the_kinks_of_relu():
     """At t = 1/2 the first unit turns on and the curve turns back, until the third holds it."""
     B = torch.tensor([[3.0, 2.0, -4.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=F64)
     c, A = torch.tensor([[-1.0, 1.0, -2.0]], dtype=F64), torch.eye(3, dtype=F64)
-    x, arrived = path.follow(c, B, A, torch.zeros_like(c), RELU, 400)
+    equation = newton.Equation(B, A, RELU, 1e-15, 8, 50, unique=False)
+    x, arrived = path.follow(equation, c, torch.zeros_like(c), 400)
     assert bool(arrived)
     torch.testing.assert_close(x, torch.tensor([[4.5, 1.0, 2.5]], dtype=F64))
 
 
 def test_a_curve_to_infinity_is_given_up():
     one = torch.ones(1, 1, dtype=F64)
-    _, arrived = path.follow(one, 3 * one, one, one, RELU, 400)
+    equation = newton.Equation(3 * one, one, RELU, 1e-15, 8, 50, unique=False)
+    _, arrived = path.follow(equation, one, one, 400)
     assert not bool(arrived)
 
 

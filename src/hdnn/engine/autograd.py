@@ -43,10 +43,8 @@ def _readable(t: Any, like: Tensor) -> Any:
     return t.to(like).contiguous() if t.is_floating_point() else t.contiguous()
 
 
-@lru_cache(maxsize=256)
-def _definition(stack: Stack) -> PlainKernel:
-    """The stack by differentiable operations, for any number of samples."""
-    return PlainKernel(stack)
+# The stack by differentiable operations, for any number of samples.
+_definition = lru_cache(maxsize=256)(PlainKernel)
 
 
 def _by_definition(stack: Stack, g: Tensor, y: Tensor, tensors: Tensors) -> Sequence[Any]:
@@ -109,7 +107,4 @@ class EagerStackFunction(torch.autograd.Function):
         ctx.save_for_backward(y, *tensors, kept)
         return y_N
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        y, *tensors, kept = ctx.saved_tensors
-        return *gradients(ctx.method, y, kept, grads[0], tuple(tensors)), None
+    backward = staticmethod(StackFunction.backward)

@@ -6,8 +6,8 @@ Exporters see the layers one by one: their formats have no such operator.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,38 +21,15 @@ from hdnn.engine.kernels.protocol import Stack
 from hdnn.engine.tracing import transformed
 
 
-@dataclass
-class CompiledCall:
-    """Like `prepared.PreparedCall`, but the compiler can trace it."""
+def choose(call: Call, engine: str | None, backprop: str | None) -> Callable[[Call], Tensor] | None:
+    """What runs the call as an operator, or None if the compiler is to see each layer.
 
-    engine: str
-    backprop: str
-
-    def __call__(self, call: Call) -> Tensor:
-        # Kernels must not read products that autocast has rounded.
-        with torch.autocast(call.y.device.type, enabled=False):
-            return self._run(call)
-
-    def _run(self, call: Call) -> Tensor:
-        y, link = call.y, call.link
-        wide = torch.float32 if self.engine == "fused" and y.dtype in dispatch.HALF else y.dtype
-        link = None if link is None else link.to(wide)
-        weights = with_V(tuple([w.to(wide) for w in call.weights]), link)
-        sizes = (len(call.weights[0]), call.inverse, wide, y.device)
-        coef = coefficients(call.fractions, call.h, *sizes)
-        tensors = [t.contiguous() for t in (*weights, coef) if t is not None]
-        flat = y.reshape(-1, y.shape[-1]).to(wide).contiguous()
-        turns = "".join([str(half) for half in call.turns])
-        how = (turns, call.inverse, call.sigma.name, call.kind, f"{self.engine} {self.backprop}")
-        return stack(flat, tensors, *how)[0].reshape(y.shape).to(y.dtype)
-
-
-def choose(call: Call, engine: str | None, backprop: str | None) -> CompiledCall | None:
-    """The operator, or None if the compiler is to see each layer, as exporters always do."""
+    Exporters always see each layer.
+    """
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
     traced = _exporting() or transformed() or not activations.is_registered(call.sigma)
     plan = dispatch.plan_of_call(settings, call, traced=traced)
-    return None if plan.is_reference else CompiledCall(plan.engine, plan.backprop)
+    return None if plan.is_reference else partial(_run, plan.engine, plan.backprop)
 
 
 def _exporting() -> bool:
@@ -61,97 +38,96 @@ def _exporting() -> bool:
     return True if is_exporting is None else is_exporting()  # PyTorch before 2.7 cannot tell
 
 
+def _run(engine: str, backprop: str, call: Call) -> Tensor:
+    """Like `prepared.PreparedCall`, but the compiler can trace it."""
+    y, link = call.y, call.link
+    wide = torch.float32 if engine == "fused" and y.dtype in dispatch.HALF else y.dtype
+    turns = "".join([str(half) for half in call.turns]) or "euler"
+    order = "backwards" if call.inverse else "forwards"
+    how = f"{turns} {order} {call.kind} {engine} {backprop} {call.sigma.name}"
+    # Kernels must not read products that autocast has rounded.
+    with torch.autocast(y.device.type, enabled=False):
+        link = None if link is None else link.to(wide)
+        weights = with_V(tuple([w.to(wide) for w in call.weights]), link)
+        sizes = (len(call.weights[0]), call.inverse, wide, y.device)
+        coef = coefficients(call.fractions, call.h, *sizes)
+        tensors = [t.contiguous() for t in (*weights, coef) if t is not None]
+        flat = y.reshape(-1, y.shape[-1]).to(wide).contiguous()
+        return stack(flat, tensors, how)[0].reshape(y.shape).to(y.dtype)
+
+
 # The operator
 
 
-def _describe(
-    y: Tensor, tensors: Sequence[Tensor], turns: str, inverse: bool, activation: str, kind: str
-) -> Stack:
+def _described(y: Tensor, tensors: Sequence[Tensor], how: str) -> tuple[Stack, str, str]:
+    """The stack, the engine and what the backward pass starts from; `how` is as in `_run`."""
+    turns, order, kind, engine, backprop, activation = how.split(" ", 5)
     (batch, n), (N, r, _) = y.shape, tensors[0].shape
-    halves = tuple([int(half) for half in turns])
-    rows = (r, tensors[1].shape[1]) if halves else (r,)
-    return Stack(activation, kind, N, halves, inverse, batch, n, rows, y.dtype, y.device)
+    halves = () if turns == "euler" else tuple([int(half) for half in turns])
+    rows, inverse = (r, tensors[1].shape[1]) if halves else (r,), order == "backwards"
+    made = Stack(activation, kind, N, halves, inverse, batch, n, rows, y.dtype, y.device)
+    return made, engine, backprop
 
 
-def _method(y: Tensor, tensors: Sequence[Tensor], *how: Any) -> Stored:
-    *options, names = how
-    engine, backprop = names.split()
+def _method(y: Tensor, tensors: Sequence[Tensor], how: str) -> Stored:
     settings = Settings(precision=dispatch.precision(Settings(), y))
-    return dispatch.method(_describe(y, tensors, *options), engine, backprop, settings)
+    return dispatch.method(*_described(y, tensors, how), settings)
 
 
-def _all(tensors: Sequence[Tensor], turns: str) -> tuple[Tensor | None, ...]:
+def _all(tensors: Sequence[Tensor], stack: Stack) -> tuple[Tensor | None, ...]:
     """The tensors of a stack, with None for V unless it is given."""
     *weights, coef = tensors
-    full = 6 if turns else 3
-    return *weights, *[None] * (full - len(weights)), coef
+    return *weights, *[None] * (3 * stack.parts - len(weights)), coef
 
 
 @torch.library.custom_op("hdnn::stack", mutates_args=())
-def stack(
-    y: Tensor,
-    tensors: Sequence[Tensor],
-    turns: str,
-    inverse: bool,
-    activation: str,
-    kind: str,
-    how: str,
-) -> tuple[Tensor, Tensor]:
-    """y_N, and what the backward pass needs; `turns` is "01" if p moves first, then q."""
-    method = _method(y, tensors, turns, inverse, activation, kind, how)
-    return method.forward(y, _all(tensors, turns))
+def stack(y: Tensor, tensors: Sequence[Tensor], how: str) -> tuple[Tensor, Tensor]:
+    """y_N, and what the backward pass needs."""
+    method = _method(y, tensors, how)
+    return method.forward(y, _all(tensors, method.stack))
 
 
 @stack.register_fake
-def _(y, tensors, turns, inverse, activation, kind, how):
-    _, backprop = how.split()
-    N = tensors[0].shape[0]
+def _(y, tensors, how):
+    described, _, backprop = _described(y, tensors, how)
+    N = described.layers
     if backprop == "reversible":
         kept = y.shape
     elif backprop == "checkpoint":
         kept = (math.ceil(N / between(N)) - 1, *y.shape)
     else:
         shears, euler = dispatch.FUSED_KERNELS[y.device.type][0]
-        described = _describe(y, tensors, turns, inverse, activation, kind)
-        kept = ((shears if turns else euler).kept_size(described),)
+        kept = ((shears if described.turns else euler).kept_size(described),)
     return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(kept)
 
 
 @torch.library.custom_op("hdnn::stack_backward", mutates_args=())
 def stack_backward(
-    g: Tensor,
-    y: Tensor,
-    kept: Tensor,
-    tensors: Sequence[Tensor],
-    turns: str,
-    inverse: bool,
-    activation: str,
-    kind: str,
-    how: str,
+    g: Tensor, y: Tensor, kept: Tensor, tensors: Sequence[Tensor], how: str
 ) -> list[Tensor]:
     """The gradients of y and of all tensors."""
-    method = _method(y, tensors, turns, inverse, activation, kind, how)
+    method = _method(y, tensors, how)
     with torch.no_grad():
-        grads = autograd.gradients(method, y, kept, g, _all(tensors, turns))
+        grads = autograd.gradients(method, y, kept, g, _all(tensors, method.stack))
     # Copies: a kernel may return pieces of one buffer, but an operator may not.
     return [grad.clone() for grad in grads if grad is not None]
 
 
 @stack_backward.register_fake
-def _(g, y, kept, tensors, *_):
+def _(g, y, kept, tensors, how):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (y, *tensors)]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    y, tensors, *ctx.how = inputs
+    y, tensors, ctx.how = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(y, output[1], *tensors)
 
 
 def _backward(ctx: Any, g: Tensor, _: Any) -> Any:
     y, kept, *tensors = ctx.saved_tensors
-    g_0, *grads = stack_backward(g, y, kept, tensors, *ctx.how)
-    return g_0, grads, *[None] * 5
+    g_0, *grads = stack_backward(g, y, kept, tensors, ctx.how)
+    return g_0, grads, None
 
 
 stack.register_autograd(_backward, setup_context=_setup_context)

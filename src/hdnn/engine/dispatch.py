@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -195,14 +194,8 @@ def method(stack: Stack, engine: str, backprop: str, settings: Settings) -> Stor
     """
     if settings.state == "fixed":
         return Stored(stack, FixedShears)
-    return METHODS[backprop](stack, _maker(engine, settings), check=settings.check)
-
-
-def _maker(engine: str, settings: Settings) -> Callable[[Stack], Any]:
-    def make(stack: Stack) -> Any:
-        return kernel(stack, engine, settings)
-
-    return make
+    make = partial(kernel, engine=engine, settings=settings)
+    return METHODS[backprop](stack, make, check=settings.check)
 
 
 def kernel(stack: Stack, engine: str, settings: Settings) -> Any:

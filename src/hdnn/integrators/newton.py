@@ -25,57 +25,42 @@ class Equation:
     unique: bool
 
     def newton(self, x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's method from x, and which samples converged."""
-        rest = (self.B, self.A, a, self.sigma, self.tol, self.max_iter)
-        x, error = newton_steps(x, c, *rest)
-        return x, error <= self.slack * self.tol
+        """Damped Newton steps from x on each sample, and which samples converged."""
+        B, A, sigma = self.B, self.A, self.sigma
+        eye = torch.eye(A.shape[1], dtype=c.dtype, device=c.device)
+        A_T, B_T = A.mT, B.mT
+        A_abs, B_abs = A_T.abs(), B_T.abs()
 
+        def look(x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """The residual, the slope of sigma, and the residual relative to its terms."""
+            z = x @ A_T + a
+            value, slope = sigma(z), sigma.slope(z)
+            F = x - c - value @ B_T
+            terms = value.abs() + slope.abs() * (x.abs() @ A_abs + a.abs())
+            return F, slope, F.abs().amax(-1) / (1 + x.abs().amax(-1) + (terms @ B_abs).amax(-1))
 
-def newton_steps(
-    x: Tensor,
-    c: Tensor,
-    B: Tensor,
-    A: Tensor,
-    a: Tensor,
-    sigma: Activation,
-    tol: float,
-    max_iter: int,
-) -> tuple[Tensor, Tensor]:
-    """Damped Newton steps from x on each sample, and the relative residual that is left."""
-    eye = torch.eye(A.shape[1], dtype=c.dtype, device=c.device)
-    A_T, B_T = A.mT, B.mT
-    A_abs, B_abs = A_T.abs(), B_T.abs()
-
-    def look(x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual, the slope of sigma, and the residual against the terms that make it up."""
-        z = x @ A_T + a
-        value, slope = sigma(z), sigma.slope(z)
-        F = x - c - value @ B_T
-        terms = value.abs() + slope.abs() * (x.abs() @ A_abs + a.abs())
-        return F, slope, F.abs().amax(-1) / (1 + x.abs().amax(-1) + (terms @ B_abs).amax(-1))
-
-    F, slope, error = look(x, c, a)
-    for _ in range(max_iter):
-        active = (~(error <= tol)).nonzero()[:, 0]  # a NaN is never below
-        if not len(active):
-            break
-        c_i, a_i, x_i, F_i = c[active], a[active], x[active], F[active]
-        M = eye - (B * slope[active][:, None, :]) @ A
-        dx = torch.linalg.solve_ex(M, -F_i.unsqueeze(-1))[0].squeeze(-1)
-        size, t = F_i.norm(dim=-1, keepdim=True), torch.ones_like(c_i[:, :1])
-        for _ in range(HALVINGS):
-            x_new = x_i + t * dx
-            F_new = x_new - c_i - sigma(x_new @ A_T + a_i) @ B_T
-            worse = ~(F_new.norm(dim=-1, keepdim=True) < (1 - 1e-4 * t) * size)
-            if not bool(worse.any()):
+        F, slope, error = look(x, c, a)
+        for _ in range(self.max_iter):
+            active = (~(error <= self.tol)).nonzero()[:, 0]  # a NaN is never below
+            if not len(active):
                 break
-            t = torch.where(worse, 0.5 * t, t)
-        x_i = x_i + t * dx
-        x = x.index_copy(0, active, x_i)
-        F_i, slope_i, error_i = look(x_i, c_i, a_i)
-        F, slope = F.index_copy(0, active, F_i), slope.index_copy(0, active, slope_i)
-        error = error.index_copy(0, active, error_i)
-    return x, error
+            c_i, a_i, x_i, F_i = c[active], a[active], x[active], F[active]
+            M = eye - (B * slope[active][:, None, :]) @ A
+            dx = torch.linalg.solve_ex(M, -F_i.unsqueeze(-1))[0].squeeze(-1)
+            size, t = F_i.norm(dim=-1, keepdim=True), torch.ones_like(c_i[:, :1])
+            for _ in range(HALVINGS):
+                x_new = x_i + t * dx
+                F_new = x_new - c_i - sigma(x_new @ A_T + a_i) @ B_T
+                worse = ~(F_new.norm(dim=-1, keepdim=True) < (1 - 1e-4 * t) * size)
+                if not bool(worse.any()):
+                    break
+                t = torch.where(worse, 0.5 * t, t)
+            x_i = x_i + t * dx
+            x = x.index_copy(0, active, x_i)
+            F_i, slope_i, error_i = look(x_i, c_i, a_i)
+            F, slope = F.index_copy(0, active, F_i), slope.index_copy(0, active, slope_i)
+            error = error.index_copy(0, active, error_i)
+        return x, error <= self.slack * self.tol
 
 
 def one_solution(B: Tensor, A: Tensor, sigma: Activation) -> bool:

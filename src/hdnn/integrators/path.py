@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hdnn.activations import Activation
+from hdnn.integrators.newton import Equation
 
 CORRECTIONS = 4  # Newton steps back onto the curve, at each step along it
 LARGEST, SMALLEST = 0.5, 1e-7  # step, in units of the size of B sigma
@@ -42,34 +42,30 @@ class _Curves:
         return self.c + self.unit * self.z[:, :-1]
 
 
-@dataclass(frozen=True, eq=False)
-class _Equation:
-    B: Tensor
-    A: Tensor
-    sigma: Activation
-
-    def at(self, curves: _Curves, z: Tensor) -> tuple[Tensor, Tensor]:
-        """H(z), which is 0 on the curve, and H_z (batch, k, k + 1)."""
-        t, u = z[:, -1:], (curves.c + curves.unit * z[:, :-1]) @ self.A.mT + curves.a
-        force = self.sigma(u) @ self.B.mT / curves.unit
-        D = (self.B * self.sigma.slope(u).unsqueeze(-2)) @ self.A
-        eye = torch.eye(D.shape[-1], dtype=D.dtype, device=D.device)
-        H_z = torch.cat([eye - t.unsqueeze(-1) * D, -force.unsqueeze(-1)], -1)
-        return z[:, :-1] - t * force, H_z
+def _residual(equation: Equation, curves: _Curves, z: Tensor) -> tuple[Tensor, Tensor]:
+    """H(z), which is 0 on the curve, and H_z (batch, k, k + 1)."""
+    B, A, sigma = equation.B, equation.A, equation.sigma
+    t, u = z[:, -1:], (curves.c + curves.unit * z[:, :-1]) @ A.mT + curves.a
+    force = sigma(u) @ B.mT / curves.unit
+    D = (B * sigma.slope(u).unsqueeze(-2)) @ A
+    eye = torch.eye(D.shape[-1], dtype=D.dtype, device=D.device)
+    H_z = torch.cat([eye - t.unsqueeze(-1) * D, -force.unsqueeze(-1)], -1)
+    return z[:, :-1] - t * force, H_z
 
 
-def follow(
-    c: Tensor, B: Tensor, A: Tensor, a: Tensor, sigma: Activation, steps: int
-) -> tuple[Tensor, Tensor]:
+def follow(equation: Equation, c: Tensor, a: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """The ends x (batch, k) of the curves, to most digits, and which arrived within `steps`."""
-    dtype = c.dtype
-    c, B, A, a = (t.double() for t in (c, B, A, a))  # else rounding could look like a bad step
-    equation = _Equation(B, A, sigma)
+    dtype, sigma = c.dtype, equation.sigma
+    # In float32, rounding could look like a bad step.
+    c, B, A, a = (t.double() for t in (c, equation.B, equation.A, a))
+    equation = replace(equation, B=B, A=A)
     force = sigma(c @ A.mT + a)
     unit = ((force.abs() + sigma.S) @ B.mT.abs()).amax(-1, keepdim=True).clamp_min(1e-300)
     z = torch.cat([torch.zeros_like(c), torch.zeros_like(unit)], -1)
     curves = _Curves(c, a, unit, z, _upwards(z), torch.ones_like(unit), torch.ones_like(unit))
-    curves.direction, _ = _direction(equation.at(curves, z)[1], curves.direction, curves.sign)
+    curves.direction, _ = _direction(
+        _residual(equation, curves, z)[1], curves.direction, curves.sign
+    )
     curves.step *= LARGEST
     ends = c.clone()
     # Where B sigma(A c + a) = 0, x = c for all t.
@@ -87,7 +83,7 @@ def follow(
     return ends.to(dtype), arrived
 
 
-def _advance(equation: _Equation, curves: _Curves) -> tuple[_Curves, Tensor]:
+def _advance(equation: Equation, curves: _Curves) -> tuple[_Curves, Tensor]:
     """One step along the curves, and which have arrived; a failed step is halved the next time."""
     z, direction, step = curves.z, curves.direction, curves.step
     # A step that would go beyond t = 1 ends there, and is corrected within that plane.
@@ -98,21 +94,21 @@ def _advance(equation: _Equation, curves: _Curves) -> tuple[_Curves, Tensor]:
     point, good, size = start, torch.ones_like(last), None
     rounding = 1e-12 * (1 + start.abs().amax(-1, keepdim=True))
     for _ in range(CORRECTIONS):
-        H, H_z = equation.at(curves, point)
+        H, H_z = _residual(equation, curves, point)
         off = ((point - start) * plane).sum(-1, keepdim=True)
         dz = torch.linalg.solve_ex(_bordered(H_z, plane), torch.cat([H, off], -1).unsqueeze(-1))[0]
         before, size = size, dz.squeeze(-1).norm(dim=-1, keepdim=True)
         good &= size <= (_BEND * step if before is None else 0.5 * before + rounding)
         point = point - dz.squeeze(-1)
     good &= (point[:, -1:] < 1) | last
-    ahead, straight = _direction(equation.at(curves, point)[1], direction, curves.sign)
+    ahead, straight = _direction(_residual(equation, curves, point)[1], direction, curves.sign)
     good &= (straight > _TURN) & torch.isfinite(point).all(-1, keepdim=True)
     sign, onto = curves.sign, torch.zeros_like(good)
     if bool((step < SMALLEST).any()):
         # No step is small enough to follow a kink of sigma: step over it, and go on along H_z.
         onto = (step < SMALLEST) & ~good
         there = z + step * direction
-        turned, straight = _direction(equation.at(curves, there)[1], direction, sign)
+        turned, straight = _direction(_residual(equation, curves, there)[1], direction, sign)
         # If that leads straight back, two curves cross, as symmetric equations can: go straight on.
         cross = onto & (straight < -0.999)
         sign, turned = torch.where(cross, -sign, sign), torch.where(cross, -turned, turned)

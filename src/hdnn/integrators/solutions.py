@@ -32,7 +32,7 @@ def _direct(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
 
 def _connected(equation: Equation, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     steps = LENGTH * (equation.max_iter // path.CORRECTIONS)
-    x, arrived = path.follow(c, equation.B, equation.A, a, equation.sigma, steps)
+    x, arrived = path.follow(equation, c, a, steps)
     x, solved = equation.newton(x, c, a)
     return x, solved & arrived
 

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ class CpuKernel:
         self.ahead = _Work("forward", n + R, *work)
         work = (sizes.backward_products * 6, sizes.groups, stack.dtype)
         self.behind = _Work("backward", 2 * n + 3 * R, *work)
-        self.collect = _Collect(stack.dtype)
+        self.dtype = stack.dtype
 
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
         kept = y.new_empty(self.sizes.kept) if keep else None
@@ -127,10 +128,9 @@ class CpuKernel:
                 *(*order, c + at, sums, sizes.total, *sizes.how),
                 kept and kept + low * sizes.layer,
             )
-            self.collect(
-                *(sums, sizes.groups, sizes.total, count, self.shape[-1], *self.rows, *order),
-                *(*dK_db, *(dV or (0, 0)), dc and dc + at, self.once),
-            )
+            groups = (sums, sizes.groups, sizes.total, count, self.shape[-1], *self.rows, *order)
+            args = array("q", (*groups, *dK_db, *(dV or (0, 0)), dc and dc + at, self.once))
+            tiles.kernel("collect", self.dtype)(args.buffer_info()[0])
             before = after
         del owner
         return g_0, *found
@@ -144,20 +144,6 @@ def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]
     (K_0, b_0, V_0), (K_1, b_1, V_1) = moved_by(0, tensors), moved_by(1, tensors)
     V = () if V_0 is None else (V_0.data_ptr(), V_1.data_ptr())
     return (K_0.data_ptr(), K_1.data_ptr(), b_0.data_ptr(), b_1.data_ptr()), V
-
-
-class _Collect:
-    """The kernel that adds the sums of all groups to the gradients."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.kernel = dtype, None
-
-    def __call__(self, *given: int) -> None:
-        kernel: Any = self.kernel
-        if kernel is None:
-            kernel = self.kernel = tiles.kernel("collect", self.dtype)
-        args = array("q", given)
-        kernel(args.buffer_info()[0])
 
 
 # How tiles are spread over threads
@@ -175,12 +161,9 @@ class _Work:
         self.name, self.dtype, self.shares, self.products = name, dtype, shares, products
         self.room = rows * VECTOR_BYTES
         self.shared = shares > 1 and products >= PARALLEL_FROM
-        self.kernel: Any = None
 
     def spread(self, *given: int) -> None:
-        kernel = self.kernel
-        if kernel is None:
-            kernel = self.kernel = tiles.kernel(self.name, self.dtype)
+        kernel = tiles.kernel(self.name, self.dtype)
         threads = self._threads() if self.shared else 1
         args = array(
             "q",
@@ -267,26 +250,19 @@ def _find_openmp() -> Any:
     return found
 
 
-_workers: ThreadPoolExecutor | None = None
-
-
+@cache
 def _pool() -> ThreadPoolExecutor:
-    global _workers
-    if _workers is None:
-        with _lock:
-            if _workers is None:
-                _workers = ThreadPoolExecutor(os.cpu_count() or 1, "hdnn-cpu")
-    return _workers
+    return ThreadPoolExecutor(os.cpu_count() or 1, "hdnn-cpu")
 
 
 def _after_fork() -> None:
     """Start afresh: threads, OpenMP's too, and the locks they held stayed in the parent."""
-    global _workers, _lock, _openmp
-    _workers, _lock, _openmp = None, threading.RLock(), None
+    global _openmp
+    _openmp = None
+    _pool.cache_clear()
     tiles.after_fork()
 
 
-_lock = threading.RLock()
 _openmp = _find_openmp()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -83,6 +83,10 @@ class Kernel(Protocol):
         """The gradients of y_0 and of all tensors, from that of y_N."""
         ...
 
+    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
+        """As `backward` of a shear stack, from y_N alone: y_0 rebuilt, and the gradients."""
+        ...
+
     @staticmethod
     def kept_size(stack: Stack) -> int:
         """How many numbers `forward` keeps."""
@@ -91,14 +95,6 @@ class Kernel(Protocol):
     @staticmethod
     def why_not(dtype: torch.dtype, features: int) -> str:
         """Why it cannot run such states; empty if it can."""
-        ...
-
-
-class ShearKernel(Kernel, Protocol):
-    """A kernel of a shear stack, which can be undone."""
-
-    def undo(self, y_N: Tensor, g: Tensor, tensors: Tensors) -> tuple[Tensor, Tensors]:
-        """As `backward`, from y_N instead of what was kept: y_0 rebuilt, and the gradients."""
         ...
 
 
