@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore, weights
 from hdnn.training import History
-from hdnn.training.table_recipe import share, solver_of, width
+from hdnn.training.multilevel import joined
+from hdnn.training.table_recipe import BOTH, share, solver_of, width
 
 try:
     from sklearn.base import (
@@ -43,35 +44,35 @@ CERTIFIED = 100  # training points that a certificate looks at, at most
 CERTIFICATE_NUMBERS = 4 * 2**20  # entries of all its matrices, at most
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """A model for numbers in a table; classifier and regressor differ in their targets only."""
+    """A model for numbers in a table; classifier and regressor differ in their targets only.
 
-    network: str
+    The fields are the parameters that scikit-learn knows. What is learned is no field.
+    """
+
+    network: str = field(default="h2", kw_only=False)
     layers: int
-    features: int | None
-    activation: str
-    T: float
-    epochs: int
-    batch: int
-    learning_rate: float
+    features: int | None = None
+    activation: str = BOTH["activation"]
+    T: float = BOTH["T"]
+    epochs: int = BOTH["epochs"]
+    batch: int = BOTH["batch"]
+    learning_rate: float = BOTH["learning_rate"]
     weight_decay: float
-    solver: str
+    solver: str = BOTH["solver"]
     ridge: float
-    smoothness: float
-    engine: str
-    device: str
-    random_state: Any
-    verbose: bool
+    smoothness: float = BOTH["smoothness"]
+    engine: str = "auto"
+    device: str = "cpu"
+    random_state: Any = None
+    verbose: bool = False
 
-    scaler_: StandardScaler
-    model_: Model
-    history_: History
-    n_iter_: int
+    _y_checks: ClassVar[dict[str, bool]] = {}  # options of scikit-learn's check of y
 
     def transform(self, X: Any) -> np.ndarray:
         """The features y_N that the output layer sees: (samples, features of the network)."""
-        check_is_fitted(self)
-        return self._run(X, self.model_.features)
+        return self._run("features", X)
 
     @property
     def certificate_(self) -> analysis.Certificate:
@@ -87,7 +88,32 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     # Learning
 
-    def _begin(self, inputs: int, outputs: int) -> None:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Learn from X (samples, features) and y, from the beginning.
+
+        y are labels of any type, or the values (samples,) or (samples, values) of a regression.
+        """
+        return self._fit(X, y, sample_weight, whole=True)
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, *, whole: bool, **known: Any) -> Self:
+        """All epochs of a new model, or one more of the model that there is."""
+        first = whole or not self.__sklearn_is_fitted__()
+        X, y = validate_data(self, X, y, dtype=np.float64, reset=first, **self._y_checks)
+        weight = _sample_weights(sample_weight, X)
+        t, weight_of_loss = self._targets(y, weight, first=first, **known)
+        standardise(self.scaler_, "X", X, weight)
+        return self._learn(X, t, weight_of_loss, whole=whole)
+
+    def _targets(
+        self, y: np.ndarray, weight: np.ndarray | None, *, first: bool
+    ) -> tuple[Any, np.ndarray | None]:
+        """What the network learns, and the weight of each sample in the loss.
+
+        At the first time it calls `_begin`, once it knows what output layer is needed.
+        """
+        raise NotImplementedError
+
+    def _begin(self, head: Callable[..., LinearHead]) -> None:
         """Draw the weights of a new model."""
         self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         factory: dict[str, Any] = {
@@ -95,60 +121,49 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             "dtype": torch.float64,
             "device": self.device,
         }
+        inputs: int = self.n_features_in_  # pyright: ignore[reportAttributeAccessIssue]
         n = width(inputs) if self.features is None else positive_int("features", self.features)
         kind = choose("network", self.network, NETWORKS)
-        options: dict[str, Any] = {"activation": self.activation, **factory}
+        options = {"activation": self.activation, **factory}
         if kind != "mlp":
-            options |= {"T": plain(self.T), "engine": self.engine}
-        net = NETWORKS[kind](n, plain(self.layers), **options)
-        augment = Augment(inputs, n).to(self.device)
-        self.model_ = Model(augment, net, self._head(n, outputs, factory))
+            options |= {"T": self.T, "engine": self.engine}
+        net = NETWORKS[kind](n, self.layers, **options)
+        self.model_ = Model(Augment(inputs, n).to(self.device), net, head(n, **factory))
         self.scaler_ = StandardScaler()
         self.history_, self.n_iter_ = History(), 0
 
-    def _learn(self, X: np.ndarray, t: Any, weight: np.ndarray | None, **options: Any) -> Self:
-        """Train the model, or go on training it."""
-        x = self._inputs(X)
-        if weight is not None:
-            options["weight"] = torch.tensor(weight, dtype=x.dtype, device=x.device)
-        for name in ("batch", "learning_rate", "smoothness"):
-            options[name] = plain(getattr(self, name))
-        for name in ("weight_decay", "ridge"):
-            options[name] = self._share(name)
+    def _learn(self, X: np.ndarray, t: np.ndarray, weight: np.ndarray | None, whole: bool) -> Self:
+        x, head = self._inputs(X), self.model_.head
+        if whole:
+            batch = positive_int("batch", self.batch)
+            sizes = {"batch": batch, "features": head.features, "outputs": head.outputs}
+            options = {"epochs": self.epochs, "solver": solver_of(self.solver, **sizes)}
+        else:  # solving the output layer would forget earlier data
+            options = {"epochs": 1, "solver": "joint", "schedule": "constant"}
         history = training.fit(
             self.model_,
             x,
             torch.tensor(t, device=x.device),
+            weight=None if weight is None else torch.tensor(weight, dtype=x.dtype, device=x.device),
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+            smoothness=self.smoothness,
+            weight_decay=self._share(self.weight_decay),
+            ridge=self._share(self.ridge),
             seed=self._seed + self.n_iter_,
             progress=bool(self.verbose),
             **options,
         )
-        for part in fields(history):
-            before = getattr(self.history_, part.name)
-            setattr(self.history_, part.name, before + getattr(history, part.name))
+        self.history_ = joined([self.history_, history])
         self.n_iter_ = len(self.history_.loss)
         self._sample = x[:: -(-len(x) // CERTIFIED)].numpy(force=True)
         self._certificate = None
         return self
 
-    def _share(self, name: str) -> Any:
+    def _share(self, penalty: Any) -> Any:
         """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
-        given, rows = plain(getattr(self, name)), float(np.max(self.scaler_.n_samples_seen_))
-        number = as_float(given)
-        return given if number is None else share(number, rows)
-
-    def _whole(self, X: np.ndarray, t: Any, weight: np.ndarray | None) -> Self:
-        """All epochs of `fit`."""
-        head, batch = self.model_.head, positive_int("batch", self.batch)
-        solver = solver_of(self.solver, batch=batch, features=head.features, outputs=head.outputs)
-        return self._learn(X, t, weight, epochs=plain(self.epochs), solver=solver)
-
-    def _once(self, X: np.ndarray, t: Any, weight: np.ndarray | None) -> Self:
-        """The one epoch of `partial_fit`: solving the output layer would forget earlier data."""
-        return self._learn(X, t, weight, epochs=1, solver="joint", schedule="constant")
-
-    def _head(self, features: int, outputs: int, factory: dict[str, Any]) -> LinearHead:
-        raise NotImplementedError
+        number, rows = as_float(penalty), float(np.max(self.scaler_.n_samples_seen_))
+        return penalty if number is None else share(number, rows)
 
     # Predicting
 
@@ -158,11 +173,12 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         return torch.tensor(self.scaler_.transform(X), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def _run(self, X: Any, function: Callable[[Tensor], Tensor]) -> np.ndarray:
-        """What a function of the model gives for X, in pieces that fit into memory."""
+    def _run(self, method: str, X: Any) -> np.ndarray:
+        """What a method of the model gives for X, in pieces that fit into memory."""
+        check_is_fitted(self)
         table: Any = validate_data(self, X, dtype=np.float64, reset=False)
-        x = self._inputs(table)
-        return torch.cat([function(part) for part in x.split(CHUNK)]).numpy(force=True)
+        run, parts = getattr(self.model_, method), self._inputs(table).split(CHUNK)
+        return torch.cat([run(part) for part in parts]).numpy(force=True)
 
     @property
     def _n_features_out(self) -> int:
@@ -190,12 +206,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             self.model_.net.engine = self.engine
 
 
-def plain(value: Any) -> Any:
-    """A NumPy number, such as from a parameter grid, as a Python number."""
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def sample_weights(given: Any, X: np.ndarray) -> np.ndarray | None:
+def _sample_weights(given: Any, X: np.ndarray) -> np.ndarray | None:
     """The weight of each sample, checked; None where all count alike."""
     if given is None:
         return None
@@ -204,12 +215,10 @@ def sample_weights(given: Any, X: np.ndarray) -> np.ndarray | None:
     return _check_sample_weight(given, X, dtype=np.float64, ensure_non_negative=True)
 
 
-def standardise(
-    learn: Callable[..., StandardScaler], name: str, X: np.ndarray, weight: np.ndarray | None
-) -> None:
-    """Take mean and scale from X."""
+def standardise(scaler: Any, name: str, X: np.ndarray, weight: np.ndarray | None) -> None:
+    """Let a StandardScaler take mean and scale from X, too."""
     with np.errstate(over="ignore", invalid="ignore"):
-        scaler: Any = learn(X, sample_weight=weight)
+        scaler.partial_fit(X, sample_weight=weight)
     if not np.isfinite(scaler.var_).all():
         raise DataError(
             f"{name} has values up to {np.abs(X).max():.3g}, too large for their variance to be "

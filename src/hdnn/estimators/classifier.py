@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from sklearn.base import ClassifierMixin
 from sklearn.utils import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import column_or_1d
 
 from hdnn.errors import DataError, OptionError
-from hdnn.estimators.base import HDNNEstimator, sample_weights, standardise
-from hdnn.heads import LinearHead, SigmoidHead, SoftmaxHead
+from hdnn.estimators.base import HDNNEstimator
+from hdnn.heads import SigmoidHead, SoftmaxHead
 from hdnn.training.table_recipe import CLASSES
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class HDNNClassifier(ClassifierMixin, HDNNEstimator):
     """A deep Hamiltonian network for two or more classes.
 
@@ -56,111 +59,59 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
     True
     """
 
-    classes_: np.ndarray
-
-    def __init__(
-        self,
-        network: str = "h2",
-        *,
-        layers: int = CLASSES["layers"],
-        features: int | None = None,
-        activation: str = CLASSES["activation"],
-        T: float = CLASSES["T"],
-        epochs: int = CLASSES["epochs"],
-        batch: int = CLASSES["batch"],
-        learning_rate: float = CLASSES["learning_rate"],
-        weight_decay: float = CLASSES["weight_decay"],
-        solver: str = CLASSES["solver"],
-        ridge: float = CLASSES["ridge"],
-        smoothness: float = CLASSES["smoothness"],
-        class_weight: Any = None,
-        engine: str = "auto",
-        device: str = "cpu",
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.network = network
-        self.layers = layers
-        self.features = features
-        self.activation = activation
-        self.T = T
-        self.epochs = epochs
-        self.batch = batch
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.solver = solver
-        self.ridge = ridge
-        self.smoothness = smoothness
-        self.class_weight = class_weight
-        self.engine = engine
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
-
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Learn from X (samples, features) and labels y of any type, from the beginning."""
-        X, y = validate_data(self, X, y, dtype=np.float64)
-        y = column_or_1d(y, warn=True)
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
-        _check_classes(self.classes_)
-        each = sample_weights(sample_weight, X)
-        weight = self._class_weights(labels, each)
-        self._begin(X.shape[1], len(self.classes_))
-        standardise(self.scaler_.fit, "X", X, each)
-        return self._whole(X, labels, weight)
+    layers: int = CLASSES["layers"]
+    weight_decay: float = CLASSES["weight_decay"]
+    ridge: float = CLASSES["ridge"]
+    class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One epoch more, on these samples; `classes` names all labels at the first call."""
-        first = not self.__sklearn_is_fitted__()
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
-        y = column_or_1d(y, warn=True)
-        check_classification_targets(y)
         if isinstance(self.class_weight, str):
             raise OptionError(
                 f"partial_fit does not know all samples, as class_weight={self.class_weight!r} "
                 "needs; give a dictionary or None."
             )
-        if first:
-            if classes is None:
-                raise DataError(
-                    "the first call of partial_fit needs classes: all labels there are."
-                )
-            self.classes_ = np.unique(classes)
-            _check_classes(self.classes_)
-        elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
-            raise DataError(f"classes must be {self.classes_} as in the first call, not {classes}.")
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
-            raise DataError(f"y has the labels {unknown}, which are not among the classes.")
-        labels = np.searchsorted(self.classes_, y)
-        each = sample_weights(sample_weight, X)
-        weight = self._class_weights(labels, each)
-        if first:
-            self._begin(X.shape[1], len(self.classes_))
-        standardise(self.scaler_.partial_fit, "X", X, each)
-        return self._once(X, labels, weight)
+        if classes is None and not self.__sklearn_is_fitted__():
+            raise DataError("the first call of partial_fit needs classes: all labels there are.")
+        return self._fit(X, y, sample_weight, whole=False, classes=classes)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores before the sigmoid (samples,) or the softmax (samples, classes)."""
-        check_is_fitted(self)
-        scores = self._run(X, self.model_)
+        scores = self._run("forward", X)
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probability of each class, in the order of `classes_`."""
-        check_is_fitted(self)
-        return self._run(X, self.model_.predict_proba)
+        return self._run("predict_proba", X)
 
     def predict(self, X: Any) -> np.ndarray:
         """The label of each sample."""
-        check_is_fitted(self)
-        return self.classes_[self._run(X, self.model_.predict)]
+        labels = self._run("predict", X)
+        return self.classes_[labels]
 
-    def _head(self, features: int, outputs: int, factory: dict[str, Any]) -> LinearHead:
-        if outputs == 2:
-            return SigmoidHead(features, **factory)
-        return SoftmaxHead(features, outputs, **factory)
+    def _targets(
+        self, y: np.ndarray, weight: np.ndarray | None, *, first: bool, classes: Any = None
+    ) -> tuple[Any, np.ndarray | None]:
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        named = np.unique(y if classes is None else classes)
+        if first:
+            self.classes_ = named
+        elif classes is not None and not np.array_equal(self.classes_, named):
+            raise DataError(f"classes must be {self.classes_} as in the first call, not {classes}.")
+        if len(self.classes_) < 2:
+            raise DataError(
+                f"a classifier needs at least 2 classes, but there is only one class: {named[0]}."
+            )
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise DataError(f"y has the labels {unknown}, which are not among the classes.")
+        labels = np.searchsorted(self.classes_, y)
+        weight = self._class_weights(labels, weight)
+        if first:
+            many = partial(SoftmaxHead, classes=len(self.classes_))
+            self._begin(SigmoidHead if len(self.classes_) == 2 else many)
+        return labels, weight
 
     def _class_weights(self, labels: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         """The weight of each sample, times that of its class."""
@@ -175,10 +126,3 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
                 self.class_weight, classes=self.classes_, y=self.classes_[labels]
             )
         return weight * factors[labels]
-
-
-def _check_classes(classes: np.ndarray) -> None:
-    if len(classes) < 2:
-        raise DataError(
-            f"a classifier needs at least 2 classes, but there is only one class: {classes[0]}."
-        )

@@ -6,13 +6,12 @@ Chosen on scikit-learn's own data sets (docs/results/estimators.md).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from hdnn.errors import OptionError
 from hdnn.heads import roomy_width
 
-_ALL = {
+BOTH: Mapping[str, Any] = {
     "activation": "relu",
     "T": 1.0,
     "epochs": 50,
@@ -22,12 +21,8 @@ _ALL = {
     "smoothness": 5e-3,
 }
 # Weight decay and ridge are added to the sum of the losses: see `share`.
-CLASSES: Mapping[str, Any] = MappingProxyType(
-    {**_ALL, "layers": 4, "weight_decay": 0.05, "ridge": 1.0}
-)
-VALUES: Mapping[str, Any] = MappingProxyType(
-    {**_ALL, "layers": 8, "weight_decay": 2.0, "ridge": 3.0}
-)
+CLASSES: Mapping[str, Any] = {**BOTH, "layers": 4, "weight_decay": 0.05, "ridge": 1.0}
+VALUES: Mapping[str, Any] = {**BOTH, "layers": 8, "weight_decay": 2.0, "ridge": 3.0}
 # A run is named after its layers before its file is read, so one number serves both tasks.
 RUN_LAYERS = VALUES["layers"]
 
