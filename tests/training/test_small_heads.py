@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdnn
-from hdnn.training import coordinate, output, small_heads
+from hdnn.training import output, small_heads
 
 pytest.importorskip("numba")
 
@@ -42,13 +42,15 @@ def case(kind, n, c, B, seed, dtype, weighted, scale=1.0):
 def test_small_heads_are_those_of_the_plain_solvers(kind, n, c, B, seed, weighted, method, scale):
     head, y, t, weight = case(kind, n, c, B, seed, torch.float64, weighted, scale)
     assert small_heads.usable(head, y)
-    found = small_heads.SmallHead(head).solve(y, t, weight, method, 10, 1e-2, 0.025)
+    small = small_heads.SmallHead(head)
     other, *_ = case(kind, n, c, B, seed, torch.float64, weighted, scale)
     if method == "newton":
-        coordinate.newton(other, y, t, 1e-2, 10, weight)
+        found = output.Outcome(*small.newton(y, t, weight, 1e-2, 10))
+        output.newton(other, y, t, weight, 1e-2, 10)
     else:
-        coordinate.adam(other, [(y, t, weight)], 1e-2, 0.025, 10)
-    wanted = coordinate.outcome(other, y, t, weight)
+        found = output.Outcome(*small.adam([(y, t, weight)], 1e-2, 0.025, 10, B))
+        output.adam(other, [(y, t, weight)], 1e-2, 0.025, 10)
+    wanted = output.outcome(other, y, t, weight)
     for a, b in zip(head.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.gradient, wanted.gradient, rtol=1e-6, atol=1e-8)
@@ -63,10 +65,10 @@ def test_adam_goes_from_minibatch_to_minibatch_as_the_plain_one_does(kind):
     for _, _, weight in passes[1::4]:
         weight[15:30] = 0.0  # nobody counts there
     ours, theirs = (case(kind, 3, 3, 38, 0, torch.float64, False)[0] for _ in range(2))
-    small_heads.SmallHead(ours).adam(passes, 15, 1e-2, 0.05)
-    parts = [part for whole in passes for part in output._parts(whole, 15)]
+    small_heads.SmallHead(ours).adam(passes, 1e-2, 0.05, 1, 15)
+    parts = [part for whole in passes for part in output.minibatches(whole, 15)]
     assert len(parts) == 27
-    coordinate.adam(theirs, parts, 1e-2, 0.05)
+    output.adam(theirs, parts, 1e-2, 0.05, 1)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
@@ -81,5 +83,5 @@ def test_large_heads_and_other_kinds_are_left_to_pytorch():
 
 def test_float32_heads_stay_float32():
     head, y, t, weight = case("softmax", 3, 3, 20, 0, torch.float32, True)
-    found = small_heads.SmallHead(head).solve(y, t, weight, "newton", 5, 1e-3, 0.1)
-    assert head.weight.dtype == found.gradient.dtype == torch.float32
+    *_, gradient = small_heads.SmallHead(head).newton(y, t, weight, 1e-3, 5)
+    assert head.weight.dtype == gradient.dtype == torch.float32

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import hdnn
 from hdnn.data import planar
 from hdnn.errors import DataError, HDNNError, OptionError, TrainingError
-from hdnn.training import coordinate, fit
+from hdnn.training import fit, output
 
 DATA = planar.double_moons(400, seed=1)
 
@@ -64,7 +64,7 @@ def test_newton_ends_where_the_gradient_of_the_penalised_loss_is_zero(kind, seed
         t = torch.randn(60, 2, generator=g, dtype=torch.float64)
     else:
         t = torch.randint(0, 3 if kind == "three" else 2, (60,), generator=g)
-    coordinate.newton(head, y, t, ridge, 100)
+    output.newton(head, y, t, None, ridge, 100)
     gradients = torch.autograd.grad(penalised(head, y, t, ridge), list(head.parameters()))
     assert max(g.abs().max().item() for g in gradients) < 1e-6
 
@@ -75,7 +75,7 @@ def test_newton_never_raises_the_loss_where_a_full_step_would_overshoot():
     head = hdnn.SigmoidHead(1, dtype=torch.float64)
     losses = []
     for steps in range(12):
-        coordinate.newton(head, y, t, 1e-6, steps)
+        output.newton(head, y, t, None, 1e-6, steps)
         losses.append(penalised(head, y, t, 1e-6).item())
     assert losses[0] == pytest.approx(math.log(2))
     assert all(after <= before for before, after in itertools.pairwise(losses))
@@ -87,7 +87,7 @@ def test_regression_is_ridge_least_squares():
     y = torch.randn(30, 4, generator=g, dtype=torch.float64)
     t = torch.randn(30, 2, generator=g, dtype=torch.float64)
     head = model_of("regression", dtype=torch.float64).head
-    coordinate.newton(head, y, t, 0.1, 2)
+    output.newton(head, y, t, None, 0.1, 2)
     A = torch.cat([y, torch.ones(30, 1, dtype=torch.float64)], 1)
     # The mean is over 30 samples times 2 outputs, and the squared error has the slope 2.
     normal = A.T @ A / 30 + 0.1 * torch.eye(5, dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_regression_is_ridge_least_squares():
 
 def test_one_class_in_a_minibatch_has_a_finite_output_layer():
     head = model_of().head
-    coordinate.newton(head, torch.ones(3, 4), torch.ones(3, dtype=torch.int64), 1e-4, 50)
+    output.newton(head, torch.ones(3, 4), torch.ones(3, dtype=torch.int64), None, 1e-4, 50)
     assert torch.isfinite(head.weight).all()
     assert (head.predict(head(torch.ones(3, 4))) == 1).all()
 
@@ -109,7 +109,7 @@ def test_the_last_output_layer_is_fitted_to_all_data(solver):
     y = model.features(DATA.x_train).detach()
     loss = penalised(model.head, y, DATA.t_train, 1e-3).item()
     best = model_of().head
-    coordinate.newton(best, y, DATA.t_train, 1e-3, 100)
+    output.newton(best, y, DATA.t_train, None, 1e-3, 100)
     optimum = penalised(best, y, DATA.t_train, 1e-3).item()
     assert optimum - 1e-6 <= loss <= optimum + (1e-6 if solver == "newton" else 0.02)
 

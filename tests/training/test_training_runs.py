@@ -31,7 +31,6 @@ from hdnn.training import (
     EarlyStopping,
     WellPosed,
     checkpoint,
-    coordinate,
     fit,
     loop,
     optimizers,
@@ -611,9 +610,9 @@ def test_a_step_follows_the_gradient_of_the_objective(kind, solver):
     head = other.head
     y = other.features(x)
     if solver == "newton":
-        coordinate.newton(head, y.detach(), t, 1e-4, output.MINIBATCH_STEPS["newton"])
+        output.newton(head, y.detach(), t, None, 1e-4, output.MINIBATCH_STEPS["newton"])
     elif solver == "adam":
-        coordinate.adam(head, [(y.detach(), t, None)], 1e-4, 2.5e-2, 10)
+        output.adam(head, [(y.detach(), t, None)], 1e-4, 2.5e-2, 10)
     objective = head.loss(head(y), t)
     if hasattr(other.net, "smoothness"):
         objective = objective + alpha * other.net.smoothness()
@@ -637,7 +636,7 @@ def test_smoothness_of_other_forms_has_its_gradient_too(options):
     quick(model, x, t, epochs=1, batch=30, smoothness=0.5, callbacks=[watch])
     other = model_of(layers=3, dtype=torch.float64, **options)
     y = other.features(x)
-    coordinate.newton(other.head, y.detach(), t, 1e-4, output.MINIBATCH_STEPS["newton"])
+    output.newton(other.head, y.detach(), t, None, 1e-4, output.MINIBATCH_STEPS["newton"])
     (other.head.loss(other.head(y), t) + 0.5 * other.net.smoothness()).backward()
     for name, p in other.net.named_parameters():
         torch.testing.assert_close(seen[name], p.grad, rtol=1e-9, atol=1e-12)
@@ -647,7 +646,7 @@ def test_the_inner_adam_is_that_of_pytorch():
     torch.manual_seed(0)
     y, t = torch.randn(50, 4, dtype=torch.float64), torch.randint(0, 3, (50,))
     ours, theirs = (hdnn.SoftmaxHead(4, 3, dtype=torch.float64) for _ in range(2))
-    coordinate.adam(ours, [(y, t, None)], 0.01, 0.025, 10)
+    output.adam(ours, [(y, t, None)], 0.01, 0.025, 10)
     with torch.no_grad():
         for p in theirs.parameters():
             p.zero_()

@@ -20,9 +20,10 @@ from hdnn.base.files import as_path
 from hdnn.errors import TrainingError, choose, flag, require
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
-from hdnn.training import coordinate, identity
+from hdnn.training import identity
 from hdnn.training.checks import check_data, head_of, number, whole_number
 from hdnn.training.history import Callback, Moment
+from hdnn.training.output import weights_of
 
 PART = 4096  # samples of a validation set that are evaluated together
 
@@ -118,7 +119,7 @@ class EarlyStopping:
             self._begin(moment)
         means = self.means.add(moment)
         if self.data is not None:
-            W = coordinate.weights_of(head_of(moment.model)).double()
+            W = weights_of(head_of(moment.model)).double()
             sum_ = self.output
             self.output = W if sum_ is None or self.means.count == 1 else W + sum_.to(W.device)
         if means is None:
@@ -154,7 +155,7 @@ class EarlyStopping:
         assert self.data is not None
         assert self.output is not None
         head, (x, t) = head_of(model), self.data
-        W = coordinate.weights_of(head)
+        W = weights_of(head)
         if head.weight.grad is None:  # it is solved for each minibatch, not trained
             W = (self.output / self.means.count).to(W.dtype)
         y = torch.cat([model.features(part) for part in x.split(PART)])

@@ -20,7 +20,7 @@ from hdnn.errors import (
 )
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-from hdnn.training.coordinate import SOLVERS, Head
+from hdnn.training.output import SOLVERS, Head
 
 CHOICES = {
     "optimizer": ("adam", "sgd"),

@@ -1,6 +1,6 @@
 """Output layers of a few weights in compiled loops: calls of PyTorch cost more than the work.
 
-The same problem and the same steps as in `hdnn.training.coordinate`, in float64. Needs numba (extra
+The same problem and the same steps as in `hdnn.training.output`, in float64. Needs numba (extra
 `fast`), which is imported at the first use.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hdnn.engine import jit
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.training import coordinate
 
 MOST = 32  # weights, past which matrix products by BLAS are faster
 SIGMOID, SOFTMAX, REGRESSION = range(3)
 KINDS = {SigmoidHead: SIGMOID, SoftmaxHead: SOFTMAX, RegressionHead: REGRESSION}
+
+Found = tuple[float, float, Tensor]  # loss, fraction of correct classes, gradient in the features
 
 
 def usable(head: torch.nn.Module, y: Tensor) -> bool:
@@ -43,65 +44,48 @@ class SmallHead:
         self.weight, self.bias = head.weight.detach().numpy(), head.bias.detach().numpy()
         self.shape = (self.weight.shape[0], self.weight.shape[1] + 1)
 
-    def solve(
-        self,
-        y: Tensor,
-        t: Tensor,
-        weight: Tensor | None,
-        method: str,
-        steps: int,
-        ridge: float,
-        rate: float,
-    ) -> coordinate.Outcome:
-        """Find the output layer by so many steps of "newton" or "adam", from zero."""
-        state, features = np.zeros((3, *self.shape)), y.numpy()
-        given, gradient = self._given(features, t, weight), np.empty_like(features)
-        newton, adam = _kernels()
-        if method == "newton":
-            loss, correct = newton(*given, state[0], gradient, steps, ridge)
-        else:
-            loss, correct, _ = adam(*given, state, gradient, 0, steps, len(features), ridge, rate)
-        self._put(state[0])
-        return coordinate.Outcome(loss, correct, torch.from_numpy(gradient))
+    def newton(
+        self, y: Tensor, t: Tensor, weight: Tensor | None, ridge: float, steps: int
+    ) -> Found:
+        """At most so many Newton steps from zero."""
+        given, gradient = self._given(y, t, weight)
+        W = np.zeros(self.shape)
+        loss, correct = _kernels()[0](*given, W, gradient, ridge, steps)
+        return self._found(W, loss, correct, gradient)
 
     def adam(
-        self, passes: Iterable[coordinate.Part], batch: int, ridge: float, rate: float
-    ) -> None:
-        """Adam from zero: one step on each minibatch of each pass (y, t, weight) over the data."""
+        self,
+        passes: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+        ridge: float,
+        rate: float,
+        steps: int,
+        batch: int,
+    ) -> Found:
+        """Adam from zero: so many steps on each minibatch of each pass (y, t, weight) over the data.
+
+        What it returns is for a single minibatch only.
+        """
         state, count = np.zeros((3, *self.shape)), 0
-        for y, t, weight in passes:
-            features = y.numpy()
-            given, gradient = self._given(features, t, weight), np.empty_like(features)
-            count = _kernels()[1](*given, state, gradient, count, 1, batch, ridge, rate)[2]
-        self._put(state[0])
+        loss, correct, gradient = 0.0, 0.0, np.zeros(())
+        for part in passes:
+            given, gradient = self._given(*part)
+            options = (ridge, rate, steps, batch)
+            loss, correct, count = _kernels()[1](*given, state, gradient, count, *options)
+        return self._found(state[0], loss, correct, gradient)
 
-    def _given(self, y: Any, t: Tensor, weight: Tensor | None) -> tuple[Any, ...]:
-        """Features, labels or targets, weights of the samples and the kind of head."""
-        if self.kind == REGRESSION:
-            labels, targets = _NO_LABELS, t.numpy().reshape(len(y), -1)
-        else:
-            labels, targets = t.numpy(), _NO_TARGETS
-        if weight is None:
-            weights = _ones(len(y))
-        else:
-            weights = weight.numpy().astype(np.float64)
-        return y, labels, targets, weights, self.kind
+    def _given(self, y: Tensor, t: Tensor, weight: Tensor | None) -> tuple[tuple[Any, ...], Any]:
+        """Features, targets, weights of the samples and the kind of head; room for a gradient."""
+        features, targets = y.numpy(), t.numpy().reshape(len(y), -1)
+        weights = np.ones(len(y)) if weight is None else weight.numpy().astype(np.float64)
+        return (features, targets, weights, self.kind), np.empty_like(features)
 
-    def _put(self, W: Any) -> None:
-        self.weight[...] = W[:, :-1]
-        self.bias[...] = W[:, -1]
+    def _found(self, W: Any, loss: float, correct: float, gradient: Any) -> Found:
+        self.weight[...], self.bias[...] = W[:, :-1], W[:, -1]
+        return loss, correct, torch.from_numpy(gradient)
 
 
-_NO_LABELS, _NO_TARGETS = np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.float32)
-
-
-@lru_cache
-def _ones(count: int) -> Any:
-    return np.ones(count)
-
-
-PARTS = ("_exp", "_take", "_scores", "_residual", "_gradient", "_loss", "_finish")
-PARTS += ("_hessian", "_solve")
+PARTS = ("_exp", "_take", "_scores", "_predicted", "_residual", "_gradient", "_loss")
+PARTS += ("_finish", "_hessian", "_solve")
 
 
 @cache
@@ -116,29 +100,21 @@ def _kernels() -> tuple[Any, Any]:
 # A minibatch lies feature by feature, so that every loop over samples is one of vectors: A (d, B)
 # holds the features and a row of ones, T (c, B) the targets, S (c, B) the scores.
 
+FACTORIALS = tuple(1 / math.factorial(k) for k in range(12, -1, -1))
+
 
 def _exp(x):  # pragma: kernel
     """exp of a number between the largest and the smallest that are normal, in vectors."""
     x = min(max(x, -708.0), 709.0)
     k = math.floor(x * 1.4426950408889634 + 0.5)
     r = (x - k * 6.93145751953125e-1) - k * 1.42860682030941723212e-6
-    s = r * (1 / 6227020800) + 1 / 479001600
-    s = s * r + 1 / 39916800
-    s = s * r + 1 / 3628800
-    s = s * r + 1 / 362880
-    s = s * r + 1 / 40320
-    s = s * r + 1 / 5040
-    s = s * r + 1 / 720
-    s = s * r + 1 / 120
-    s = s * r + 1 / 24
-    s = s * r + 1 / 6
-    s = s * r + 0.5
-    s = s * r + 1.0
-    s = s * r + 1.0
+    s = 1 / 6227020800  # 1/13!
+    for factor in FACTORIALS:
+        s = s * r + factor
     return s * np.int64((np.int64(k) + 1023) << 52).view(np.float64)
 
 
-def _take(y, labels, targets, weights, kind, low, A, T, share):  # pragma: kernel
+def _take(y, targets, weights, kind, low, A, T, share):  # pragma: kernel
     """Lay out the samples from `low` on; False if none of them counts."""
     B, n = share.size, y.shape[1]
     total = 0.0
@@ -150,10 +126,8 @@ def _take(y, labels, targets, weights, kind, low, A, T, share):  # pragma: kerne
         for j in range(n):
             A[j, i] = y[low + i, j]
         for k in range(T.shape[0]):
-            if kind == SIGMOID:
-                T[k, i] = labels[low + i]
-            elif kind == SOFTMAX:
-                T[k, i] = labels[low + i] == k
+            if kind == SOFTMAX:
+                T[k, i] = targets[low + i, 0] == k
             else:
                 T[k, i] = targets[low + i, k]
     return total > 0
@@ -167,32 +141,40 @@ def _scores(A, W, S):  # pragma: kernel
                 S[k, i] += W[k, j] * A[j, i]
 
 
-def _residual(S, T, share, kind, R):  # pragma: kernel
-    """The gradient of the mean loss in the scores."""
+def _predicted(S, kind, P):  # pragma: kernel
+    """The probabilities of classes, or the values themselves."""
     c, B = S.shape
     if kind == SIGMOID:
         for i in range(B):
-            R[0, i] = (1 / (1 + _exp(-S[0, i])) - T[0, i]) * share[i]
+            P[0, i] = 1 / (1 + _exp(-S[0, i]))
     elif kind == SOFTMAX:
         for i in range(B):
-            top, total = S[:, i].max(), 0.0
+            top, total = S[0, i], 0.0
+            for k in range(1, c):
+                top = max(top, S[k, i])
             for k in range(c):
-                R[k, i] = _exp(S[k, i] - top)
-                total += R[k, i]
+                P[k, i] = _exp(S[k, i] - top)
+                total += P[k, i]
             for k in range(c):
-                R[k, i] = (R[k, i] / total - T[k, i]) * share[i]
+                P[k, i] /= total
     else:
-        for k in range(c):
-            for i in range(B):
-                R[k, i] = (S[k, i] - T[k, i]) * (2 / c) * share[i]
+        P[:] = S
+
+
+def _residual(S, T, share, kind, R):  # pragma: kernel
+    """The gradient of the mean loss in the scores."""
+    c, B = S.shape
+    scale = 2 / c if kind == REGRESSION else 1.0
+    _predicted(S, kind, R)
+    for k in range(c):
+        for i in range(B):
+            R[k, i] = (R[k, i] - T[k, i]) * scale * share[i]
 
 
 def _gradient(A, R, W, ridge, g):  # pragma: kernel
     """The gradient of mean loss + ridge/2 |W|^2."""
-    c, d = W.shape
-    B = A.shape[1]
-    whole = B - B % 8
-    part = np.empty(8)
+    (c, d), B = W.shape, A.shape[1]
+    whole, part = B - B % 8, np.empty(8)
     for k in range(c):
         for j in range(d):
             part[:] = 0.0  # eight sums side by side are one of vectors
@@ -215,7 +197,9 @@ def _loss(S, T, share, kind):  # pragma: kernel
             s = S[0, i]
             each = max(s, 0.0) + math.log1p(_exp(-abs(s))) - s * T[0, i]
         elif kind == SOFTMAX:
-            top, total, each = S[:, i].max(), 0.0, 0.0
+            top, total, each = S[0, i], 0.0, 0.0
+            for k in range(1, c):
+                top = max(top, S[k, i])
             for k in range(c):
                 total += _exp(S[k, i] - top)
                 each -= S[k, i] * T[k, i]
@@ -248,7 +232,7 @@ def _finish(A, T, share, W, gradient, kind, low, S, R):  # pragma: kernel
 
 
 def _adam(
-    y, labels, targets, weights, kind, state, gradient, count, steps, batch, ridge, rate
+    y, targets, weights, kind, state, gradient, count, ridge, rate, steps, batch
 ):  # pragma: kernel
     """So many steps on each minibatch in turn; `count` were made before. The state is W, m, v.
 
@@ -262,7 +246,7 @@ def _adam(
         B = min(batch, total - low)
         A, T, share = np.empty((n + 1, B)), np.empty((c, B)), np.empty(B)
         S, R = np.empty((c, B)), np.empty((c, B))
-        if not _take(y, labels, targets, weights, kind, low, A, T, share):
+        if not _take(y, targets, weights, kind, low, A, T, share):
             continue
         for _ in range(steps):
             count += 1
@@ -282,32 +266,19 @@ def _adam(
 
 def _hessian(A, S, share, kind, H, P, w):  # pragma: kernel
     """The Hessian of the mean loss in W, row by row; P (c, B) and w (B,) are scratch space."""
-    (c, B), d = S.shape, A.shape[0]
+    (c, B), d = S.shape, len(A)
+    whole, part = B - B % 8, np.empty(8)
     H[:] = 0.0
-    if kind == SIGMOID:
-        for i in range(B):
-            P[0, i] = 1 / (1 + _exp(-S[0, i]))
-    elif kind == SOFTMAX:
-        for i in range(B):
-            top, total = S[:, i].max(), 0.0
-            for k in range(c):
-                P[k, i] = _exp(S[k, i] - top)
-                total += P[k, i]
-            for k in range(c):
-                P[k, i] /= total
-    whole = B - B % 8
-    part = np.empty(8)
+    _predicted(S, kind, P)
     for k in range(c):
         for q in range(k + 1):
             if kind == REGRESSION and k != q:
                 continue
             for i in range(B):
-                if kind == SIGMOID:
-                    w[i] = P[0, i] * (1 - P[0, i]) * share[i]
-                elif kind == SOFTMAX:
-                    w[i] = P[k, i] * ((k == q) - P[q, i]) * share[i]
-                else:
+                if kind == REGRESSION:
                     w[i] = (2 / c) * share[i]
+                else:
+                    w[i] = P[k, i] * ((k == q) - P[q, i]) * share[i]
             for j in range(d):
                 for o in range(j + 1):
                     part[:] = 0.0
@@ -352,10 +323,10 @@ def _solve(H, g, x):  # pragma: kernel
     return True
 
 
-def _newton(y, labels, targets, weights, kind, W, gradient, steps, ridge):  # pragma: kernel
+def _newton(y, targets, weights, kind, W, gradient, ridge, steps):  # pragma: kernel
     B, (c, d) = len(y), W.shape
     A, T, share = np.empty((d, B)), np.empty((c, B)), np.empty(B)
-    _take(y, labels, targets, weights, kind, 0, A, T, share)
+    _take(y, targets, weights, kind, 0, A, T, share)
     S, R, w = np.zeros((c, B)), np.empty((c, B)), np.empty(B)
     move, S_new = np.empty((c, B)), np.empty((c, B))
     H, g, x = np.empty((c * d, c * d)), np.empty((c, d)), np.empty(c * d)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.heads import RegressionHead
-from hdnn.training.coordinate import Head, OutputProblem, put
+from hdnn.training.output import Head, OutputProblem, put
 
 
 class NodeHead:

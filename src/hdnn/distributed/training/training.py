@@ -32,9 +32,8 @@ from hdnn.heads import RegressionHead
 from hdnn.networks import HamiltonianNet
 from hdnn.training import identity, schedule
 from hdnn.training.checks import OPTIONS, check_options
-from hdnn.training.coordinate import Head
 from hdnn.training.loop import fit
-from hdnn.training.output import Output
+from hdnn.training.output import Head, Output
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 REFIT_ROWS = 4096  # samples whose features go up to the root at once
