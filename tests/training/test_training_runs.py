@@ -32,8 +32,8 @@ from hdnn.training import (
     WellPosed,
     checkpoint,
     fit,
+    hidden,
     loop,
-    optimizers,
     output,
     small_heads,
     small_steps,
@@ -663,7 +663,7 @@ def test_the_inner_adam_is_that_of_pytorch():
 def test_the_adam_of_small_models_is_that_of_pytorch(decay):
     torch.manual_seed(0)
     ours, theirs = ([torch.ones(3, 2).requires_grad_()] for _ in range(2))
-    mine = optimizers.optimizer_of("adam", [{"params": ours, "weight_decay": decay}], 0.1)
+    mine = hidden.optimizer_of("adam", [{"params": ours, "weight_decay": decay}], 0.1)
     other = torch.optim.Adam(theirs, lr=0.1, weight_decay=decay)
     assert isinstance(mine, small_steps.CompiledAdam)
     for _ in range(20):

@@ -19,23 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn.base.progress import ProgressLine
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
-from hdnn.networks import ODENetwork
-from hdnn.training import checkpoint, identity, schedule, small_steps
+from hdnn.training import checkpoint, identity, schedule
 from hdnn.training.callbacks import begun
-from hdnn.training.checks import check_data, check_options, check_weight, head_of
+from hdnn.training.checks import OPTIONS, check_data, check_options, check_weight, head_of
 from hdnn.training.hidden import HiddenLayers
 from hdnn.training.history import Callback, History, Moment
 from hdnn.training.interrupt import DeferredInterrupt
-from hdnn.training.optimizers import optimizer_of, parameter_groups
 from hdnn.training.output import Output
 from hdnn.training.processes.parallel import Team, team
-from hdnn.training.smooth import Smoothness
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
 ORDERED = 2**20  # numbers; up to this, all samples of an epoch are reordered at once
@@ -93,24 +90,11 @@ def fit(
             initialised. All call `fit` with the same data and options; the training is that of one
             process with the model of the first, up to rounding, and only the first writes files.
     """
+    given = locals()  # the arguments, by name
     members = team(parallel)
     with ExitStack() as stack:
         with members.together():
-            options = check_options(
-                epochs=epochs,
-                batch=batch,
-                optimizer=optimizer,
-                learning_rate=learning_rate,
-                schedule=schedule,
-                warmup=warmup,
-                weight_decay=weight_decay,
-                clip=clip,
-                solver=solver,
-                ridge=ridge,
-                smoothness=smoothness,
-                smoothing=smoothing,
-                seed=seed,
-            )
+            options = check_options(**{name: given[name] for name in OPTIONS})
             head_of(model)
             check_data(model, x, t)
             check_weight(weight, x)
@@ -148,15 +132,8 @@ class _Training:
         self.epochs, self.batch = options["epochs"], options["batch"]
         self.solver, self.rate = options["solver"], options["learning_rate"]
         self.batches = math.ceil(len(x) / self.batch)
-        groups = parameter_groups(model, self.solver, options["ridge"], options["weight_decay"])
-        self.trained: list[nn.Parameter] = [p for group in groups for p in group["params"]]
-        output = set(model.head.parameters())
-        inner = [p for p in self.trained if p not in output]
-        self.hidden = HiddenLayers(model.net, self.y_0[: self.batch], inner, members)
-        self.optimizer = optimizer_of(options["optimizer"], groups, self.rate)
+        self.hidden = HiddenLayers(model, self.y_0[: self.batch], options, members)
         self.generator = torch.Generator().manual_seed(options["seed"])
-        smooth = [model.net] if isinstance(model.net, ODENetwork) else []
-        self.smooth = Smoothness(smooth, options["smoothness"])
         self.output = Output(self.head, self.solver, options["ridge"], self.rate, self.y_0)
         self.history = History()
         self.epoch = self.k = 0  # the position of the training
@@ -197,7 +174,7 @@ class _Training:
         finally:
             self.line.close()
             self.model.train(was_training)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.hidden.optimizer.zero_grad(set_to_none=True)
         self.history.seconds = time.perf_counter() - self.start
         with self.team.together():
             self._save()
@@ -225,41 +202,17 @@ class _Training:
         rate, last = self._schedule(), self.k == self.batches - 1
         if weight is not None and not bool(weight.any()):
             return self._advance(None, rate, last)  # all its samples have weight 0
-        for p in self.trained:
-            p.grad = None
         y = self.hidden.forward(y_0)
         if self.team.over:
             return None  # some process asked to end before this step
         found = self.output.solve(y, t, weight)
         if not math.isfinite(found.loss):
             raise self._diverged("the loss", y_0)
-        self.hidden.backward(found.gradient)
         if self.options["smoothing"] == "cosine":
-            self.smooth.alpha = self.options["smoothness"] * schedule.cosine(self._done())
-        self.smooth.add_gradient()
-        norm, clip = math.nan, self.options["clip"]
-        small = self.optimizer if isinstance(self.optimizer, small_steps.CompiledAdam) else None
-        if clip is not None or (small is None and (self.callbacks or last)):
-            norm = self._gradient_norm()
-            if clip is not None and norm > clip:
-                for p in self.trained:
-                    if p.grad is not None:
-                        p.grad *= clip / norm
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if small is None:
-            self.optimizer.step()
-        else:
-            descended = small.descend()
-            norm = descended if clip is None else norm
+            self.hidden.smooth.alpha = self.options["smoothness"] * schedule.cosine(self._done())
+        self.hidden.backward(found.gradient)
+        norm = self.hidden.step(rate, measured=bool(self.callbacks) or last)
         return self._advance((found.loss, found.correct, norm), rate, last)
-
-    def _gradient_norm(self) -> float:
-        """The norm of the gradient of all trained parameters."""
-        grads = [p.grad for p in self.trained if p.grad is not None]
-        if isinstance(self.optimizer, small_steps.CompiledAdam):
-            return small_steps.norm(grads)
-        return float(nn.utils.get_total_norm(grads))
 
     def _advance(self, found: tuple[float, float, float] | None, rate: float, last: bool) -> None:
         """Count a step, and say what it found."""
@@ -288,7 +241,7 @@ class _Training:
         history.loss.append(self.sums[0] / self.batches)
         if not self.regression:
             history.accuracy.append(self.sums[1] / self.batches)
-        history.smoothness.append(self.smooth.value())
+        history.smoothness.append(self.hidden.smooth.value())
         history.gradient.append(found[2] if found is not None else 0.0)
         history.learning_rate.append(rate)
         history.seconds = time.perf_counter() - self.start
@@ -331,11 +284,12 @@ class _Training:
         state: dict[str, Any] = {"epoch": self.epoch, "k": self.k, "sums": self.sums}
         state |= {"stopped": self.wish or self.stopped}
         state |= {"history": asdict(self.history), "options": self.identity}
-        checkpoint.save(self.folder, self.model, self.optimizer, self.order, state, self.callbacks)
+        parts = self.model, self.hidden.optimizer, self.order
+        checkpoint.save(self.folder, *parts, state, self.callbacks)
 
     def _open(self) -> None:
         """Go on with what the folder holds, or begin there."""
-        trained = [(tuple(p.shape), str(p.dtype)) for p in self.trained]
+        trained = [(tuple(p.shape), str(p.dtype)) for p in self.hidden.trained]
         self.team.check_alike(lambda: {**self.identity, "set of trained weights": trained})
         self.team.share(self.model)
         folder = self.folder
@@ -354,7 +308,7 @@ class _Training:
                 self.sums = [float(sum_) for sum_ in saved.state["sums"]]
                 if len(self.sums) != 2 or not 0 <= saved.state["k"] < self.batches:
                     raise ValueError(f"its position is {saved.state['k']}")
-            found = checkpoint.restore(saved, self.model, self.optimizer, self.callbacks)
+            found = checkpoint.restore(saved, self.model, self.hidden.optimizer, self.callbacks)
             state, self.order = found
             self.epoch, self.k = state["epoch"], state["k"]
             self.wish = self.stopped = state["stopped"]

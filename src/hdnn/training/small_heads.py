@@ -61,7 +61,7 @@ class SmallHead:
         steps: int,
         batch: int,
     ) -> Found:
-        """Adam from zero: so many steps on each minibatch of each pass (y, t, weight) over the data.
+        """Adam from zero: so many steps on each minibatch of each pass over the data.
 
         What it returns is for a single minibatch only.
         """

@@ -29,12 +29,6 @@ def usable(parameters: list[Any]) -> bool:
     )
 
 
-def norm(tensors: list[Tensor]) -> float:
-    """The Euclidean norm of all numbers."""
-    flat = [t.numpy().reshape(-1) for t in tensors]
-    return math.sqrt(sum(float(np.dot(x, x)) for x in flat))
-
-
 def by_layer(tensor: Tensor) -> Any:
     """A stack of weights as (N, ...) numbers in the same memory."""
     return tensor.detach().numpy().reshape(tensor.shape[0], -1)
@@ -77,6 +71,12 @@ class CompiledAdam(torch.optim.Adam):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         self.views = None
+
+    @staticmethod
+    def norm(grads: list[Tensor]) -> float:
+        """The Euclidean norm of all numbers."""
+        flat = [grad.numpy().reshape(-1) for grad in grads]
+        return math.sqrt(sum(float(np.dot(x, x)) for x in flat))
 
     def descend(self) -> float:
         """`step` without PyTorch's overhead; returns the norm of the gradient."""
