@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -26,9 +25,9 @@ from graphs import RING, TWO_STEPS, patterns
 from hdnn import sparsity
 from hdnn.__main__ import main
 from hdnn.app import graphs, progress, terminal
-from hdnn.app.commands import launch as launch_command
 from hdnn.app.commands import train as train_command
-from hdnn.app.tasks import graph as graph_task
+from hdnn.app.configs.graph import ring_table
+from hdnn.app.tasks import launched
 from hdnn.data import planar
 from hdnn.distributed import Config, GraphNetwork, Plan, read_graph, train, worker
 from hdnn.distributed.graph import file as gf
@@ -40,7 +39,6 @@ from parts import run_parts
 from said import files, sentence, told, trained_elsewhere
 
 QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
-launcher = importlib.import_module("hdnn.distributed.launch")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,7 @@ def nobody_starts(monkeypatch):
     def start(*_, **__):
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(launched, "launch", start)
 
 
 def write(name, **table):
@@ -284,7 +282,7 @@ def test_a_training_alone_is_that_of_the_library(capsys):
     assert right == pytest.approx(result["test_accuracy"], abs=1e-3)
     before = files(folder)
     assert main(flags) == 2
-    assert "holds a training already" in told(capsys)
+    assert "holds a run already" in told(capsys)
     assert main([*flags, "--resume"]) == 0  # complete: told again
     assert "test accuracy" in capsys.readouterr().out
     assert main(["train", "--resume", "--out", str(folder)]) == 0  # and found by its folder
@@ -340,7 +338,7 @@ def test_a_training_that_is_interrupted_goes_on_to_the_same_bytes(monkeypatch, c
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(progress.EpochBar, "tell", stop)
+        patch.setattr(progress.TrainingBar, "tell", stop)
         assert main(["train", *flags, "--out", "part", "--save-every", "1"]) == 130
     assert told(capsys) == "hdnn: interrupted; go on with: hdnn train --resume --out part\n"
     assert main(["train", "--resume", "--out", "part"]) == 0
@@ -412,7 +410,7 @@ def ended(code=0, fault="", restarts=0, **metrics):
 
 def test_a_ring_is_started_and_its_traffic_summed_up(monkeypatch, capsys):
     start, calls = ended(restarts=1)
-    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(launched, "launch", start)
     flags = ["--nodes", "8", "--save-every", "7", "--timeout", "9", "--restarts", "2"]
     assert main(["launch", *flags, "--layers", "4", "--quiet"]) == 0
     (parts, command, options), config = calls
@@ -421,7 +419,7 @@ def test_a_ring_is_started_and_its_traffic_summed_up(monkeypatch, capsys):
     folder = os.path.abspath("runs/ring8-swiss_roll-h2-4-0")
     assert command[1:3] == ["-m", "hdnn.distributed.worker"]
     assert command[4:] == ["--resume", "--out", folder, "--timeout", "9.0", "--save-every", "7"]
-    assert config == json.loads(Config(graph=graph_task.ring_table(8), layers=4).text())
+    assert config == json.loads(Config(graph=ring_table(8), layers=4).text())
     assert capsys.readouterr().out.splitlines() == [
         "network         h2 of 4 layers on swiss_roll",
         "graph           8 nodes in 8 processes",
@@ -443,7 +441,7 @@ def test_a_ring_is_started_and_its_traffic_summed_up(monkeypatch, capsys):
 def test_the_traffic_of_many_pairs_is_shown_in_part(monkeypatch, capsys):
     traffic = [[i, (i + 1) % 30, i + 1, 1000 * i] for i in range(30)]
     start, _ = ended(traffic=traffic, parts=30, nodes=60)
-    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(launched, "launch", start)
     assert main(["launch", "--nodes", "30", "--out", "r"]) == 0
     printed = capsys.readouterr().out
     assert "between parts" in printed
@@ -464,7 +462,7 @@ def test_the_traffic_of_many_pairs_is_shown_in_part(monkeypatch, capsys):
 )
 def test_a_fault_is_one_sentence(code, fault, expected, said, monkeypatch, capsys):
     start, _ = ended(code, fault)
-    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(launched, "launch", start)
     assert main(["launch", "--nodes", "4", "--out", "r"]) == expected
     assert said in told(capsys)
 
@@ -474,11 +472,11 @@ def test_a_launch_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):
         Path("a b/config.json").write_text(Path(command[3]).read_text())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "launch", interrupted)
+    monkeypatch.setattr(launched, "launch", interrupted)
     assert main(["launch", "--nodes", "4", "--out", "a b"]) == 130
     assert told(capsys) == "hdnn: interrupted; go on with: hdnn launch --resume --out 'a b'\n"
     start, calls = ended()
-    monkeypatch.setattr(launcher, "launch", start)
+    monkeypatch.setattr(launched, "launch", start)
     assert main(["launch", "--resume", "--out", "a b", "--parts", "2"]) == 0
     assert calls[0][0] == 2
     assert calls[1] == json.loads(Path("a b/config.json").read_text())
@@ -495,7 +493,7 @@ def test_a_folder_in_which_another_process_trains_is_left_to_it(monkeypatch, cap
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
 def test_signals_to_end_are_heard(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    with launch_command._stopped_by_signals(), pytest.raises(KeyboardInterrupt):
+    with launched._stopped_by_signals(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.setattr(train_command, "PATIENCE", 0.05)
@@ -511,13 +509,13 @@ def test_signals_to_end_are_heard(monkeypatch):
 
 
 def test_the_bar_shows_epochs_and_restarts(monkeypatch, capsys):
-    with progress.EpochBar("name", 4, True) as bar:  # no terminal: only a restart is told
+    with progress.TrainingBar("name", True, 4) as bar:  # no terminal: only a restart is told
         bar.open("starting")
         bar.tell({"epoch": 1, "loss": 0.5})
         bar.tell({"restart": 1, "fault": "node 3 is gone"})
     assert capsys.readouterr().err == "hdnn: restart 1, because node 3 is gone\n"
     monkeypatch.setattr(terminal, "at_terminal", lambda: True)
-    with progress.EpochBar("name", 4, True) as bar:
+    with progress.TrainingBar("name", True, 4) as bar:
         bar.tell({"epoch": 1, "loss": 0.5})
         assert bar.progress is None  # not before two seconds
         bar.due = 0.0
@@ -527,10 +525,10 @@ def test_the_bar_shows_epochs_and_restarts(monkeypatch, capsys):
         assert task.fields["values"] == "loss 0.5000, accuracy 75.0%, epoch 2/4"
         bar.tell({"restart": 1, "fault": "node 3 is gone"})
         assert task.fields["values"] == "restart 1, because node 3 is gone"
-    with progress.EpochBar("name", 4, True) as bar:
+    with progress.TrainingBar("name", True, 4) as bar:
         bar.open("starting 8 processes")
         assert bar.progress is not None
-    assert not progress.EpochBar("name", 4, False).on
+    assert not progress.TrainingBar("name", False, 4).on
 
 
 # Data of nodes
@@ -811,7 +809,7 @@ def test_two_processes_come_to_what_one_does_and_only_one_bar_is_shown(capfd):
 
 @pytest.mark.slow
 def test_a_killed_node_is_named_and_the_training_goes_on(capfd, monkeypatch):
-    real = launcher.launch
+    real = launched.launch
 
     def start(*args, **options):
         def show(news):
@@ -823,7 +821,7 @@ def test_a_killed_node_is_named_and_the_training_goes_on(capfd, monkeypatch):
 
     flags = ["--nodes", "2", "--epochs", "15", "--batch", "500", "--layers", "2", "--out", "r"]
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "launch", start)
+        patch.setattr(launched, "launch", start)
         assert main(["launch", *flags]) == 1
     said = told(capfd)
     assert "node 1 is gone" in said

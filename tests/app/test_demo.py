@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hdnn
-from hdnn.app import demo
+from hdnn.app.commands import demo
 from hdnn.errors import CheckpointError, HDNNError, TrainingError
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("typer")
 
 import hdnn
 from hdnn.__main__ import main
-from hdnn.app import demo
+from hdnn.app.commands import demo
 
 
 def test_the_demo_prints_a_table_for_people(tmp_path, capsys):

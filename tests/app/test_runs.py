@@ -9,6 +9,7 @@ import string
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from hdnn import serialization
 from hdnn.__main__ import main
 from hdnn.app import runfiles, runs
 from hdnn.app.configs.common import find_device
+from hdnn.app.configs.graph import config_of_graph, table_for
 from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
@@ -25,6 +27,7 @@ from hdnn.app.tasks import graph as graph_task
 from hdnn.app.tasks.task import known_metrics
 from hdnn.base.config import toml_value
 from hdnn.base.files import read_json
+from hdnn.distributed import Config
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
 
 
@@ -39,6 +42,16 @@ def test_a_config_is_read_back_from_its_own_file(tmp_path):
     ):
         (tmp_path / "config.toml").write_text(made.to_toml())
         assert TableConfig.of(read_config(tmp_path / "config.toml")) == made
+
+
+def graph_config():
+    """The config of a training on a ring."""
+    return config_of_graph(table_for(None, 4), {"layers": 2})
+
+
+def graph_resumed(folder):
+    """The config of the training that `hdnn train --resume` finds in a folder."""
+    return graph_task.asked(graph_task.PartTask, {"out": str(folder), "resume": True})[0].config
 
 
 @pytest.mark.parametrize(("data", "kind"), [("swiss_roll", "table"), ("mnist", "images")])
@@ -56,14 +69,16 @@ def test_a_run_says_its_kind_and_one_of_before_is_known_by_its_data(data, kind, 
 
 
 def test_a_graph_says_its_kind_and_one_of_before_is_resumed(tmp_path):
-    made = graph_task.ask({"layers": 2}, nodes=4).config
+    made, run = graph_config(), Run(tmp_path)
+    assert run.kind is None
     written = json.loads(made.text())
-    assert written.pop("kind") == "graph"
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    assert graph_task.ask({}, out=str(tmp_path), resume=True).config == made
+    for content in (written, {name: value for name, value in written.items() if name != "kind"}):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert run.kind == "graph"
+        assert run.config() == graph_resumed(tmp_path) == made
     (tmp_path / "config.json").write_text(json.dumps({**written, "kind": "table"}))
-    with pytest.raises(OptionError, match="kind must be 'graph'"):
-        graph_task.ask({}, out=str(tmp_path), resume=True)
+    with pytest.raises(CheckpointError, match=r"kind must be 'graph' .*, not 'table'"):
+        graph_resumed(tmp_path)
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"])))
@@ -332,7 +347,7 @@ def test_a_run_from_before_its_model_knew_the_columns_predicts_as_ever(run, trai
     assert capsys.readouterr().out == before
 
 
-METRICS = (*runfiles.METRICS, *runfiles.OF_TABLES, "test_accuracy")
+METRICS = (*get_type_hints(runfiles.TableMetrics), "test_accuracy")
 
 
 @pytest.mark.parametrize("entry", METRICS)
@@ -428,25 +443,26 @@ OF_GRAPH |= {"data": "swiss_roll", "network": "h2", "traffic": [[0, 1, 2, 3]]}
 
 @pytest.mark.parametrize("entry", OF_GRAPH)
 def test_metrics_of_a_graph_of_any_other_kind_are_one_sentence(tmp_path, entry):
-    file = tmp_path / "metrics.json"
+    run, file = Run(tmp_path), tmp_path / "metrics.json"
+    (tmp_path / "config.json").write_text(Config(graph={}, layers=2).text())
     file.write_text(json.dumps(OF_GRAPH))
-    assert graph_task.read_metrics(tmp_path) == OF_GRAPH
+    assert run.result() == OF_GRAPH
     like = str if isinstance(OF_GRAPH[entry], str) else (int, float)
     for odd in [odd for odd in ODD if odd is True or not isinstance(odd, like)]:
         if entry == "traffic" and odd == []:
             continue  # none at all
         file.write_text(json.dumps(OF_GRAPH | {entry: odd}))
         with pytest.raises(CheckpointError, match=f"metrics.json is damaged or was .* {entry}"):
-            graph_task.read_metrics(tmp_path)
+            run.result()
 
 
 def test_a_config_of_a_graph_of_any_other_kind_is_one_sentence(tmp_path):
-    file, asked = tmp_path / "config.json", graph_task.ask({"layers": 2}, nodes=4)
+    file, made = tmp_path / "config.json", graph_config()
     for name in ("graph", "layers", "step", "gain", "seed", "options", "network", "nonsense"):
         for odd in (None, "x", [], [1], "nonsense"):
-            file.write_text(json.dumps({**asdict(asked.config), name: odd}))
+            file.write_text(json.dumps({**asdict(made), name: odd}))
             with pytest.raises(HDNNError):
-                graph_task.ask({}, out=str(tmp_path), resume=True)
+                graph_resumed(tmp_path)
     file.write_text("[" * 10**5)
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        graph_task.ask({}, out=str(tmp_path), resume=True)
+        graph_resumed(tmp_path)

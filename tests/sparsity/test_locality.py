@@ -10,7 +10,7 @@ import torch
 
 from hdnn import sparsity
 from hdnn.app import graphs
-from hdnn.app.tasks import graph as graph_task
+from hdnn.app.configs.graph import checked_graph, config_of_graph, table_for
 from hdnn.base.search import components
 from hdnn.distributed.graph.file import GraphPatterns
 from hdnn.distributed.graph.graph import Graph, alone, from_edges, transposed, union
@@ -137,13 +137,13 @@ def test_a_star_with_too_many_leaves_is_not_trained_on(tmp_path):
     file = tmp_path / "star.toml"
     file.write_text(f"nodes = 9000\nR = {[[0, i] for i in range(1, 9000)]}\n")
     with pytest.raises(SparsityError, match="node 0 has 8999 links in R"):
-        graph_task.ask({}, graph=str(file), out=str(tmp_path / "run"))
+        checked_graph(config_of_graph(table_for(str(file), None), {}), str(file))
 
 
 def test_more_nodes_than_can_be_trained_on_are_refused_at_once(tmp_path):
     with pytest.raises(OptionError, match="up to 200000 nodes, but there are 1000000"):
-        graph_task.ask({}, nodes=10**6)
+        table_for(None, 10**6)
     file = tmp_path / "many.toml"
     file.write_text("nodes = 300000\nR = []\n")
     with pytest.raises(OptionError, match="up to 200000 nodes, but there are 300000"):
-        graph_task.ask({}, graph=str(file))
+        table_for(str(file), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,11 +14,25 @@ from typing import Annotated, Any
 
 from hdnn import __version__
 from hdnn.app import options, terminal
+from hdnn.app.commands import (
+    bench,
+    certify,
+    demo,
+    graph,
+    info,
+    launch,
+    predict,
+    report,
+    reproduce,
+    train,
+)
 from hdnn.app.options import typer
 from hdnn.errors import HDNNError
 from hdnn.training.processes import torchrun
 
 HELP = "Very deep networks whose gradients provably do not vanish."
+# The base class of typer's errors about flags, from the click that it depends on or bundles.
+WRONG_FLAGS: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 
@@ -27,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    # The base class of typer's errors about flags, from the click that it depends on or bundles.
-    wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
         if torchrun.is_first():
             warnings.showwarning = lambda message, *_: terminal.say(f"warning: {message}")
@@ -36,42 +49,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda *_: None
         try:
             code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError as error:
-            return terminal.fail_on_file(error)
-        except SystemExit as error:  # rich raises this when the reader of the pipe is gone
-            if not isinstance(error.__context__, BrokenPipeError):
-                raise
-            return terminal.fail_on_file(error.__context__)
-        except wrong_flags as error:
+            _flush()
+        except WRONG_FLAGS as error:
+            if given[0] == "train":
+                torchrun.speak_as_one()
             context = getattr(error, "ctx", None)
             hint = f"see {context.command_path} --help" if context else "see hdnn --help"
             message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
-            if given[0] == "train":
-                torchrun.speak_as_one()
             said = f"{message.rstrip('.')}; {hint}." if message[-1:] != "?" else message
             return terminal.fail(said)
-        except (KeyboardInterrupt, typer.Abort):
-            return terminal.fail("interrupted", 130)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            return _explained(error)
     return code or 0
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _explained(error: BaseException) -> int:
+    """Tell in one sentence why a command failed; the exit code."""
+    # rich raises SystemExit when the reader of the pipe is gone.
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        error = error.__context__
+    if isinstance(error, HDNNError):
+        return terminal.fail(error)
+    if isinstance(error, terminal.StoppedError):
+        return terminal.fail(error, error.code)
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return terminal.fail("interrupted", 130)
+    if isinstance(error, OSError):
+        return terminal.fail_on_file(error)
+    if os.environ.get("HDNN_TRACEBACK") or isinstance(error, SystemExit):
+        raise error
+    if isinstance(error, MemoryError) or re.search("allocate memory|out of memory", str(error)):
+        return terminal.fail("there is not enough memory; take fewer layers, features or rows.")
+    return terminal.fail(
+        f"a mistake in hdnn itself, {type(error).__name__}: {error} (please report it; with "
+        "HDNN_TRACEBACK=1 it shows where).",
+        1,
+    )
 
 
 def _app() -> typer.Typer:
     """The program, of all commands."""
-    from hdnn.app.commands import (
-        bench,
-        certify,
-        demo,
-        graph,
-        info,
-        predict,
-        report,
-        reproduce,
-        train,
-    )
-    from hdnn.app.commands import launch as launch_command
-
     app = typer.Typer(
         epilog=_examples("hdnn demo", "hdnn train --data swiss_roll --network h2 --layers 64"),
         add_completion=False,
@@ -92,7 +114,7 @@ def _app() -> typer.Typer:
         examples = _examples(*graph.EXAMPLES_OF[function])
         group.command(epilog=examples)(_guarded(function))
     app.add_typer(group, name="graph")
-    _add(app, launch_command, "launch")
+    _add(app, launch, "launch")
     return app
 
 
@@ -128,7 +150,10 @@ def _program(
 
 
 def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
-    """The same command, with each way to fail turned into one sentence and an exit code."""
+    """The same command with an exit code, however it ends, and with ~ for the home folder.
+
+    Typer must not see what a command raises: it has answers of its own to some of it.
+    """
 
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> int:
@@ -136,32 +161,9 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
             for name in given.keys() & PLACES:
                 given[name] = terminal.at_home(given[name])
             code = function(*args, **given) or 0
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            _flush()
             return code
-        except HDNNError as error:
-            return terminal.fail(error)
-        except terminal.StoppedError as error:
-            return terminal.fail(error, 130)
-        except KeyboardInterrupt:
-            return terminal.fail("interrupted", 130)
-        except OSError as error:
-            return terminal.fail_on_file(error)
-        except MemoryError as error:
-            return terminal.fail(
-                f"there is not enough memory ({error}); take fewer layers, features or rows."
-            )
-        except Exception as error:
-            if os.environ.get("HDNN_TRACEBACK"):
-                raise
-            if "allocate memory" in str(error) or "out of memory" in str(error):
-                return terminal.fail(
-                    "there is not enough memory; take fewer layers, features or rows."
-                )
-            return terminal.fail(
-                f"a mistake in hdnn itself, {type(error).__name__}: {error} (please report it; "
-                "with HDNN_TRACEBACK=1 it shows where).",
-                1,
-            )
+        except (Exception, KeyboardInterrupt) as error:
+            return _explained(error)
 
     return command

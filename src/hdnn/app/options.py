@@ -5,11 +5,11 @@ Annotations are read when the program is built, so that commands can be imported
 
 from __future__ import annotations
 
-from dataclasses import Field, fields
+from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hdnn.base.config import TYPES, BaseConfig
+from hdnn.base.config import BaseConfig, types_of
 
 if TYPE_CHECKING:
     import typer
@@ -46,22 +46,20 @@ def signature(*configs: type) -> Signature:
     """
     found: dict[str, Parameter] = {}
     for config in configs:
+        types = types_of(config)
         for each in fields(config):
             if each.metadata.get("help") and each.name not in found:
-                found[each.name] = _parameter(each, issubclass(config, BaseConfig))
+                default = None if issubclass(config, BaseConfig) else each.default
+                kind = types[each.name] | None if default is None else types[each.name]
+                flag = f"--{each.name.replace('_', '-')}"
+                about = option(each.metadata["help"], flag, panel=each.metadata["panel"])
+                found[each.name] = Parameter(
+                    each.name,
+                    Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[kind, about],
+                )
     return Signature([*found.values()])
-
-
-def _parameter(each: Field[Any], is_blank: bool) -> Parameter:
-    kind = TYPES[str(each.type).removesuffix(" | None")]
-    default = None if is_blank else each.default
-    if default is None:
-        kind = kind | None
-    flag = f"--{each.name.replace('_', '-')}"
-    about = option(each.metadata["help"], flag, panel=each.metadata["panel"])
-    return Parameter(
-        each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
-    )
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,9 @@ def waiting(what: str, wanted: bool = True) -> Iterator[None]:
 class TrainingBar:
     """A progress bar with loss, accuracy and gradient norm; a callback of `hdnn.training.fit`."""
 
-    def __init__(self, title: str, wanted: bool) -> None:
-        self.title, self.on = title, wanted and terminal.at_terminal()
+    def __init__(self, title: str, wanted: bool, epochs: int = 0) -> None:
+        self.title, self.wanted, self.epochs = title, wanted, epochs
+        self.on = wanted and terminal.at_terminal()
         self.due, self.progress, self.task = time.monotonic() + WAIT, None, None
 
     def __enter__(self) -> Self:
@@ -51,11 +52,25 @@ class TrainingBar:
             self.progress.stop()
 
     def __call__(self, moment: Moment) -> None:
-        values = f"loss {moment.loss:.4f}"
-        if moment.accuracy is not None:
-            values += f", accuracy {moment.accuracy:.1%}"
-        values += f", gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
-        self.show(moment.step, moment.steps, values)
+        course = f"gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
+        self.show(moment.step, moment.steps, _values(moment.loss, moment.accuracy, course))
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """Show what the root of a graph reports after an epoch, or the launcher after a fault."""
+        if "restart" in news:
+            words = f"restart {news['restart']}, because {news['fault']}"
+            if self.wanted and not self.on:
+                terminal.say(words)
+            self.open(words)
+        elif self.on:
+            course = f"epoch {news['epoch']}/{self.epochs}"
+            values = _values(news["loss"], news.get("accuracy"), course)
+            self.show(news["epoch"], self.epochs, values)
+
+    def open(self, words: str) -> None:
+        """Show the bar at once, with these words."""
+        if self.on:
+            self.show(0, self.epochs, words, at_once=True)
 
     def show(self, step: int, steps: int, values: str, *, at_once: bool = False) -> None:
         """Update the bar: steps done, steps in all, and a text; at most ten times a second."""
@@ -88,28 +103,6 @@ class TrainingBar:
         self.progress.start()
 
 
-class EpochBar(TrainingBar):
-    """The progress bar of a training on a graph, updated after each epoch."""
-
-    def __init__(self, title: str, epochs: int, wanted: bool) -> None:
-        super().__init__(title, wanted)
-        self.epochs, self.loud = epochs, wanted
-
-    def open(self, words: str) -> None:
-        """Show the bar at once, with these words."""
-        if self.on:
-            self.show(0, self.epochs, words, at_once=True)
-
-    def tell(self, news: dict[str, Any]) -> None:
-        """Show what the root reports after an epoch, or the launcher after a fault."""
-        if "restart" in news:
-            words = f"restart {news['restart']}, because {news['fault']}"
-            if self.loud and not self.on:
-                terminal.say(words)
-            self.open(words)
-        elif self.on:
-            words = f"loss {news['loss']:.4f}"
-            if "accuracy" in news:
-                words += f", accuracy {news['accuracy']:.1%}"
-            words += f", epoch {news['epoch']}/{self.epochs}"
-            self.show(news["epoch"], self.epochs, words)
+def _values(loss: float, accuracy: float | None, course: str) -> str:
+    reached = "" if accuracy is None else f"accuracy {accuracy:.1%}, "
+    return f"loss {loss:.4f}, {reached}{course}"

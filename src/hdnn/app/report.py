@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hdnn
-from hdnn.app import reproduced
+from hdnn.app import reproduced, results
 from hdnn.app.reproduced import Picture
 from hdnn.app.runs import Run
 from hdnn.app.svg_curves import Curve, Line, curve
@@ -23,6 +22,7 @@ from hdnn.base.files import read_bytes
 from hdnn.errors import CheckpointError, HDNNError, require
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+TESTED = ("test_accuracy", "test_r2", "test_rmse")  # the first that there is compares runs
 # Colours of Okabe and Ito, safe for colour-blind readers; lines differ in their dashes too.
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
 
@@ -35,7 +35,7 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if not folder.is_dir():
             raise CheckpointError(f"there is no folder {folder}; name one that holds runs.")
         for file in [folder / "config.toml", *sorted(folder.rglob("config.toml"))]:
-            if Run(file.parent).exists:
+            if file.is_file():
                 found.setdefault(os.path.realpath(file.parent), Run(file.parent))
     if not found:
         raise CheckpointError(
@@ -44,7 +44,7 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return list(found.values())
 
 
-def page(runs: Sequence[Run], results: Path | None = None) -> str:
+def page(runs: Sequence[Run], folder: Path | None = None) -> str:
     """The whole page, with what a folder of results has of the paper's tables and figures."""
     jinja2 = require("jinja2", extra="cli")
     environment = jinja2.Environment(
@@ -61,8 +61,8 @@ def page(runs: Sequence[Run], results: Path | None = None) -> str:
         version=hdnn.__version__,
         runs=shown,
         over_seeds=_over_seeds(shown),
-        pages=[] if results is None else reproduced.pages(results),
-        pictures=[] if results is None else reproduced.pictures(results),
+        pages=[] if folder is None else reproduced.pages(folder),
+        pictures=[] if folder is None else reproduced.pictures(folder),
     )
 
 
@@ -246,20 +246,19 @@ def _over_seeds(runs: list[RunOnPage]) -> list[list[str]]:
             groups.setdefault(tuple((k, str(v)) for k, v in alike.items()), []).append(one)
     rows = []
     for group in groups.values():
-        measures = [_measure(one.metrics, "test") for one in group]
-        values = [value for _, value in measures if value is not None]
-        if len(values) < 2:
+        summary = results.spread([one.metrics for one in group])
+        name = next((name for name in TESTED if name in summary), None)
+        if name is None or summary[name]["runs"] < 2:
             continue
-        options, name = group[0].options, measures[0][0]
-        figures = (statistics.fmean(values), statistics.stdev(values), min(values), max(values))
+        options, (count, *figures) = group[0].options, summary[name].values()
         rows.append(
             [
                 Path(str(options["data"])).name,
                 str(options["network"]),
-                name,
+                name.removeprefix("test_"),
                 _value(options["layers"]),
-                _value(len(values)),
-                *(_as_measure(name, value) for value in figures),
+                _value(count),
+                *(results.measure_text(name, value) for value in figures),
             ]
         )
     return rows
@@ -297,21 +296,9 @@ def _value(value: Any) -> str:
     return str(value) if isinstance(value, int) else f"{number:.4g}"
 
 
-def _measure(metrics: dict[str, Any], part: str) -> tuple[str, float | None]:
-    for name in ("accuracy", "r2", "rmse"):
-        value = _number(metrics.get(f"{part}_{name}"))
-        if value is not None:
-            return name, value
-    return "", None
-
-
-def _as_measure(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
-
-
 def _score(metrics: dict[str, Any], part: str) -> str:
-    name, value = _measure(metrics, part)
-    if value is None:
-        return ""
-    words = {"accuracy": "", "r2": "R² ", "rmse": "rmse "}
-    return words[name] + _as_measure(name, value)
+    for name, word in (("accuracy", ""), ("r2", "R² "), ("rmse", "rmse ")):
+        value = metrics.get(f"{part}_{name}")
+        if value is not None:
+            return word + results.measure_text(name, value)
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,17 @@ class Result:
     to_text: Callable[[dict[str, Any]], str]
 
 
-def finish(results: list[Result], *, as_json: bool) -> None:
-    """Print the result of one training, or of several with mean and spread."""
-    found = [result.metrics for result in results]
+def finish(results: Sequence[Result | None], *, as_json: bool) -> None:
+    """Print the result of one training, or of several with mean and spread.
+
+    Nothing is printed for None: another process has the result, and prints it.
+    """
+    known = [result for result in results if result is not None]
+    found = [result.metrics for result in known]
+    if not found:
+        return
     if len(found) == 1:
-        told, text = found[0], results[0].to_text(found[0])
+        told, text = found[0], known[0].to_text(found[0])
     else:
         summary = spread(found)
         told, text = {"runs": found, "summary": summary}, spread_text(found, summary)

@@ -7,120 +7,88 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, get_type_hints
 
-from hdnn.base.config import BaseConfig
+from hdnn.base.config import BaseConfig, fits
 from hdnn.base.files import parse_json, read_bytes, read_json
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, as_float, quoted
 from hdnn.heads import LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
 
-Kind = Callable[[Any], bool]
-
-
-def text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def number(value: Any) -> bool:
-    found = as_float(value)
-    return found is not None and math.isfinite(found)
-
-
-def truth(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def maybe(kind: Kind) -> Kind:
-    """Allow None too, which JSON has in place of numbers that are not finite."""
-    return lambda value: value is None or kind(value)
-
-
-def each(kind: Kind) -> Kind:
-    """A list of such values."""
-    return lambda value: isinstance(value, list) and all(map(kind, value))
-
-
-def record(kinds: dict[str, Kind]) -> Kind:
-    """An object that has all of these entries."""
-    return lambda value: table(value) and all(k in value and kinds[k](value[k]) for k in kinds)
-
-
-def named(kind: Kind) -> Kind:
-    """An object of any names."""
-    return lambda value: table(value) and all(map(kind, value.values()))
-
-
-COLUMNS: dict[str, Kind] = {
-    "task": lambda value: value in ("classification", "regression"),
-    "target": text,
-    "names": each(text),
-    "mean": each(number),
-    "scale": each(lambda value: number(value) and value > 0),
-    "classes": each(text),
-    "target_mean": number,
-    "target_scale": lambda value: number(value) and value > 0,
-}
-CERTIFICATE = record(
-    {
-        "smallest_norm": maybe(number),
-        "largest_norm": maybe(number),
-        "guaranteed": truth,
-        "guarantee": text,
-        "holds": maybe(truth),
-    }
-)
 SCORES = [f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "rmse", "r2")]
-METRICS: dict[str, Kind] = {
-    "run": text,
-    "data": text,
-    "network": text,
-    "seed": whole,
-    "epochs": whole,
-    "layers": maybe(whole),
-    "training_seconds": number,
-    "pictures": named(text),
-}
-OF_TABLES: dict[str, Kind] = {"certificate": CERTIFICATE}
-OF_IMAGES: dict[str, Kind] = {
-    **dict.fromkeys(("parameters", "train_images", "test_images"), whole),
-    "set": text,
-    "remark": maybe(text),
-    "epoch_seconds": number,
-    "certificates": each(CERTIFICATE),
-    "no_certificate_because": maybe(text),
-}
-OF_KIND = {"table": OF_TABLES, "images": OF_IMAGES}
-OTHERS: dict[str, Kind] = {**dict.fromkeys(SCORES, maybe(number)), "no_pictures_because": text}
-OF_GRAPHS: dict[str, Kind] = {
-    **dict.fromkeys(("parts", "nodes", "layers", "messages", "bytes"), whole),
-    **dict.fromkeys(("data", "network"), text),
-    "seconds": number,
-    "traffic": each(lambda row: each(whole)(row) and len(row) == 4),
-}
-OF_SOME_GRAPHS: dict[str, Kind] = {**OTHERS, "epochs": whole, "restarts": whole}
 SAME = ("data", "seed", "layers")  # in the metrics of a run and in its config
 
 
-def check(path: Path, given: Any, needed: dict[str, Kind], others: dict[str, Kind]) -> None:
-    """Refuse a file without an entry that is needed, or with one of another kind."""
-    if not table(given):
+class Certified(TypedDict):
+    """What is shown of a certificate; JSON has None in place of numbers that are not finite."""
+
+    smallest_norm: float | None
+    largest_norm: float | None
+    guaranteed: bool
+    guarantee: str
+    holds: bool | None
+
+
+class Metrics(TypedDict):
+    """What the results of tables and of images have in common."""
+
+    run: str
+    data: str
+    network: str
+    seed: int
+    epochs: int
+    layers: int | None
+    training_seconds: float
+    pictures: dict[str, str]
+
+
+class TableMetrics(Metrics):
+    certificate: Certified
+
+
+class ImageMetrics(Metrics):
+    parameters: int
+    train_images: int
+    test_images: int
+    set: str
+    remark: str | None
+    epoch_seconds: float
+    certificates: list[Certified]
+    no_certificate_because: str | None
+
+
+class GraphMetrics(TypedDict):
+    parts: int
+    nodes: int
+    layers: int
+    messages: int
+    bytes: int
+    data: str
+    network: str
+    seconds: float
+    traffic: list[tuple[int, int, int, int]]
+
+
+OF_KIND = {"table": TableMetrics, "images": ImageMetrics, "graph": GraphMetrics}
+OF_ANY: dict[str, Any] = {
+    **dict.fromkeys(SCORES, float | None),
+    **get_type_hints(GraphMetrics),
+    **get_type_hints(TableMetrics),
+    **get_type_hints(ImageMetrics),
+    "no_pictures_because": str,
+    "restarts": int,
+}
+
+
+def check(path: Path, given: Any, kinds: dict[str, Any], *, needed: bool) -> None:
+    """Refuse a file with an entry of another type, or without one that is needed."""
+    if not isinstance(given, dict):
         raise CheckpointError(f"{path} is damaged or was edited: it holds no entries by name.")
-    for name in (*needed, *others):
-        if name in needed and name not in given:
+    for name, kind in kinds.items():
+        if needed and name not in given:
             raise CheckpointError(f"{path} is damaged or was edited: it has no {name}.")
-        if name in given and not (needed.get(name) or others[name])(given[name]):
+        if name in given and not fits(given[name], kind):
             raise CheckpointError(
                 f"{path} is damaged or was edited: its {name} cannot be {quoted(given[name])}."
             )
@@ -129,11 +97,12 @@ def check(path: Path, given: Any, needed: dict[str, Kind], others: dict[str, Kin
 def read_columns(path: Path) -> Columns:
     """How rows of a table become inputs."""
     given = read_json(path)
-    check(path, given, COLUMNS, {})
+    check(path, given, get_type_hints(Columns), needed=True)
     names, classes = given["names"], given["classes"]
     lengths = {len(given[name]) for name in ("names", "mean", "scale")}
-    many = len(set(classes)) >= 2 if given["task"] == "classification" else not classes
-    if len(lengths) != 1 or not names or not many:
+    many = {"classification": len(set(classes)) >= 2, "regression": not classes}
+    positive = min([*given["scale"], given["target_scale"]]) > 0
+    if len(lengths) != 1 or not names or not positive or not many.get(given["task"]):
         raise CheckpointError(f"{path} is damaged or was edited: its lists do not fit together.")
     if len(set(names)) != len(names) or len(set(classes)) != len(classes):
         raise CheckpointError(f"{path} is damaged or was edited: it has a name twice.")
@@ -169,15 +138,15 @@ def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, k
 def read_metrics(path: Path) -> dict[str, Any]:
     """The results of a run; entries may be missing, but none has a wrong type."""
     metrics = read_json(path)
-    check(path, metrics, {}, {**METRICS, **OF_TABLES, **OF_IMAGES, **OTHERS})
+    check(path, metrics, OF_ANY, needed=False)
     return metrics
 
 
 def check_complete(path: Path, metrics: dict[str, Any], config: BaseConfig) -> None:
     """Refuse metrics that lack something, or that are of another run than the config."""
-    check(path, metrics, {**METRICS, **OF_KIND[config.kind]}, {})
+    check(path, metrics, get_type_hints(OF_KIND[config.kind]), needed=True)
     for name in SAME:
-        if metrics[name] != getattr(config, name):
+        if name in metrics and metrics[name] != getattr(config, name):
             raise CheckpointError(
                 f"{path} is of another run: its {name} is {quoted(metrics[name])}, not "
                 f"{quoted(getattr(config, name))}."
@@ -192,14 +161,12 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     for k, line in enumerate(lines):
         try:
             entry = parse_json(line)
-            if not (named(_logged)(entry) and whole(entry["epoch"])):
+            if not (fits(entry, dict[str, Any]) and type(entry["epoch"]) is int):
+                raise ValueError(line)
+            # Any number will do: a gradient that is not finite is logged too.
+            if not all(value is None or as_float(value) is not None for value in entry.values()):
                 raise ValueError(line)
             entries.append(entry)
         except (ValueError, KeyError):
             wrong += k < len(lines) - 1 or content.endswith(b"\n")
     return entries, wrong
-
-
-def _logged(value: Any) -> bool:
-    """Any number: a gradient that is not finite is logged too."""
-    return value is None or as_float(value) is not None

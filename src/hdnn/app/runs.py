@@ -4,7 +4,7 @@ A folder has config.toml (the kind of the run and every option, as `train --conf
 columns.json (how rows of a table become inputs), log.jsonl and checkpoint.safetensors (written by
 `hdnn.training.fit`; in folders level-0, level-1 .. of their own where `fit_multilevel` wrote them),
 and at the end model.safetensors, the pictures and metrics.json, which is written last: it says that
-a run is complete. A training on a graph has a config.json instead.
+a run is complete. The config of a training on a graph is a config.json, with all links of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hdnn.app import runfiles
-from hdnn.app.configs.common import IMAGE_SETS, is_table
-from hdnn.app.configs.images import ImageConfig
-from hdnn.app.configs.kinds import config_of, read_config
-from hdnn.app.configs.table import TableConfig, before_penalties, levels
+from hdnn.app.configs.common import IMAGE_SETS
+from hdnn.app.configs.graph import training_options
+from hdnn.app.configs.kinds import AnyConfig, GraphConfig, config_of, read_run
+from hdnn.app.configs.table import levels
+from hdnn.base.config import types_of
 from hdnn.base.files import finite, write_atomically
 from hdnn.base.portable import portable
 from hdnn.data import planar, table
@@ -38,12 +39,16 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         object.__setattr__(self, "folder", Path(folder))
 
-    config_file = property(lambda self: self.folder / "config.toml")
     columns_file = property(lambda self: self.folder / "columns.json")
-    checkpoint_file = property(lambda self: self.folder / "checkpoint.safetensors")
     model_file = property(lambda self: self.folder / "model.safetensors")
     metrics_file = property(lambda self: self.folder / "metrics.json")
     log_file = property(lambda self: self.folder / "log.jsonl")
+
+    @property
+    def config_file(self) -> Path:
+        """The config of the run, or where it will be if there is none."""
+        plain, of_graph = self.folder / "config.toml", self.folder / "config.json"
+        return of_graph if of_graph.is_file() and not plain.is_file() else plain
 
     @property
     def exists(self) -> bool:
@@ -54,6 +59,11 @@ class Run:
     def complete(self) -> bool:
         """Whether it is finished."""
         return self.metrics_file.is_file()
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of training that the config names; None where there is no run."""
+        return read_run(self.config_file)["kind"] if self.exists else None
 
     def check_free(self) -> None:
         """Refuse a folder that holds anything: nothing is ever overwritten."""
@@ -74,9 +84,7 @@ class Run:
             "folder with --out."
         )
 
-    def start(
-        self, config: TableConfig | ImageConfig, columns: table.Columns | None = None
-    ) -> None:
+    def start(self, config: AnyConfig, columns: table.Columns | None = None) -> None:
         """Write the config and columns of a new or resumed run; images have no columns."""
         if not self.exists:
             write_atomically(self.config_file, config.to_toml().encode())
@@ -90,39 +98,43 @@ class Run:
                 "another one."
             )
 
-    def config(self) -> TableConfig | ImageConfig:
+    def config(self) -> AnyConfig:
         """The config that the run was started with."""
         if not self.exists:
             raise CheckpointError(
                 f"{self.folder} is not the folder of a run: it has no config.toml; "
                 "make one by hdnn train."
             )
-        options = read_config(self.config_file)
-        if before_penalties(options) and is_table(options.get("data")):
-            options["penalties"] = "mean"
+        options = read_run(self.config_file)
         try:
-            return config_of(options)
-        except HDNNError as error:
+            if options["kind"] != GraphConfig.kind:
+                return config_of(options)
+            runfiles.check(self.config_file, options, types_of(GraphConfig), needed=False)
+            return GraphConfig.from_json(options)
+        except (HDNNError, TypeError) as error:  # a TypeError names an option that there is not
             raise CheckpointError(f"{self.config_file} was edited: {error}") from error
 
-    def resumed(self, given: dict[str, Any]) -> TableConfig | ImageConfig:
+    def resumed(self, given: dict[str, Any]) -> AnyConfig:
         """The same config; an error if the given options ask for something else."""
         config = self.config()
+        known = dict(vars(config))
+        if isinstance(config, GraphConfig):
+            known |= training_options(config)
         for name, new in given.items():
-            if not hasattr(config, name):
+            if name not in known:
                 config_of({"data": config.data, name: new})  # raises if there is none
-            old = getattr(config, name)
             if name == "data" and new not in (*planar.SETS, *IMAGE_SETS):
                 new = os.path.abspath(new)
             if name == "network":
                 new = new.lower().replace("-", "_")
             if name == "multilevel":
                 new = levels(new)
-            if new not in (old, "auto"):
+            if new not in (known[name], "auto"):
+                what = f"{name.replace('_', '-')} = {known[name]!r}, not {new!r}"
                 raise OptionError(
-                    f"the run in {self.folder} has {name.replace('_', '-')} = {old!r}, not "
-                    f"{new!r}; resume it with the options that it was started with, or name "
-                    "another folder with --out."
+                    f"the run in {self.folder} has {'another graph' if name == 'graph' else what}; "
+                    "resume it with the options that it was started with, or name another folder "
+                    "with --out."
                 )
         return config
 
@@ -176,8 +188,3 @@ def usable_folder(folder: Path, room: int) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(finite(value), indent=2) + "\n").encode())
-
-
-def is_graph_run(folder: Path) -> bool:
-    """Whether a folder holds a training on a graph: its config is a config.json."""
-    return (folder / "config.json").is_file() and not Run(folder).exists

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 FLAT = 5e-3  # of their size: values that differ by less are drawn as a flat line
@@ -77,26 +78,20 @@ def curve(lines: list[Line], label: str, *, level: float | None = None) -> Curve
         share = (c - a) / (b - a) if b > a else 0.5
         return round(Curve.bottom - share * (Curve.bottom - Curve.top), 1)
 
+    def pieces(line: Line) -> list[Piece]:
+        """The line, in pieces where values are missing."""
+        points = zip(line.x, line.y, strict=True)
+        runs = groupby(points, lambda point: point[1] is None)
+        found = [[(across(x), down(y)) for x, y in run if y is not None] for _, run in runs]
+        return [piece for piece in found if piece]
+
     return Curve(
         label,
-        [(line, _pieces(line, across, down)) for line in lines],
+        [(line, pieces(line)) for line in lines],
         [(down(mark), f"{mark:g}") for mark in heights],
         [(across(mark), f"{mark:g}") for mark in marks(x_low, x_high, whole=True)],
         None if level is None else down(level),
     )
-
-
-def _pieces(
-    line: Line, across: Callable[[float], float], down: Callable[[float], float]
-) -> list[Piece]:
-    """The line, in pieces where values are missing."""
-    pieces: list[Piece] = [[]]
-    for x, y in zip(line.x, line.y, strict=True):
-        if y is None:
-            pieces.append([])
-        else:
-            pieces[-1].append((across(x), down(y)))
-    return [piece for piece in pieces if piece]
 
 
 def marks(low: float, high: float, *, whole: bool = False) -> list[float]:

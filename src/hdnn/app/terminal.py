@@ -21,7 +21,11 @@ LONGEST = 700  # characters of a message
 
 
 class StoppedError(Exception):
-    """A command was stopped by hand; the message says how to go on."""
+    """A training ended before its time, with this exit code; the message says how to go on."""
+
+    def __init__(self, message: str, code: int = 130) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def fail(message: object, code: int = 2) -> int:

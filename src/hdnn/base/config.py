@@ -8,30 +8,25 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import UnionType
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints, is_typeddict
 
 from hdnn.base.files import read_bytes
 from hdnn.errors import OptionError, as_float, choose, quoted
 
 LARGEST = 2**20  # bytes that a config file may have
 
-TYPES: dict[str, Any] = {
-    "str": str,
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "list[str]": list[str],
-}
-_WORDS = {
-    "str": "a text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list[str]": "a list of texts",
+WORDS: dict[Any, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list[str]: "a list of texts",
 }
 
 
@@ -85,19 +80,51 @@ class BaseConfig:
         return "[train]\n" + to_toml({"kind": self.kind, **values})
 
 
-def types_of(*configs: type) -> dict[str, str]:
-    """The types of all fields of these classes by name, with `| None` removed.
+def types_of(*configs: type) -> dict[str, Any]:
+    """The types of all fields of these classes by name, without None.
 
     If several classes have a field of the same name, the first class counts.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for config in configs:
+        hints = get_type_hints(config)
         for each in fields(config):
-            found.setdefault(each.name, str(each.type).removesuffix(" | None"))
+            kind = hints[each.name]
+            if isinstance(kind, UnionType):
+                kind = get_args(kind)[0]
+            found.setdefault(each.name, kind)
     return found
 
 
-def read_toml(path: Path, table: str, types: dict[str, str]) -> dict[str, Any]:
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value that was read from a file is of an annotated type.
+
+    A float is any finite number, a tuple a list of that length, a TypedDict a dict that has all its
+    names.
+    """
+    if kind is Any:
+        return True
+    if kind is float:
+        number = as_float(value)
+        return number is not None and math.isfinite(number)
+    if is_typeddict(kind):
+        return isinstance(value, dict) and all(
+            name in value and fits(value[name], inner)
+            for name, inner in get_type_hints(kind).items()
+        )
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(fits(entry, inner[0]) for entry in value)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(one, inner[1]) for one in value.values())
+    if origin is UnionType:
+        return any(fits(value, one) for one in inner)
+    return type(value) is kind
+
+
+def read_toml(path: Path, table: str, types: dict[str, Any]) -> dict[str, Any]:
     """The options in one table of a TOML file: types are checked, and - in a name becomes _."""
     try:
         document = tomllib.loads(read_bytes(path, LARGEST).decode())
@@ -126,13 +153,11 @@ def _check_known(path: Path, name: str, names: Iterable[str], what: str) -> None
         raise OptionError(f"{path} has an unknown {what} {name!r}; {hint}")
 
 
-def _of_type(path: Path, key: str, value: Any, kind: str) -> Any:
-    if kind == "float" and type(value) is int:
-        return as_float(value)
-    if kind == "list[str]" and isinstance(value, list) and all(type(v) is str for v in value):
-        return value
-    if type(value).__name__ != kind:
-        raise OptionError(f"{path}: {key} must be {_WORDS[kind]}, but is {quoted(value)}.")
+def _of_type(path: Path, key: str, value: Any, kind: Any) -> Any:
+    if kind is float and type(value) in (int, float):
+        return as_float(value)  # what is not finite is refused with the reason why
+    if not fits(value, kind):
+        raise OptionError(f"{path}: {key} must be {WORDS[kind]}, but is {quoted(value)}.")
     return value
 
 

@@ -16,6 +16,7 @@ EXAMPLES = (
     "hdnn info",
     "hdnn info --json | jq .engines",
 )
+CORE = ("torch", "numpy", "safetensors")
 EXTRAS = {
     "fast": ["numba"],
     "gpu": ["triton"],
@@ -57,7 +58,7 @@ def _about() -> dict[str, dict[str, str]]:
         extra: [module for module in modules if not _installed(module)]
         for extra, modules in EXTRAS.items()
     }
-    versions = {name: _package_version(name) for name in ("torch", "numpy", "safetensors")}
+    versions = {name: importlib.metadata.version(name) for name in CORE}
     devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch"}
     for index in range(torch.cuda.device_count()):
         devices[f"cuda:{index}"] = torch.cuda.get_device_name(index)
@@ -90,10 +91,3 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _package_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +15,13 @@ from hdnn.app.configs.images import ImageConfig
 from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig, before_penalties
 from hdnn.app.options import given
-from hdnn.app.runs import Run, is_graph_run
+from hdnn.app.runs import Run
 from hdnn.base.config import types_of
 from hdnn.errors import CheckpointError, OptionError
 from hdnn.training.processes import torchrun
 
 if TYPE_CHECKING:
-    from hdnn.app.tasks.graph import GraphTask
+    from hdnn.app.results import Result
 
 EXAMPLES = (
     "hdnn train --data swiss_roll --network h2 --layers 64",
@@ -40,12 +39,19 @@ PATIENCE = 5.0  # seconds to find out which process was lost
 Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
 
 
-def train(**options: Any) -> int:
+def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    options = given(options)
-    if _is_for_graph(options):
-        return _train_graph(options)
     from hdnn.app import results
+
+    torchrun.speak_as_one()
+    options = given(options)
+    train_here = _train_part if _is_for_graph(options) else _train_runs
+    found, as_json = train_here(options)
+    results.finish(found, as_json=as_json)
+
+
+def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
+    """Train one run or several; their results in the first process, and whether as JSON."""
     from hdnn.app.tasks import task
     from hdnn.app.tasks.kinds import task_of
 
@@ -61,11 +67,31 @@ def train(**options: Any) -> int:
                     one = task_of(config)
                     result = task.train(one, run, bar=bar, tensorboard=board, processes=processes)
                 except KeyboardInterrupt as error:
-                    raise _how_to_go_on(run, len(chosen)) from error
+                    how = task.go_on(run, "train")
+                    if len(chosen) > 1:
+                        how = f"{run.folder} is not complete: give the same command with --resume."
+                    raise task.interrupted(run, how) from error
             found.append(result)
-    if processes.is_first:
-        results.finish(found, as_json=bool(asked["json"]))
-    return 0
+    return found if processes.is_first else [], bool(asked["json"])
+
+
+def _train_part(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
+    """Train as the part of a graph that the environment says this process is."""
+    from hdnn.app.tasks import graph, task
+
+    as_json = "json" in options
+    loud = not ("quiet" in options or as_json)
+    with progress.waiting("looking at the graph", loud):
+        one, run = graph.asked(graph.PartTask, options)
+    is_root = os.environ.get("RANK", "0") == str(one.plan.owner[0])
+    with one.bar(run, is_root and loud) as bar:
+        if torchrun.several():
+            _hear_before_the_end()
+        try:
+            result = task.train(one, run, bar=bar)
+        except KeyboardInterrupt as error:
+            raise task.interrupted(run, one.go_on(run)) from error
+    return [result], as_json
 
 
 def _asked(options: dict[str, Any]) -> Asked:
@@ -130,80 +156,16 @@ def _chosen_runs(
     return chosen
 
 
-def _how_to_go_on(run: Run, count: int) -> terminal.StoppedError:
-    if not run.exists:
-        return terminal.StoppedError("interrupted before anything was written.")
-    if count > 1:
-        return terminal.StoppedError(
-            f"interrupted in {run.folder}; give the same command with --resume."
-        )
-    folder = shlex.quote(str(run.folder))
-    return terminal.StoppedError(f"interrupted; go on with: hdnn train --resume --out {folder}")
-
-
-# As one process of a graph
-
-
 def _is_for_graph(options: dict[str, Any]) -> bool:
     """Whether the options mean a training on a graph, new or to be resumed."""
     if "graph" in options:
         return True
-    if "resume" in options and "out" in options and is_graph_run(Path(options["out"])):
+    if "resume" in options and "out" in options and Run(options["out"]).kind == "graph":
         return True
     for name in ("timeout", "save_every"):
         if name in options:
             raise OptionError(f"--{name.replace('_', '-')} is for a training on a graph: --graph.")
     return False
-
-
-def _train_graph(options: dict[str, Any]) -> int:
-    """Train as the part of the graph that the environment says this process is."""
-    from hdnn.app import results
-    from hdnn.app.tasks import graph
-    from hdnn.app.tasks.task import one_thread
-    from hdnn.distributed import worker
-    from hdnn.distributed.messages.connect import parts_here
-    from hdnn.distributed.messages.gloo import LostError
-
-    torchrun.speak_as_one()
-    parts, as_json = parts_here(), "json" in options
-    loud = not ("quiet" in options or as_json)
-    with progress.waiting("looking at the graph", loud):
-        task, timeout, save_every = graph.task_of(options)
-        plan = task.plan(parts)
-    if parts == 1:  # otherwise only the root can know
-        done = task.is_complete()
-        task.check_data()
-        if done:
-            results.finish([task.result()], as_json=as_json)
-            return 0
-    if torchrun.is_first():
-        task.warn()
-    show = os.environ.get("RANK", "0") == str(plan.owner[0]) and loud
-    with one_thread(), progress.EpochBar(task.folder.name, task.options["epochs"], show) as bar:
-        if torchrun.several():
-            _hear_before_the_end()
-        try:
-            metrics = worker.work(
-                task.config,
-                out=task.folder,
-                resume=task.resume,
-                timeout=timeout,
-                save_every=save_every,
-                tell=bar.tell,
-            )
-        except LostError as error:
-            said = str(error).removesuffix(".")
-            return terminal.fail(f"{said}; {_go_on(task)}", 1)
-        except KeyboardInterrupt as error:
-            raise task.stopped(_go_on(task)) from error
-    if "traffic" in metrics:  # the root's
-        results.finish([task.result(metrics)], as_json=as_json)
-    return 0
-
-
-def _go_on(task: GraphTask) -> str:
-    return "give the same command with --resume" if torchrun.several() else task.go_on("train")
 
 
 def _hear_before_the_end() -> None:

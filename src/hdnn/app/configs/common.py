@@ -29,12 +29,15 @@ def check_training(options: dict[str, Any]) -> None:
     check_options(**{**_fit_defaults(), **options})
 
 
-def check_time(name: str, number: float | None) -> None:
-    """Refuse a step or a time span that no layers can have."""
-    if number is not None and not 0 < number <= SENSIBLE:
-        raise OptionError(
-            f"{name} must be finite and > 0, and at most {SENSIBLE:g}, but got {number}."
-        )
+def check_time(T: float | None, step: float | None) -> None:
+    """Refuse a time span or a step that no layers can have, and both together."""
+    for name, number in (("T", T), ("step", step)):
+        if number is not None and not 0 < number <= SENSIBLE:
+            raise OptionError(
+                f"{name} must be finite and > 0, and at most {SENSIBLE:g}, but got {number}."
+            )
+    if T is not None and step is not None:
+        raise OptionError("give T or step (h = T/N), but not both.")
 
 
 def _fit_defaults() -> dict[str, Any]:

@@ -6,7 +6,6 @@ run says everything that a flag could have said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -66,20 +65,15 @@ class ImageConfig(BaseConfig):
     def of(cls, options: dict[str, Any]) -> Self:
         """From options by their names, checked, with all blanks filled in."""
         options = cls.without_kind(options)
-        cls._check_names(options["data"], options)
-        return cls(**options)._checked()._filled()
-
-    @classmethod
-    def _check_names(cls, data: str, names: Iterable[str]) -> None:
-        """Refuse options that mean nothing for images."""
         known = [option.name for option in fields(cls)]
-        wrong = [name for name in names if name not in known]
-        if wrong:
-            listed = ", ".join(name.replace("_", "-") for name in known[1:])
-            raise OptionError(
-                f"{data} is a set of images, and a training on images has no option "
-                f"{wrong[0].replace('_', '-')}; it has {listed}."
-            )
+        for name in options:
+            if name not in known:
+                listed = ", ".join(name.replace("_", "-") for name in known[1:])
+                raise OptionError(
+                    f"{options['data']} is a set of images, and a training on images has no option "
+                    f"{name.replace('_', '-')}; it has {listed}."
+                )
+        return cls(**options)._checked()._filled()
 
     @property
     def is_plain(self) -> bool:
@@ -93,8 +87,7 @@ class ImageConfig(BaseConfig):
         if self.layers is not None:
             whole_number("layers", self.layers, 0 if self.data == "mnist" else 1)
         config._check_hidden()
-        for name, number in (("T", self.T), ("step", self.step)):
-            check_time(name, number)
+        check_time(self.T, self.step)
         for name in ("images", "patience"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
@@ -116,8 +109,6 @@ class ImageConfig(BaseConfig):
         if self.is_plain and given:
             what = "a network of 0 layers" if self.data == "mnist" else self.network
             raise OptionError(f"{what} has no Hamiltonian layers: it takes no {given[0]}.")
-        if self.T is not None and self.step is not None:
-            raise OptionError("give T or step (h = T/N), but not both.")
         if self.activation is not None:
             activations.registered(self.activation)
         if self.init is not None:

@@ -151,10 +151,7 @@ class TableConfig(BaseConfig):
         for name, count in (("layers", self.layers), ("features", self.features)):
             if count is not None:
                 positive_int(name, count)
-        for name, number in (("T", self.T), ("step", self.step)):
-            check_time(name, number)
-        if self.T is not None and self.step is not None:
-            raise OptionError("give T or step (h = T/N), but not both.")
+        check_time(self.T, self.step)
         if network == "mlp" and not (self.T is None and self.step is None):
             raise OptionError("an mlp is no time-stepping network: it takes neither T nor step.")
         refined = None if self.multilevel is None else levels(self.multilevel)

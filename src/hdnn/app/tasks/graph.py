@@ -1,275 +1,180 @@
-"""Trainings on a graph: their options, checks before they start, and their results."""
+"""Trainings on a graph: as one part of it, or by processes that are started for all parts.
+
+Whatever can be checked without the data is checked here. The owners of the nodes make and train
+the weights, and the root writes the folder: see `hdnn.distributed.training.run`.
+"""
 
 from __future__ import annotations
 
 import math
-import os
-import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from hdnn import activations
-from hdnn.app import results, runfiles, terminal
-from hdnn.app.configs.common import plain_name
+from hdnn.app import results, terminal
 from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
-from hdnn.app.graphs import block_entries
+from hdnn.app.configs.graph import (
+    FIELDS,
+    OPTIONS,
+    checked_graph,
+    config_of_graph,
+    run_name,
+    table_for,
+    training_options,
+)
+from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
+from hdnn.app.tasks.task import Task, go_on, known_metrics, one_thread
 from hdnn.base.config import types_of
 from hdnn.base.files import read_json
-from hdnn.base.memory import check_memory
 from hdnn.base.search import components
 from hdnn.data import planar
-from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_table, table_of
-from hdnn.distributed.graph.graph import Graph, from_edges, transposed, union
+from hdnn.distributed import worker
+from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.plan import Plan, partition
-from hdnn.distributed.training import run
+from hdnn.distributed.messages.connect import parts_here
+from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.training.run import Config
 from hdnn.distributed.training.sources import LABELS
-from hdnn.distributed.training.training import DEFAULTS
-from hdnn.errors import (
-    CheckpointError,
-    DataError,
-    OptionError,
-    SparsityError,
-    positive_float,
-    positive_int,
-)
+from hdnn.errors import CheckpointError, DataError, OptionError, positive_int
 from hdnn.serialization import read
-from hdnn.training.checks import check_options
+from hdnn.training import TensorBoard
+from hdnn.training.processes import torchrun
+from hdnn.training.processes.torchrun import Processes
 
-MOST_CONFIG = 2**32  # bytes of a config, which has all links of its graph
-MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it begins
-PADDED = 2 * 10**7  # entries of a product with K, if every node had as many links as the busiest
 PAIRS = 24  # of parts in the table of traffic
-FIELDS = tuple(field.name for field in fields(run.Config) if field.metadata)
-OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
+
+SomeTask = TypeVar("SomeTask", bound="GraphTask")
 
 
-@dataclass(frozen=True)
-class GraphTask:
-    """A training on a graph; everything is checked that does not need its data."""
+class GraphTask(Task):
+    """What all trainings on a graph have in common; `options` are those of the command."""
 
-    config: run.Config
-    graph: Graph
-    folder: Path
-    resume: bool = False
+    def __init__(self, config: Config, graph: Graph, options: dict[str, Any]) -> None:
+        self.config, self.graph, self.options = config, graph, options
+        self.resume = "resume" in options
+        self.timeout: float = options.get("timeout", TIMEOUT)
+        self.save_every: int | None = options.get("save_every")
+        self.plan = Plan(graph, partition(graph, positive_int("parts", self.parts())))
+        self.metrics: dict[str, Any] = {}
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the training, defaults included."""
-        return _options(self.config)
+    def parts(self) -> int:
+        """How many processes share the nodes."""
+        return parts_here()
 
-    def plan(self, parts: int) -> Plan:
-        """The nodes of each of so many processes."""
-        return Plan(self.graph, partition(self.graph, positive_int("parts", parts)))
+    def known(self, run: Run) -> dict[str, Any] | None:
+        if parts_here() > 1:  # only the root can know
+            return None
+        if not self.resume:
+            run.check_free()
+        found = known_metrics(run)
+        return None if found is None else {**found, "run": str(run.folder)}
 
-    def is_complete(self) -> bool:
-        """Whether the training in the folder is complete; an error if none can be there."""
-        if self.resume:
-            return (self.folder / "metrics.json").is_file()
-        if (self.folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{self.folder} holds a training already; go on with it by --resume, or name "
-                "another folder with --out."
-            )
-        Run(self.folder).check_free()
-        return False
-
-    def check_data(self) -> None:
-        """Look at the data without reading them: there for each node, and of its shape."""
-        if self.config.data not in planar.SETS:
+    def load(self, processes: Processes, bar: TrainingBar) -> None:
+        """Look at the data, which the owners of the nodes will read, and at the graph."""
+        if parts_here() == 1 and self.config.data not in planar.SETS:
             _check_folder(Path(self.config.data), self.graph.sizes)
+        if torchrun.is_first():
+            _warn(self.graph)
 
-    def warn(self) -> None:
-        """Warn of what may be a mistake, though it can be trained."""
-        graph = self.graph
-        if any(len(row) > 1 for T in graph.T for row in T):
-            terminal.say("warning: X and J are block-diagonal in a training, so T is not used.")
-        if graph.nodes > 1 and all(len(row) == 1 for R in graph.R for row in R):
-            terminal.say(
-                "warning: R links no nodes, so each learns on its own up to the output layer."
+    def build(self) -> None:
+        """The owners of the nodes make their weights."""
+
+    def certify(self) -> None:
+        """Nothing is measured: no process has all layers."""
+
+    def write(self, run: Run, certified: None, processes: Processes) -> dict[str, Any] | None:
+        """The metrics that the root has written."""
+        return {**self.metrics, "run": str(run.folder)} if "traffic" in self.metrics else None
+
+    @staticmethod
+    def text(metrics: dict[str, Any]) -> str:
+        return _text(metrics)
+
+    def bar(self, run: Run, wanted: bool) -> TrainingBar:
+        return TrainingBar(run.folder.name, wanted, training_options(self.config)["epochs"])
+
+
+class PartTask(GraphTask):
+    """A training of which this process is one part, or all of them."""
+
+    def threads(self) -> AbstractContextManager[None]:
+        return one_thread()
+
+    def claim(self, run: Run, stack: ExitStack) -> None:
+        """The root makes the folder, once all parts have met."""
+
+    def go_on(self, run: Run) -> str:
+        several = torchrun.several()
+        return "give the same command with --resume" if several else go_on(run, "train")
+
+    def fit(
+        self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
+    ) -> None:
+        try:
+            self.metrics = worker.work(
+                self.config,
+                out=run.folder,
+                resume=self.resume,
+                timeout=self.timeout,
+                save_every=self.save_every,
+                tell=bar.tell,
             )
-        elif (apart := len(components(graph.used))) > 1:
-            terminal.say(
-                f"warning: {apart} groups of nodes never hear of each other; see graph check."
-            )
-
-    def go_on(self, command: str) -> str:
-        """The command that resumes it."""
-        return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
-
-    def stopped(self, how: str) -> terminal.StoppedError:
-        """The message after an interruption, with the command that resumes."""
-        if not (self.folder / "config.json").is_file():
-            return terminal.StoppedError("interrupted before anything was written.")
-        return terminal.StoppedError(f"interrupted; {how}")
-
-    def result(self, metrics: dict[str, Any] | None = None) -> results.Result:
-        """The result of the training, by default from its folder."""
-        found = read_metrics(self.folder) if metrics is None else metrics
-        return results.Result({**found, "run": str(self.folder)}, text)
+        except LostError as error:
+            told = str(error).removesuffix(".")
+            raise terminal.StoppedError(f"{told}; {self.go_on(run)}", 1) from error
 
 
-def task_of(given: dict[str, Any]) -> tuple[GraphTask, float, int | None]:
-    """The training that options ask for, its timeout, and the steps between two shards."""
+def asked(kind: type[SomeTask], given: dict[str, Any]) -> tuple[SomeTask, Run]:
+    """The training on a graph that the options of a command ask for, and its folder."""
     known = (*FIELDS, *OPTIONS)
     for name in given:
         if name not in known and name not in types_of(LaunchFlags):
             flag = name.replace("_", "-") if len(name) > 1 else name
             flags = ", ".join(f"--{option.replace('_', '-')}" for option in known)
             raise OptionError(f"--{flag} is not for a training on a graph; that has {flags}.")
-    timeout = given.get("timeout", TIMEOUT)
+    timeout, save_every = given.get("timeout", TIMEOUT), given.get("save_every", 1)
     if not (math.isfinite(timeout) and 0 < timeout <= 10**7):
         raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout}.")
-    save_every = given.get("save_every")
-    if save_every is not None and save_every < 1:
+    if save_every < 1:
         raise OptionError(f"save-every must be a whole number >= 1, but got {save_every}.")
-    task = ask(
-        {name: value for name, value in given.items() if name in known},
-        graph=given.get("graph"),
-        nodes=given.get("nodes"),
-        out=given.get("out"),
-        resume="resume" in given,
-    )
-    return task, timeout, save_every
+    config, run = _config_and_run(given, {k: v for k, v in given.items() if k in known})
+    source = given.get("graph") or ("the ring" if "nodes" in given else str(run.config_file))
+    return kind(config, checked_graph(config, source), given), run
 
 
-def ring_table(nodes: int) -> dict[str, Any]:
-    """A ring, on which K links each node with its two neighbours."""
-    if not 1 <= nodes <= MOST_NODES:
-        raise OptionError(f"nodes must be a whole number from 1 to {MOST_NODES}, but got {nodes}.")
-    links = from_edges(nodes, [(i, (i + 1) % nodes) for i in range(nodes)])
-    return {"nodes": nodes, "R": edges_of(links)}
-
-
-def ask(
-    given: dict[str, Any],
-    *,
-    graph: str | None = None,
-    nodes: int | None = None,
-    out: str | None = None,
-    resume: bool = False,
-) -> GraphTask:
-    """What these options ask for: those of `run.Config` and of its training, by their names."""
-    if resume and out is not None and (Path(out) / "config.json").is_file():
-        return _resumed(Path(out), given, graph, nodes)
-    if graph is None and nodes is None:
-        if resume and out is not None:
-            raise CheckpointError(f"{out} holds no training on a graph to resume: no config.json.")
+def _config_and_run(given: dict[str, Any], options: dict[str, Any]) -> tuple[Config, Run]:
+    """The config of a new training, or of the one to resume if it is the same, and its folder."""
+    graph, nodes, out = (given.get(name) for name in ("graph", "nodes", "out"))
+    run = None if out is None else Run(out)
+    table = {} if graph is None and nodes is None else {"graph": table_for(graph, nodes)}
+    if not table and not ("resume" in given and run is not None):
         raise OptionError("say on which graph: --graph FILE.toml, or --nodes 8 for a ring.")
-    table = _table(graph, nodes)
-    config = _config(table, given)
-    found = patterns_of(table, graph or "the ring").graph()
-    _check(config, found)
-    names = (plain_name(place, "graph") for place in (graph or f"ring{nodes}", config.data))
-    name = "-".join([*names, config.network, str(config.layers), str(config.seed)])
-    folder = Path("runs") / name if out is None else Path(out)
-    if resume and (folder / "config.json").is_file():
-        return _resumed(folder, given, graph, nodes)
-    return GraphTask(config, found, folder, resume)
+    config = None
+    if table:
+        config = config_of_graph(table["graph"], options)
+        run = run or Run(Path("runs") / run_name(graph or f"ring{nodes}", config))
+    assert run is not None
+    if "resume" in given and run.exists:
+        if run.kind != Config.kind:
+            raise CheckpointError(f"{run.folder} holds a run, but no training on a graph.")
+        config = run.resumed({**table, **options})
+    if not isinstance(config, Config):
+        raise CheckpointError(f"{run.folder} holds no training on a graph to resume.")
+    return config, run
 
 
-def _table(graph: str | None, nodes: int | None) -> dict[str, Any]:
-    if graph is None:
-        assert nodes is not None
-        _check_count(nodes)
-        return ring_table(nodes)
-    table = read_table(graph)
-    _check_count(table.get("nodes"))
-    patterns = patterns_of(table, graph)
-    if nodes is not None and nodes != patterns.nodes:
-        raise OptionError(f"{graph} has {patterns.nodes} nodes, not {nodes}; leave --nodes out.")
-    # The designed patterns go into the config, so that all parts have the same.
-    return table if "R" in table else table_of(patterns)
-
-
-def _check_count(nodes: Any) -> None:
-    """Refuse a graph that is too large to train on, before it is read as a whole."""
-    if isinstance(nodes, int) and MOST_TRAINED < nodes <= MOST_NODES:
-        raise OptionError(
-            f"a training on a graph has up to {MOST_TRAINED} nodes, but there are {nodes}: each "
-            "process would walk over all of them for minutes; take fewer nodes with more features."
-        )
-
-
-def _config(table: dict[str, Any], given: dict[str, Any]) -> run.Config:
-    plain = {name: value for name, value in given.items() if name in FIELDS}
-    if "network" in plain:
-        plain["network"] = plain["network"].lower()
-    if "data" in plain and plain["data"] not in planar.SETS:
-        plain["data"] = os.path.abspath(plain["data"])
-    options = {name: value for name, value in given.items() if name in OPTIONS}
-    return run.Config(graph=table, options=options, **plain)
-
-
-def _options(config: run.Config) -> dict[str, Any]:
-    known = {**DEFAULTS, **run.OPTIONS, "seed": config.seed, **config.options}
-    return check_options(**known)
-
-
-def _resumed(
-    folder: Path, given: dict[str, Any], graph: str | None, nodes: int | None
-) -> GraphTask:
-    """The training of a folder; an error if the options ask for something else."""
-    file = folder / "config.json"
-    try:
-        written = read_json(file, MOST_CONFIG)
-        runfiles.check(file, written, {}, {"gain": runfiles.number, "options": runfiles.table})
-        config = run.Config.from_json(written)
-        found = patterns_of(config.graph, str(file)).graph()
-        _check(config, found)
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no config of a training on a graph.") from error
-    table = config.graph if graph is None and nodes is None else _table(graph, nodes)
-    asked = _config(table, given)
-    old, new = ({**asdict(c), **_options(c)} for c in (config, asked))
-    named = ("graph", *(name for name in (*FIELDS, *OPTIONS) if name in given))
-    for name in named:
-        if old[name] != new[name]:
-            what = f"{name.replace('_', '-')} = {old[name]!r}, not {new[name]!r}"
-            raise OptionError(
-                f"the training in {folder} has {'another graph' if name == 'graph' else what}; "
-                "resume it with the options that it was started with, or name another folder with "
-                "--out."
-            )
-    return GraphTask(config, found, folder, True)
-
-
-def _check(config: run.Config, graph: Graph) -> None:
-    """Raise what the processes would raise, and refuse what they could not hold."""
-    graph.tree()
-    config.check_choices()
-    activations.registered(config.activation)
-    positive_int("layers", config.layers)
-    positive_float("step", config.step)
-    if not 0 <= config.seed < 2**63 - 1:
-        raise OptionError(f"seed must be from 0 to 2^63 - 2, but got {config.seed}.")
-    options = _options(config)
-    n = 2 * sum(graph.sizes)
-    if config.init == "masked" and n > run.DENSE:
-        raise OptionError(f"a masked network of {n} features is too large; take init scaled.")
-    _check_busiest(graph)
-    # Weights, gradients and two moments of Adam; then what each layer keeps of a minibatch.
-    weights = 2 * block_entries(union(*graph.R), graph.sizes) * (2 if config.network == "h1" else 1)
-    states = 6 * n * min(options["batch"], 10**6)
-    samples = 2 * n * 8000 if config.data in planar.SETS else 0
-    needed = config.layers * (4 * weights + states) + samples
-    needed *= run.DTYPES[config.dtype].itemsize
-    check_memory(needed, f"{config.layers} layers on this graph", "layers, nodes or features")
-
-
-def _check_busiest(graph: Graph) -> None:
-    """Refuse a hub: with few features a node, products pad all nodes to as many links as it has."""
-    busy = max((max(map(len, A)), A) for R in graph.R for A in (R, transposed(R)))
-    if graph.nodes * busy[0] > PADDED:
-        hub = next(i for i, row in enumerate(busy[1]) if len(row) == busy[0])
-        raise SparsityError(
-            f"node {hub} has {busy[0] - 1} links in R, and a step takes as long as if each of the "
-            f"{graph.nodes} nodes had as many; give it fewer links."
-        )
+def _warn(graph: Graph) -> None:
+    """Warn of what may be a mistake, though it can be trained."""
+    if any(len(row) > 1 for T in graph.T for row in T):
+        terminal.say("warning: X and J are block-diagonal in a training, so T is not used.")
+    if graph.nodes > 1 and all(len(row) == 1 for R in graph.R for row in R):
+        terminal.say("warning: R links no nodes, so each learns on its own up to the output layer.")
+    elif (apart := len(components(graph.used))) > 1:
+        terminal.say(f"warning: {apart} groups of nodes never hear of each other; see graph check.")
 
 
 def _check_folder(home: Path, sizes: Sequence[int]) -> None:
@@ -311,15 +216,7 @@ def _shape(file: Path) -> list[int]:
         raise DataError(f"cannot read {file}: {reason}.") from error
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    """The results of a complete training."""
-    file = folder / "metrics.json"
-    found = read_json(file)
-    runfiles.check(file, found, runfiles.OF_GRAPHS, runfiles.OF_SOME_GRAPHS)
-    return found
-
-
-def text(result: dict[str, Any]) -> str:
+def _text(result: dict[str, Any]) -> str:
     """The metrics and the traffic, as small tables for people."""
     parts, nodes = result["parts"], result["nodes"]
     by, epochs = f"{parts} process{'es' * (parts != 1)}", result.get("epochs", 0)

@@ -6,37 +6,32 @@ A checkpoint is written after each epoch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hdnn import plotting, serialization
+from hdnn import plotting
 from hdnn.analysis.image_certificate import Certificates, certify_images
-from hdnn.app import pictures, progress, results, terminal
+from hdnn.app import progress, results, terminal
 from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
-from hdnn.app.tasks.task import Task
+from hdnn.app.tasks.task import OwnTask
 from hdnn.data import cifar10, mnist
 from hdnn.data.images import ImageData
 from hdnn.errors import DataError, OptionError
 from hdnn.models import HDNNStar, ImageModel, MNISTNet
 from hdnn.training import History, TensorBoard
 from hdnn.training.checkpoint import Log
-from hdnn.training.images import EVALUATED, ImageHistory, ImageTraining, next_epoch
+from hdnn.training.images import EVALUATED, ImageTraining, next_epoch
 from hdnn.training.images import recipes as image_recipes
 from hdnn.training.processes.torchrun import Processes
 
 MODULES = {"mnist": mnist, "cifar10": cifar10}
 LOOKED_AT = 100  # test images whose pixels a certificate may take
-
-Tell = Callable[[int, int, str], None]  # steps done, of how many, and how it goes
-Note = Callable[[dict[str, Any]], None]  # what is kept of an epoch
 
 
 def load(name: str) -> ImageData:
@@ -66,13 +61,13 @@ def fewer(data: ImageData, count: int | None, seed: int) -> ImageData:
     return replace(data, **dict(zip(names, parts, strict=True)))
 
 
-class ImageTask(Task):
+class ImageTask(OwnTask):
     """A training on images."""
 
-    def __init__(self, config: ImageConfig) -> None:
-        self.config: ImageConfig = config
+    config: ImageConfig
 
     def load(self, processes: Processes, bar: TrainingBar) -> None:
+        self.find_device(processes)
         self.config.check_memory()
         with progress.waiting(f"reading {self.config.data}", bar.on):
             data = load(self.config.data)
@@ -96,16 +91,64 @@ class ImageTask(Task):
     def fit(
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
-        notes: list[Note] = [Log(run.folder, 0).write]
-        if board is not None:
-            notes.append(partial(_show, board))
-        _fit(self.training, self.config, run.folder, bar.show if bar.on else None, notes)
+        """Train the epochs that are left; after each, write a checkpoint and then a log entry."""
+        config, training, log = self.config, self.training, Log(run.folder, 0)
+        training.open(run.folder)
+        history = self.history = training.history
+
+        def note(epoch: int) -> None:
+            scores = {
+                "loss": history.loss[epoch],
+                "accuracy": history.accuracy[epoch],
+                "test_accuracy": history.test[epoch],
+            }
+            log.write({"epoch": epoch + 1, **scores})
+            if board is not None:
+                board.write(epoch + 1, scores)
+
+        watch = partial(_show_step, training, bar) if bar.on else None
+        for epoch in range(len(history.loss)):  # the log may lack some epochs of the checkpoint
+            note(epoch)
+        devices = [training.device] if training.cuda else []
+        with torch.random.fork_rng(devices):
+            while training.epoch < config.epochs and not _is_stuck(history.loss, config.patience):
+                # What drops out is drawn from the global state; a resumed run must draw the same.
+                torch.manual_seed(config.seed * 100_003 + training.epoch)
+                next_epoch([training], [run.folder], watch)
+                note(training.epoch - 1)
+                if bar.on:
+                    reached = f"loss {history.loss[-1]:.4f}, test {history.test[-1]:.2%}"
+                    _show(training, bar, training.epoch * training.batches, reached, training.epoch)
         if bar.on:
             bar.show(1, 1, "measuring and drawing")
 
-    def write(self, run: Run) -> dict[str, Any]:
-        serialization.save(self.model, run.model_file)
-        return _measure(run, self.config, self.training)
+    def certify(self) -> Certificates:
+        return certify_at(self.model, self.data)
+
+    def measured(self, certified: Certificates) -> dict[str, Any]:
+        data, history = self.data, self.history
+        return {
+            "set": data.name,
+            "remark": data.remark,
+            "task": "classification",
+            "network": title(self.model),
+            "train_images": len(data.t_train),
+            "test_images": len(data.t_test),
+            "train_accuracy": self.training.accuracy(data.images_train, data.t_train),
+            "test_accuracy": history.test[-1],
+            "epoch_seconds": round(history.seconds / len(history.loss), 3),
+            "no_certificate_because": certified.nothing,
+            "certificates": certified.to_dict()["certificates"],
+        }
+
+    def pictures(self, certified: Certificates) -> dict[str, Any]:
+        curves = History(loss=self.history.loss, accuracy=self.history.accuracy)
+        found = {"training": plotting.training_history(curves, test=self.history.test)}
+        parts = certified.parts
+        if parts and all(math.isfinite(part.largest_norm) for part in parts):
+            one = len(parts) == 1
+            found["bsm_norms"] = parts[0].plot() if one else plotting.certificates_norms(parts)
+        return found
 
     @staticmethod
     def text(metrics: dict[str, Any]) -> str:
@@ -141,98 +184,24 @@ def _gradient_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _fit(
-    training: ImageTraining,
-    config: ImageConfig,
-    folder: Path,
-    tell: Tell | None,
-    notes: list[Note],
-) -> None:
-    """Train the epochs that are left; after each, write a checkpoint and then a log entry."""
-    training.open(folder)
-    history = training.history
-
-    def note(epoch: int) -> None:
-        for each in notes:
-            each(_entry(history, epoch))
-
-    watch = None if tell is None else partial(_tell_step, training, tell)
-    for epoch in range(len(history.loss)):  # the log may lack some epochs of the checkpoint
-        note(epoch)
-    devices = [training.device] if training.cuda else []
-    with torch.random.fork_rng(devices):
-        while training.epoch < config.epochs and not _is_stuck(history.loss, config.patience):
-            # What drops out is drawn from the global state, and a resumed run must draw the same.
-            torch.manual_seed(config.seed * 100_003 + training.epoch)
-            next_epoch([training], [folder], watch)
-            note(training.epoch - 1)
-            if tell is not None:
-                _tell_epoch(training, tell)
-
-
-def _entry(history: ImageHistory, epoch: int) -> dict[str, Any]:
-    return {
-        "epoch": epoch + 1,
-        "loss": history.loss[epoch],
-        "accuracy": history.accuracy[epoch],
-        "test_accuracy": history.test[epoch],
-    }
-
-
-def _show(board: TensorBoard, entry: dict[str, Any]) -> None:
-    board.write(entry["epoch"], {name: v for name, v in entry.items() if name != "epoch"})
-
-
 def _is_stuck(loss: list[float], patience: int | None) -> bool:
     """Whether so many epochs have passed since the lowest loss."""
     return bool(loss) and patience is not None and len(loss) - 1 - loss.index(min(loss)) >= patience
 
 
-def _tell_step(training: ImageTraining, tell: Tell, k: int) -> None:
+def _show_step(training: ImageTraining, bar: TrainingBar, k: int) -> None:
     """Report progress after step k of an epoch; on a GPU without waiting for the loss."""
-    batches, epochs, values = training.batches, training.recipe.epochs, ""
+    reached = ""
     if not training.cuda:
         loss, accuracy = (training.sums / (k + 1)).tolist()
-        values = f"loss {loss:.4f}, accuracy {accuracy:.1%}, "
-    values += f"epoch {training.epoch + 1}/{epochs}"
-    tell(training.epoch * batches + k + 1, epochs * batches, values)
+        reached = f"loss {loss:.4f}, accuracy {accuracy:.1%}"
+    _show(training, bar, training.epoch * training.batches + k + 1, reached, training.epoch + 1)
 
 
-def _tell_epoch(training: ImageTraining, tell: Tell) -> None:
-    history, epochs = training.history, training.recipe.epochs
-    values = f"loss {history.loss[-1]:.4f}, test {history.test[-1]:.2%}"
-    values += f", epoch {training.epoch}/{epochs}"
-    tell(training.epoch * training.batches, epochs * training.batches, values)
-
-
-def _measure(run: Run, config: ImageConfig, training: ImageTraining) -> dict[str, Any]:
-    """All metrics of a trained network, and pictures of it."""
-    model, data, history = training.model, training.data, training.history
-    assert isinstance(model, ImageModel)
-    images = data.normalised(data.images_test[:LOOKED_AT], torch.float32)
-    certified = certify_images(model, images, points=f"test images of {data.name}")
-    return {
-        "run": str(run.folder),
-        "data": config.data,
-        "set": data.name,
-        "remark": data.remark,
-        "task": "classification",
-        "network": title(model),
-        "layers": config.layers,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seed": config.seed,
-        "epochs": len(history.loss),
-        "train_images": len(data.t_train),
-        "test_images": len(data.t_test),
-        "loss": history.loss[-1],
-        "train_accuracy": training.accuracy(data.images_train, data.t_train),
-        "test_accuracy": history.test[-1],
-        "training_seconds": round(history.seconds, 2),
-        "epoch_seconds": round(history.seconds / len(history.loss), 3),
-        "no_certificate_because": certified.nothing,
-        "certificates": certified.to_dict()["certificates"],
-        **pictures.drawn(lambda: _pictures(history, certified), run.folder),
-    }
+def _show(training: ImageTraining, bar: TrainingBar, step: int, reached: str, epoch: int) -> None:
+    epochs = training.recipe.epochs
+    course = f"epoch {epoch}/{epochs}"
+    bar.show(step, epochs * training.batches, f"{reached}, {course}" if reached else course)
 
 
 def title(model: ImageModel) -> str:
@@ -244,16 +213,6 @@ def title(model: ImageModel) -> str:
     if isinstance(model, MNISTNet):
         return "no hidden layers" if model.net is None else repr(model.net)
     return type(model).__name__
-
-
-def _pictures(history: ImageHistory, certified: Certificates) -> dict[str, Any]:
-    curves = History(loss=history.loss, accuracy=history.accuracy)
-    found = {"training": plotting.training_history(curves, test=history.test)}
-    parts = certified.parts
-    if parts and all(math.isfinite(part.largest_norm) for part in parts):
-        one = len(parts) == 1
-        found["bsm_norms"] = parts[0].plot() if one else plotting.certificates_norms(parts)
-    return found
 
 
 def test_part(model: ImageModel, name: str) -> ImageData:
@@ -297,6 +256,10 @@ def certify(model: ImageModel, name: str | None, *, samples: int) -> Certificate
     """The certificates of a model, at test images of a set or at random images."""
     if name is None or not model.units:
         return certify_images(model, samples=samples)
-    data = test_part(model, name)
+    return certify_at(model, test_part(model, name), samples=samples)
+
+
+def certify_at(model: ImageModel, data: ImageData, **options: Any) -> Certificates:
+    """The certificates of a model at the first test images of a set."""
     images = data.normalised(data.images_test[:LOOKED_AT], torch.float32)
-    return certify_images(model, images, samples=samples, points=f"test images of {data.name}")
+    return certify_images(model, images, points=f"test images of {data.name}", **options)

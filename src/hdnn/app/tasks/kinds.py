@@ -8,6 +8,7 @@ from typing import Any
 
 from hdnn import serialization
 from hdnn.analysis import Certificate
+from hdnn.analysis.certificate import SAMPLES
 from hdnn.analysis.image_certificate import Certificates
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.configs.table import TableConfig
@@ -48,7 +49,7 @@ def predict(run: Run, data: str, *, proba: bool = False) -> dict[str, Any]:
 
 
 def certify(
-    checkpoint: str | os.PathLike[str], data: str | None = None, *, samples: int = table.SAMPLES
+    checkpoint: str | os.PathLike[str], data: str | None = None, *, samples: int = SAMPLES
 ) -> Certificate | Certificates:
     """The certificate of a run, or of a saved model, at its own points or at those of a file."""
     if samples < 1:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
 from hdnn.analysis import Certificate
-from hdnn.app import pictures, results, runfiles, terminal
+from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.common import DTYPES
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
-from hdnn.app.tasks.task import Task, one_thread
+from hdnn.app.tasks.task import OwnTask, one_thread
 from hdnn.base.memory import check_memory
 from hdnn.base.portable import portable
 from hdnn.data import planar, table
@@ -26,11 +26,9 @@ from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME
-from hdnn.training import EarlyStopping, History, TensorBoard, fit, fit_multilevel
+from hdnn.training import EarlyStopping, TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
 from hdnn.training.processes.torchrun import Processes
-
-SAMPLES = 1000  # for a certificate, at the most
 
 portable(table.Columns)
 portable(planar.PlanarData)
@@ -48,6 +46,11 @@ class Problem:
     x_test: Tensor
     t_test: Tensor
     planar: planar.PlanarData | None
+
+    @property
+    def points(self) -> Tensor:
+        """What a certificate is taken at: the rows to test with, if there are any."""
+        return self.x_test if len(self.x_test) else self.x_train
 
 
 def prepare(config: TableConfig) -> Problem:
@@ -109,13 +112,13 @@ def _check_memory(config: TableConfig, n: int) -> None:
     check_memory(needed, f"{config.layers} layers of {n} features", "layers or features")
 
 
-class TableTask(Task):
+class TableTask(OwnTask):
     """A training on a table or on points of the plane."""
 
-    def __init__(self, config: TableConfig) -> None:
-        self.config: TableConfig = config
+    config: TableConfig
 
     def load(self, processes: Processes, bar: TrainingBar) -> None:
+        self.find_device(processes)
         self.problem: Problem = processes.first(lambda: prepare(self.config))
         self.config, self.columns = self.problem.config, self.problem.columns
         self.device = processes.device(self.config.device)
@@ -158,10 +161,37 @@ class TableTask(Task):
             self.history = fit(model, *data, **options)
         self.model = model.to("cpu")
 
-    def write(self, run: Run) -> dict[str, Any]:
-        known = {"columns": runfiles.fingerprint(self.problem.columns)}
-        serialization.write(self.model, run.model_file, known)
-        return _measure(run, self.problem, self.model, self.history)
+    def certify(self) -> Certificate:
+        return analysis.certify(self.model, self.problem.points)
+
+    def note(self) -> dict[str, Any]:
+        return {"columns": runfiles.fingerprint(self.problem.columns)}
+
+    def measured(self, certified: Certificate) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "task": problem.columns.task,
+            "network": repr(self.model.net),
+            "features": self.config.features,
+            "train_rows": len(problem.t_train),
+            "test_rows": len(problem.t_test),
+            **scores(self.model, problem),
+            "certificate": certified.to_dict(),
+        }
+
+    def pictures(self, certified: Certificate) -> dict[str, Any]:
+        found = {}
+        if self.problem.planar is not None:
+            found["decision_regions"] = plotting.decision_regions(self.model, self.problem.planar)
+        found["training"] = plotting.training_history(self.history)
+        curve = certified.by_layer
+        if all(math.isfinite(norm) for norm in curve["largest"]):
+            norms = torch.tensor([curve["smallest"], curve["median"], curve["largest"]]).T
+            if curve["layers"] == list(range(len(norms))):
+                found["bsm_norms"] = plotting.sensitivity_norms(norms)
+                title = f"Sensitivity of the output, {certified.samples} samples"
+                found["bsm_norms"].set_title(title)
+        return found
 
     @staticmethod
     def text(metrics: dict[str, Any]) -> str:
@@ -178,70 +208,34 @@ class TableTask(Task):
         )
 
 
-def _measure(run: Run, problem: Problem, model: Model, history: History) -> dict[str, Any]:
-    """All metrics of a trained model, and pictures of it."""
-    config = problem.config
-    metrics: dict[str, Any] = {
-        "run": str(run.folder),
-        "data": config.data,
-        "task": problem.columns.task,
-        "network": repr(model.net),
-        "layers": config.layers,
-        "features": config.features,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "seed": config.seed,
-        "epochs": len(history.loss),
-        "train_rows": len(problem.t_train),
-        "test_rows": len(problem.t_test),
-        "loss": history.loss[-1],
-        **_scores("train", model, problem.x_train, problem.t_train, problem.columns),
-        **_scores("test", model, problem.x_test, problem.t_test, problem.columns),
-        "training_seconds": round(history.seconds, 2),
-    }
-    x = problem.x_test if len(problem.x_test) else problem.x_train
-    metrics["certificate"] = analysis.certify(model, x, samples=SAMPLES).to_dict()
-    certified = metrics["certificate"]
-    return metrics | pictures.drawn(
-        lambda: _pictures(model, problem, history, certified), run.folder
-    )
-
-
-def _scores(
-    part: str, model: Model, x: Tensor, t: Tensor, columns: table.Columns
-) -> dict[str, float]:
+def scores(model: Model, problem: Problem) -> dict[str, float]:
     """Accuracy; or root mean square error, in units of the target, and R^2."""
-    if not len(x):
-        return {}
-    found = torch.cat([model.predict(some) for some in x.split(4096)])
-    if columns.classes:
-        return {f"{part}_accuracy": (found == t).double().mean().item()}
-    error = (found - t).double().square().mean()
-    spread = (t - t.mean()).double().square().mean()
-    scores = {f"{part}_rmse": math.sqrt(error) * columns.target_scale}
-    if len(t) > 1 and spread > 0:
-        scores[f"{part}_r2"] = 1 - (error / spread).item()
-    return scores
-
-
-def _pictures(
-    model: Model, problem: Problem, history: History, certified: dict[str, Any]
-) -> dict[str, Any]:
-    found = {}
-    if problem.planar is not None:
-        found["decision_regions"] = plotting.decision_regions(model, problem.planar)
-    found["training"] = plotting.training_history(history)
-    curve = certified["by_layer"]
-    if all(math.isfinite(norm) for norm in curve["largest"]):
-        norms = torch.tensor([curve["smallest"], curve["median"], curve["largest"]]).T
-        if curve["layers"] == list(range(len(norms))):
-            found["bsm_norms"] = plotting.sensitivity_norms(norms)
-            title = f"Sensitivity of the output, {certified['samples']} samples"
-            found["bsm_norms"].set_title(title)
+    columns, found = problem.columns, {}
+    parts = {
+        "train": (problem.x_train, problem.t_train),
+        "test": (problem.x_test, problem.t_test),
+    }
+    for part, (x, t) in parts.items():
+        if not len(x):
+            continue
+        y = torch.cat([model.predict(some) for some in x.split(4096)])
+        if columns.classes:
+            found[f"{part}_accuracy"] = (y == t).double().mean().item()
+            continue
+        error = (y - t).double().square().mean()
+        spread = (t - t.mean()).double().square().mean()
+        found[f"{part}_rmse"] = math.sqrt(error) * columns.target_scale
+        if len(t) > 1 and spread > 0:
+            found[f"{part}_r2"] = 1 - (error / spread).item()
     return found
 
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
     """The model of a run on a table or on points, and how rows become its inputs."""
+    if not run.columns_file.exists() and run.kind == "graph":
+        raise CheckpointError(
+            f"{run.folder} is a training on a graph; give its model.safetensors to hdnn certify."
+        )
     columns = run.columns()
     if not isinstance(model, Model) or model.augment is None:
         raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
@@ -288,47 +282,36 @@ def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> di
         return {}
 
 
-def certify(
-    model: Any, run: Run | None, data: str | None, *, samples: int = SAMPLES
-) -> Certificate:
+def certify(model: Any, run: Run | None, data: str | None, *, samples: int) -> Certificate:
     """The certificate of a model at the points of a run, of a file, or of its own choice."""
-    if run is None:
-        x, where = _points(data)
-    else:
-        model, x, where = _run_points(run, model, data)
+    x, where, columns = None, "", None
+    if run is not None:
+        model, columns = load_columns(run, model)
+    if data in planar.SETS:
+        x, where = planar.load(data).x_test, f"test points of {data}"
+    elif data is not None:
+        rows = table.read(data)
+        if columns is None:  # all columns of the file are inputs
+            x = torch.from_numpy(np.stack([rows.numbers(name) for name in rows.columns], 1))
+        else:
+            x = torch.from_numpy(columns.of(rows))
+        where = f"rows of {data}"
+    elif run is not None:
+        x, where = _own_points(run, columns)
+    if columns is not None and x is not None and x.shape[1] != len(columns.names):
+        raise DataError(f"{data} has {x.shape[1]} inputs, but the run {len(columns.names)}.")
     with one_thread():
         return analysis.certify(model, x, samples=samples, points=where)
 
 
-def _points(data: str | None) -> tuple[Tensor | None, str]:
-    """The points of a data set or of a file whose columns are the inputs of a model."""
-    if data is None:
-        return None, ""
-    if data in planar.SETS:
-        return planar.load(data).x_test, f"test points of {data}"
-    rows = table.read(data)
-    x = np.stack([rows.numbers(name) for name in rows.columns], 1)
-    return torch.from_numpy(x), f"rows of {data}"
-
-
-def _run_points(run: Run, model: object, data: str | None) -> tuple[Model, Tensor, str]:
-    """The model of a run with its own test points, or with the rows of a file."""
-    model, columns = load_columns(run, model)
-    if data is None:
-        config = run.config()
-        if not isinstance(config, TableConfig):
-            raise CheckpointError(f"{run.config_file} and {run.model_file} do not fit together.")
-        problem = prepare(config)
-        if problem.columns != columns:
-            raise DataError(
-                f"{problem.config.data} has changed since the run; name the rows with --data."
-            )
-        x = problem.x_test if len(problem.x_test) else problem.x_train
-        where = "test points" if len(problem.x_test) else "training points"
-    elif data in planar.SETS:
-        x, where = planar.load(data).x_test, f"test points of {data}"
-    else:
-        x, where = torch.from_numpy(columns.of(table.read(data))), f"rows of {data}"
-    if x.shape[1] != len(columns.names):
-        raise DataError(f"{data} has {x.shape[1]} inputs, but the run {len(columns.names)}.")
-    return model, x, where
+def _own_points(run: Run, columns: table.Columns | None) -> tuple[Tensor, str]:
+    """The points that a run is tested with, if its data are still the same."""
+    config = run.config()
+    if not isinstance(config, TableConfig):
+        raise CheckpointError(f"{run.config_file} and {run.model_file} do not fit together.")
+    problem = prepare(config)
+    if problem.columns != columns:
+        raise DataError(
+            f"{problem.config.data} has changed since the run; name the rows with --data."
+        )
+    return problem.points, "test points" if len(problem.x_test) else "training points"
