@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from hdnn.app import progress, terminal
+from hdnn.app import graphs, progress, terminal
 from hdnn.app.options import argument, json_flag, option, overwrite_flag
+from hdnn.base.files import write_atomically
+from hdnn.distributed.graph.file import patterns_of, read_table, table_of, to_toml
+from hdnn.distributed.graph.graph import Graph
 from hdnn.errors import OptionError, choose
+from hdnn.plotting.graphs import graph_picture
 
 HELP = "Look at a graph, design its patterns, draw it. A graph is a TOML file: nodes, edges .."
 EXAMPLES = ("hdnn graph check ring8.toml", "hdnn graph draw ring8.toml")
@@ -26,9 +30,6 @@ def check(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> int:
     """Say what a graph has, costs and needs; exit code 2 if nothing can be trained on it."""
-    from hdnn.app import graphs
-    from hdnn.distributed.graph.file import patterns_of, read_table
-
     with progress.waiting("looking at the graph"):
         table = read_table(file)
         result = graphs.check(patterns_of(table, file))
@@ -45,10 +46,6 @@ def design(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Find the patterns with most free weights that need no more than the edges of a graph."""
-    from hdnn.app import graphs
-    from hdnn.base.files import write_atomically
-    from hdnn.distributed.graph.file import patterns_of, read_table, table_of, to_toml
-
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("designing"):
         table = read_table(file)
@@ -79,11 +76,6 @@ def draw(
     overwrite: Annotated[bool, overwrite_flag()] = False,
 ) -> None:
     """Draw a graph, its patterns R, T and S, and who needs whom."""
-    from hdnn.base.files import write_atomically
-    from hdnn.distributed.graph.file import patterns_of, read_table
-    from hdnn.distributed.graph.graph import Graph
-    from hdnn.plotting.graphs import graph_picture
-
     path = terminal.new_file(out or f"{Path(file).stem}.png", overwrite)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in PICTURES:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hdnn.app import progress
+from hdnn.app import progress, results
 from hdnn.app.configs.flags import GraphTraining, LaunchFlags
 from hdnn.app.options import given
+from hdnn.app.tasks import graph
+from hdnn.app.tasks.launched import LaunchedTask
+from hdnn.app.tasks.task import train
 from hdnn.distributed.training.run import Config
 
 EXAMPLES = (
@@ -19,11 +22,6 @@ CONFIGS = (Config, GraphTraining, LaunchFlags)
 
 def launch(**options: Any) -> None:
     """Train on a graph by as many processes of this machine, which talk to neighbours only."""
-    from hdnn.app import results
-    from hdnn.app.tasks import graph
-    from hdnn.app.tasks.launched import LaunchedTask
-    from hdnn.app.tasks.task import train
-
     options = given(options)
     as_json = "json" in options
     loud = not ("quiet" in options or as_json)

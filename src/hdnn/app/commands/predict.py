@@ -10,6 +10,9 @@ from typing import Annotated, Any
 from hdnn.app import progress, terminal
 from hdnn.app.options import json_flag, option, overwrite_flag
 from hdnn.app.results import measure_text
+from hdnn.app.runs import Run
+from hdnn.app.tasks import kinds
+from hdnn.base.files import write_atomically
 
 EXAMPLES = (
     "hdnn predict --run runs/iris-h2-16-0 --data new.csv --out answers.csv",
@@ -34,10 +37,6 @@ def predict(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Predict the target for each row of a table, or test image, as CSV in their order."""
-    from hdnn.app.runs import Run
-    from hdnn.app.tasks import kinds
-    from hdnn.base.files import write_atomically
-
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("predicting", not as_json):
         result = kinds.predict(Run(run), data, proba=proba)

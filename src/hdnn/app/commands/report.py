@@ -7,6 +7,8 @@ from typing import Annotated
 
 from hdnn.app import progress, terminal
 from hdnn.app.options import argument, option, overwrite_flag
+from hdnn.app.report import faults, find_runs, page
+from hdnn.base.files import write_atomically
 
 EXAMPLES = (
     "hdnn report",
@@ -25,14 +27,11 @@ def report(
     overwrite: Annotated[bool, overwrite_flag()] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
-    from hdnn.app import report
-    from hdnn.base.files import write_atomically
-
     path = terminal.new_file(out, overwrite)
     with progress.waiting("reading runs"):
-        found = report.find_runs(folders or ["runs"])
-        page = report.page(found, Path(results))
-    write_atomically(path, page.encode("utf-8", errors="replace"))
-    for fault in report.faults(found):
+        found = find_runs(folders or ["runs"])
+        text = page(found, Path(results))
+    write_atomically(path, text.encode("utf-8", errors="replace"))
+    for fault in faults(found):
         terminal.say(fault)
     terminal.print_text(f"{len(found)} run{'s' * (len(found) != 1)} in {path}")

@@ -6,22 +6,22 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hdnn.app import progress, terminal
+from hdnn.app import progress, results, terminal
 from hdnn.app.configs.common import is_table
 from hdnn.app.configs.flags import RunOptions, TrainFlags
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig, before_penalties
 from hdnn.app.options import given
+from hdnn.app.results import Result
 from hdnn.app.runs import Run
+from hdnn.app.tasks import graph, task
+from hdnn.app.tasks.kinds import task_of
 from hdnn.base.config import types_of
 from hdnn.errors import CheckpointError, OptionError
 from hdnn.training.processes import torchrun
-
-if TYPE_CHECKING:
-    from hdnn.app.results import Result
 
 EXAMPLES = (
     "hdnn train --data swiss_roll --network h2 --layers 64",
@@ -41,8 +41,6 @@ Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
 
 def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    from hdnn.app import results
-
     torchrun.speak_as_one()
     options = given(options)
     train_here = _train_part if _is_for_graph(options) else _train_runs
@@ -52,9 +50,6 @@ def train(**options: Any) -> None:
 
 def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     """Train one run or several; their results in the first process, and whether as JSON."""
-    from hdnn.app.tasks import task
-    from hdnn.app.tasks.kinds import task_of
-
     found = []
     with torchrun.joined() as processes:
         asked, chosen = processes.first(lambda: _asked(options))
@@ -77,8 +72,6 @@ def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
 
 def _train_part(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     """Train as the part of a graph that the environment says this process is."""
-    from hdnn.app.tasks import graph, task
-
     as_json = "json" in options
     loud = not ("quiet" in options or as_json)
     with progress.waiting("looking at the graph", loud):
@@ -151,7 +144,8 @@ def _chosen_runs(
             run.check_free()
         elif run.exists:
             config = run.resumed(each)
-        assert config is not None
+        if not isinstance(config, (TableConfig, ImageConfig)):  # only below a folder of seeds
+            raise CheckpointError(f"{run.folder} holds a training on a graph; resume it alone.")
         chosen.append((config, run))
     return chosen
 
