@@ -21,6 +21,7 @@ from hdnn.distributed.training.run import name_of
 from hdnn.errors import OptionError
 from hdnn.training import TensorBoard
 from hdnn.training.checkpoint import locked
+from hdnn.training.processes import meeting
 from hdnn.training.processes.torchrun import Processes
 
 PROCESSES = 32  # the most that are started unless a number is given
@@ -47,6 +48,7 @@ class LaunchedTask(GraphTask):
         return nodes if parts is None else parts
 
     def claim(self, run: Run, stack: ExitStack) -> None:
+        meeting.check_loopback()  # before there is a folder
         usable_folder(run.folder, 0)
         stack.callback(_remove_if_empty, run.folder)
         stack.enter_context(locked(run.folder))
