@@ -31,8 +31,6 @@ from hdnn.errors import HDNNError
 from hdnn.training.processes import torchrun
 
 HELP = "Very deep networks whose gradients provably do not vanish."
-# The base class of typer's errors about flags, from the click that it depends on or bundles.
-WRONG_FLAGS: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 
@@ -42,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    # The base class of typer's errors about flags, from the click that it depends on or bundles.
+    wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
         if torchrun.is_first():
             warnings.showwarning = lambda message, *_: terminal.say(f"warning: {message}")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
             _flush()
-        except WRONG_FLAGS as error:
+        except wrong_flags as error:
             if given[0] == "train":
                 torchrun.speak_as_one()
             context = getattr(error, "ctx", None)
