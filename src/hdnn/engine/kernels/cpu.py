@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.kernels import tiles
-from hdnn.engine.kernels.protocol import ACTIVATIONS, KINDS, Stack, Tensors, moved_by, schedule
+from hdnn.engine.kernels.protocol import ACTIVATIONS, KINDS, Stack, Tensors, schedule
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
 
 GROUPS = 8, 32  # the fewest and the most groups of tiles that have sums of their own
@@ -141,9 +141,12 @@ class CpuKernel:
 
 def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of K and b of the steps that move each part, and of V, if it is given."""
-    (K_0, b_0, V_0), (K_1, b_1, V_1) = moved_by(0, tensors), moved_by(1, tensors)
-    V = () if V_0 is None else (V_0.data_ptr(), V_1.data_ptr())
-    return (K_0.data_ptr(), K_1.data_ptr(), b_0.data_ptr(), b_1.data_ptr()), V
+    places = [0 if t is None else t.data_ptr() for t in tensors]
+    if len(places) == 4:
+        K, b, V, _ = places
+        return (K, K, b, b), (V, V) if V else ()
+    K_p, K_q, b_p, b_q, V_p, V_q, _ = places  # p moves by the weights of q, and q by those of p
+    return (K_q, K_p, b_q, b_p), (V_q, V_p) if V_q else ()
 
 
 # How tiles are spread over threads
@@ -158,12 +161,13 @@ class _Work:
     def __init__(
         self, name: str, rows: int, products: int, shares: int, dtype: torch.dtype
     ) -> None:
-        self.name, self.dtype, self.shares, self.products = name, dtype, shares, products
+        self.kernel = partial(tiles.kernel, name, dtype)  # compiled when it is first needed
+        self.shares, self.products = shares, products
         self.room = rows * VECTOR_BYTES
         self.shared = shares > 1 and products >= PARALLEL_FROM
 
     def spread(self, *given: int) -> None:
-        kernel = tiles.kernel(self.name, self.dtype)
+        kernel = self.kernel()
         threads = self._threads() if self.shared else 1
         args = array(
             "q",
