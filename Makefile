@@ -21,8 +21,9 @@ help: ## list these targets
 demo: $(DEMO_STAMP) ## train a 64-layer H2 network on the Swiss roll; ARGS="--help" shows its options
 	@$(PY) -m hdnn demo $(ARGS)
 
+# Tests start hundreds of processes, which are quicker if Python may keep its bytecode.
 test: $(DEV_STAMP) ## run the tests; ARGS="-k name" picks some
-	@$(PY) -m pytest -n auto --maxprocesses=4 --hypothesis-profile=reproducible $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --maxprocesses=4 --hypothesis-profile=reproducible $(ARGS)
 
 coverage: $(DEV_STAMP) ## the same, and which lines they reach, which takes a third longer
 	@$(MAKE) --no-print-directory test ARGS="--cov $(ARGS)"
