@@ -52,7 +52,7 @@ class Task(ABC):
 
     @abstractmethod
     def claim(self, run: Run, stack: ExitStack) -> None:
-        """Make the folder of a run, for as long as the stack is open nobody else's."""
+        """Make the folder of a run, and lock it until the stack is closed."""
 
     @abstractmethod
     def fit(
