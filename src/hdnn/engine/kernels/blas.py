@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.engine.kernels import cpu
-from hdnn.engine.kernels.protocol import Stack, Tensors, moved_by, steps
+from hdnn.engine.kernels.protocol import Stack, Tensors, moved_by, order
 from hdnn.interconnection import times_canonical
 
 
@@ -17,7 +17,7 @@ class BlasKernel:
     """A stack, step by step."""
 
     def __init__(self, stack: Stack) -> None:
-        self.stack, self.order = stack, steps(stack)
+        self.stack, self.order = stack, order(stack.turns, stack.layers, stack.inverse)
 
     @torch.no_grad()
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.engine.kernels.protocol import Stack, Tensors, moved_by, steps
+from hdnn.engine.kernels.protocol import Stack, Tensors, moved_by, order
 from hdnn.interconnection import times_canonical
 
 
@@ -20,7 +20,8 @@ class PlainKernel:
     """A stack, step by step."""
 
     def __init__(self, stack: Stack) -> None:
-        self.stack, self.sigma, self.order = stack, activations.get(stack.activation), steps(stack)
+        self.stack, self.sigma = stack, activations.get(stack.activation)
+        self.order = order(stack.turns, stack.layers, stack.inverse)
 
     def forward(
         self, y: Tensor, tensors: Tensors, keep: bool = False

@@ -99,25 +99,25 @@ class Kernel(Protocol):
 
 
 @lru_cache(maxsize=256)
+def order(turns: tuple[int, ...], layers: int, inverse: bool) -> tuple[tuple[int, int], ...]:
+    """The part i that each step moves, and its layer. It reads part i - 1: of one, the same."""
+    through = reversed(range(layers)) if inverse else range(layers)
+    return tuple((part, layer) for layer in through for part in turns or (0,))
+
+
+@lru_cache(maxsize=256)
 def schedule(
     turns: tuple[int, ...], layers: int, inverse: bool, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For each step of these layers: which part moves, and by which layer's weights.
+    """The parts of `order`, and its layers: as int64 on the CPU, or as int32 on a device.
 
-    As int64 on the CPU, or as int32 on a device.
+    For kernels that are made outside of transforms: inside, PyTorch wraps new tensors, and what is
+    remembered here would be useless afterwards.
     """
-    turns = turns or (0,)
-    order = torch.arange(layers).flip(0) if inverse else torch.arange(layers)
-    part, layer = torch.tensor(turns).repeat(layers), order.repeat_interleave(len(turns))
-    if device is None:
-        return part, layer
-    return part.to(device, torch.int32), layer.to(device, torch.int32)
-
-
-def steps(stack: Stack) -> list[tuple[int, int]]:
-    """The part i that each step moves, and its layer. It reads part i - 1: of one, the same."""
-    part, layer = schedule(stack.turns, stack.layers, stack.inverse)
-    return list(zip(part.tolist(), layer.tolist(), strict=True))
+    dtype = torch.int64 if device is None else torch.int32
+    steps = torch.tensor(order(turns, layers, inverse), dtype=dtype, device=device)
+    part, layer = steps.reshape(-1, 2).unbind(1)
+    return part.contiguous(), layer.contiguous()
 
 
 def moved_by(part: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
