@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,13 +27,31 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], str]:
+def engine() -> Iterator[ModuleType]:
+    """The program as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module("engine")
+
+
+def main_of(engine: ModuleType, *arguments: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["engine.py", *arguments])
+        return engine.main()
+
+
+@pytest.fixture(scope="module")
+def quick(
+    engine: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any], str]:
     """What a quick run prints and writes."""
     out = tmp_path_factory.mktemp("benchmark")
-    done = program("--quick", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    printed = io.StringIO()
+    with redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("default")  # what packages of others say about PyTorch
+        assert main_of(engine, "--quick", "--out", str(out)) == 0
     return (
-        done.stdout,
+        printed.getvalue(),
         json.loads((out / "engine-cpu.json").read_text()),
         (out / "engine-cpu.md").read_text(),
     )
@@ -99,11 +121,15 @@ def test_without_a_gpu_the_gpu_run_says_so_in_a_sentence():
         (["--out", str(Path(__file__))], "folder"),
     ],
 )
-def test_bad_options_are_refused_in_a_sentence(arguments, word):
-    done = program(*arguments)
-    assert done.returncode == 2
-    assert word in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_bad_options_are_refused_in_a_sentence(arguments, word, engine, capsys):
+    try:
+        code = main_of(engine, *arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    said = capsys.readouterr().err
+    assert word in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
 # The contestants

@@ -107,10 +107,25 @@ def test_steps_that_are_floats_keep_their_precision(name, h):
 def test_second_derivatives_are_those_of_the_reference(name):
     normal = Random(0)
     function, weights = stack(name, normal, 2, 3, 3)
-    y = normal(2, 4).requires_grad_()
-    leaves = [w.requires_grad_() for w in weights]
+    leaves = [t.requires_grad_() for t in (normal(2, 4), *weights)]
+    g = normal(2, 4).requires_grad_()
+    directions = [normal(*leaf.shape) for leaf in leaves]
+
+    def second(**way: str) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(function(*leaves, **way), leaves, g, create_graph=True)
+        return torch.autograd.grad(first, [*leaves, g], directions)
+
+    expected = second(engine="reference", backprop="stored")
     for way in ways(name):
-        assert torch.autograd.gradgradcheck(lambda *a: function(*a, **way), (y, *leaves))  # noqa: B023
+        torch.testing.assert_close(second(**way), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_second_derivatives_are_those_of_finite_differences(name):
+    normal = Random(0)
+    function, weights = stack(name, normal, 2, 1, 2)
+    leaves = [t.requires_grad_() for t in (normal(1, 4), *weights)]
+    assert torch.autograd.gradgradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -393,8 +393,9 @@ def test_figures_are_drawn(short, tmp_path, monkeypatch, capsys):
 def test_exploding_gradients_are_measured_beside_their_closed_forms(tmp_path, monkeypatch, capsys):
     for name in ("matplotlib", "scipy"):
         pytest.importorskip(name)
-    monkeypatch.setattr(fig_exploding, "T", 30.0)
+    monkeypatch.setattr(fig_exploding, "T", 24.0)
     monkeypatch.setattr(fig_exploding, "GAMMAS", (0.5,))
+    monkeypatch.setattr(fig_exploding, "LAYERS", 40)
     assert fig_exploding.main(["--out", str(tmp_path), "--seed", "3", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["seed"] == 3
