@@ -447,7 +447,7 @@ def test_a_coupling_below_one_is_a_contraction_though_the_norms_are_large(seed, 
     B = B * 0.9 / implicit.coupling(A, B, sigma.S)
     assert float(implicit.coupling(A, B, sigma.S)) == pytest.approx(0.9)
     x = implicit.solve(c, B, A, a, sigma)
-    x_0 = fixed_point(c, B, A, a, name, iterations=2000)
+    x_0 = fixed_point(c, B, A, a, name, iterations=500)  # 0.9^500 is 1e-23
     assert torch.allclose(x, x_0, rtol=1e-9, atol=1e-9 * float(1 + x_0.abs().max()))
 
 
