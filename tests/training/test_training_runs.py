@@ -521,7 +521,7 @@ net = hdnn.H2(4, 16, **like)
 model = hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, **like))
 data = planar.double_moons(400, seed=1)
 print("ready", flush=True)
-fit(model, data.x_train, data.t_train, epochs=40, batch=20, folder=sys.argv[1], resume=True)
+fit(model, data.x_train, data.t_train, epochs=120, batch=20, folder=sys.argv[1], resume=True)
 hdnn.save(model, sys.argv[1] + "/model.safetensors")
 """
 
@@ -533,18 +533,26 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
         return (folder / "model.safetensors").read_bytes()
 
     def killed(folder: Path, alive: float) -> None:
+        before = saved(folder)
         process = subprocess.Popen(
             [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE
         )
         with process:
             assert process.stdout is not None
             process.stdout.readline()
+            while saved(folder) == before:
+                assert process.poll() is None
+                time.sleep(0.01)
             time.sleep(alive)
             os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+            assert process.wait() == -signal.SIGKILL
+
+    def saved(folder: Path) -> int:
+        file = folder / checkpoint.NAME
+        return file.stat().st_mtime_ns if file.exists() else 0
 
     monkeypatch.setattr(loop, "SAVE_EVERY", loop.SAVE_EVERY)  # KILLED changes it
-    for alive in (0.15, 0.3):  # the second has gone on from the first
+    for alive in (0.0, 0.05):  # the second has gone on from the first
         killed(tmp_path / "killed", alive)
     assert run(tmp_path / "killed") == run(tmp_path / "whole")
 
