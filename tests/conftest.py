@@ -47,3 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture(scope="session")
+def stem():
+    """A process with PyTorch in it, which starts others in no time."""
+    from graph_runs import Stem
+
+    with Stem() as stem:
+        yield stem

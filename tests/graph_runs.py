@@ -1,20 +1,23 @@
-"""Trainings on a graph by several processes, for tests: quick to start, with faults where wanted.
+"""Trainings by several processes, for tests: quick to start, with faults where wanted.
 
 To import PyTorch takes longer than a whole tiny training. So one process, the stem, imports it and
 warms up once, and forks a process for each part. That is safe because the stem has one thread and
-no connections.
+no connections. What it forks runs any program, as Python itself would with the same arguments.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,13 +116,16 @@ class Process:
 
     def __init__(self, stem: Stem, pid: int, words: Path) -> None:
         self.stem, self.pid, self.words = stem, pid, words
-        self.code: int | None = None
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, or None while it runs."""
-        if self.code is None:
-            self.code = self.stem.ask({"poll": self.pid})
-        return self.code
+        if self.returncode is None:
+            self.returncode = self.stem.ask({"poll": self.pid})
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
 
     def send(self, what: signal.Signals) -> None:
         """A signal, unless it has ended."""
@@ -131,13 +137,15 @@ class Process:
         assert self.poll() is None
         return Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
-    def wait(self) -> Ended:
-        until(lambda: self.poll() is not None)
-        assert self.code is not None
-        return Ended(self.code, *(Path(f"{self.words}.{end}").read_text() for end in STREAMS))
+    def wait(self, limit: float = LIMIT) -> Ended:
+        until(lambda: self.poll() is not None, limit)
+        assert self.returncode is not None
+        words = (Path(f"{self.words}.{end}").read_text(errors="replace") for end in STREAMS)
+        return Ended(self.returncode, *words)
 
 
 STREAMS = ("out", "err")
+WORKER = ("-m", "hdnn.distributed.worker")
 
 
 class Stem:
@@ -165,7 +173,7 @@ class Stem:
         return json.loads(stdout.readline())
 
     def fork(self, argv: Sequence[str], words: Path, **more: Any) -> Process:
-        """Run the worker with these arguments; what it says goes to files."""
+        """Run `python argv`, `-c` or `-m`; what it says goes to files. `more` is for `_become`."""
         pid = self.ask({"argv": list(argv), "words": str(words), **more})
         return Process(self, pid, words)
 
@@ -205,7 +213,7 @@ class Group:
         environment |= {"HDNN_PARTS": str(self.parts), "HDNN_PART": str(part)}
         environment |= {"HDNN_REPLICAS": str(replicas)}
         process = self.stem.fork(
-            [str(config), "--timeout", str(self.timeout), *options],
+            [*WORKER, str(config), "--timeout", str(self.timeout), *options],
             words,
             environment=environment,
             version=version,
@@ -241,8 +249,6 @@ def until(holds: Callable[[], bool], limit: float = LIMIT) -> None:
 
 def serve() -> NoReturn:
     """Fork and poll as asked, until the input ends."""
-    from hdnn.distributed import worker
-
     # What an output layer needs at first use: numba takes longer than some time-outs.
     options = {"epochs": 1, "batch": 4000}
     config = Config(graph=ring(4), data="double_circles", layers=1, options=options)
@@ -259,7 +265,7 @@ def serve() -> NoReturn:
             answer = os.fork()
             if not answer:
                 _become(**question)
-                _leave(worker.main(question["argv"]))
+                _leave(_run(*question["argv"]))
             running.add(answer)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -273,21 +279,49 @@ def _become(
     argv: list[str],
     words: str,
     environment: dict[str, str],
-    version: str | None,
-    fault: list[int] | None,
+    version: str | None = None,
+    fault: list[int] | None = None,
+    folder: str | None = None,
+    namespace: str | None = None,
 ) -> None:
-    """Take on the streams, the environment and the faults of a new process."""
+    """Take on the streams, the place, the environment and the faults of a new process."""
     for number, path in enumerate((os.devnull, *(f"{words}.{end}" for end in STREAMS))):
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(environment)
+    if folder is not None:
+        os.chdir(folder)
+    if namespace is not None:  # of the network, as `ip netns` knows it
+        with open(f"/run/netns/{namespace}") as opened:
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.setns(opened.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     if version is not None:
         from hdnn.distributed.messages import handshake
 
         handshake.__version__ = version
     if fault is not None:
         _arm(*fault)
+
+
+def _run(how: str, program: str, *arguments: str) -> int:
+    """Run a program as `python -c` or `python -m` would; its exit code."""
+    sys.argv = [how, *arguments]
+    try:
+        if how == "-m":
+            sys.modules.pop(program, None)  # as if nobody had asked for it
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        sys.stderr.write(f"{leaving.code}\n")
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _leave(code: int) -> NoReturn:

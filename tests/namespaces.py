@@ -19,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graph_runs import Process, Stem
 
 PREFIX = "hdnn"
 DATA = "data"  # the interface that carries a node's data address
@@ -30,12 +33,11 @@ CONTROL = "control"  # the interface that leads to the host of the store
 STORE_ADDRESS = "10.78.0.254"
 STORE_PORT = 29500  # always free: the host is a namespace of its own
 
-# It ends with its standard input, and so does not outlive the tests, even killed ones.
 STORE = f"""
-import sys
+import signal
 from torch.distributed import TCPStore
 store = TCPStore("{STORE_ADDRESS}", {STORE_PORT}, is_master=True, wait_for_workers=False)
-sys.stdin.read()
+signal.pause()
 """
 
 _harnesses = itertools.count()
@@ -158,15 +160,18 @@ class Namespaces:
         self._processes.append(process)
         return process
 
-    @contextlib.contextmanager
-    def store(self) -> Iterator[None]:
-        """Serve a new, empty rendezvous store on its host. Clients wait until it answers."""
-        process = self.run(None, [sys.executable, "-c", STORE], stdin=subprocess.PIPE)
-        try:
-            yield
-        finally:
-            process.kill()
-            process.wait()
+    def fork(
+        self,
+        stem: Stem,
+        node: int | None,
+        argv: Sequence[str],
+        words: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> Process:
+        """The same for `python argv`, by a stem; what it says goes to files."""
+        extra = {} if node is None else self.environment(node)
+        environment = {**extra, **(env or {})}
+        return stem.fork(argv, words, environment=environment, namespace=self.name(node))
 
     def run_all(
         self,
@@ -175,25 +180,32 @@ class Namespaces:
         *,
         limit: float = 60.0,
         grace: float = 5.0,
-        store: bool = True,
+        stem: Stem | None = None,
     ) -> list[Ended]:
-        """Run one command on all nodes at once, beside a new store, and return how each ended.
+        """Run one command on all nodes at once, and return how each ended.
 
+        With a stem the command is one of Python, without its name, and a new store is served.
         The environment tells a process its rank; `env(node)` is added to it. All are given
         `limit` seconds, and `grace` seconds once one has failed: the others may wait for it.
         """
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            if store:
-                stack.enter_context(self.store())
-            processes = []
+            processes: list[subprocess.Popen | Process] = []
+            if stem is not None:
+                # Clients wait until it answers.
+                store = self.fork(stem, None, ["-c", STORE], folder / "store")
+                stack.callback(store.wait)
+                stack.callback(store.kill)
             for node in self.nodes:
+                extra = env(node) if env else {}
+                if stem is not None:
+                    processes.append(self.fork(stem, node, argv, folder / f"{node}", extra))
+                    continue
                 # Files: a process held up by a full pipe would hold up the others.
                 with (
                     (folder / f"{node}.out").open("w") as out,
                     (folder / f"{node}.err").open("w") as err,
                 ):
-                    extra = env(node) if env else {}
                     processes.append(self.run(node, argv, extra, stdout=out, stderr=err))
             killed = _wait(processes, limit, grace)
             return [
@@ -256,8 +268,8 @@ def _ip(*arguments: str, lines: Sequence[str] = ()) -> str:
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen], limit: float, grace: float
-) -> list[subprocess.Popen]:
+    processes: Sequence[subprocess.Popen | Process], limit: float, grace: float
+) -> list[subprocess.Popen | Process]:
     """Wait until all have ended. Those that were too slow are killed and returned."""
     deadline, failed = time.monotonic() + limit, False
     while None in (codes := [process.poll() for process in processes]):

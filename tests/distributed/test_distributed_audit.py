@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from audit import linked
-from graph_runs import BATCHES, EPOCHS, Fault, Group, Stem, make_task, ring, until
+from graph_runs import BATCHES, EPOCHS, Fault, Group, make_task, ring, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,12 +25,12 @@ RING = [(i, (i + 1) % NODES) for i in range(NODES)]
 
 # With one more link the same audit must find one more connection, or it would not see any.
 @pytest.mark.parametrize("chord", [[], [(2, 6)]], ids=["ring", "ring with a chord"])
-def test_each_process_is_connected_to_its_neighbours_and_the_store_alone(tmp_path, chord):
+def test_each_process_is_connected_to_its_neighbours_and_the_store_alone(stem, tmp_path, chord):
     edges = {(min(edge), max(edge)) for edge in [*RING, *chord]}
     graph = {**ring(NODES), "R": [list(edge) for edge in sorted(edges)]}
     task = make_task(tmp_path, NODES, graph, layers=LAYERS)
     fault, home = Fault(signal.SIGSTOP, 7, 5), tmp_path / "out"
-    with Stem() as stem, Group(stem, task.config, NODES) as group:
+    with Group(stem, task.config, NODES) as group:
         group.start_all("--out", str(home), odd=0, fault=fault)
         until(group.processes[0].stopped)  # and so all wait for it, in the middle of a step
         links, others = linked([process.pid for process in group.processes])

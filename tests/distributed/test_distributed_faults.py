@@ -40,12 +40,6 @@ ALL = list(range(1, EPOCHS + 1))  # epochs
 
 
 @pytest.fixture(scope="module")
-def stem():
-    with Stem() as stem:
-        yield stem
-
-
-@pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Task:
     return make_task(tmp_path_factory.mktemp("task"), NODES)
 

@@ -22,7 +22,6 @@ from namespaces import CONTROL, STORE_ADDRESS, STORE_PORT, Namespaces
 
 FOLDER = Path(__file__).parents[1]
 PLAIN = [sys.executable, "-S", "-c"]  # without packages, and so without a start of coverage
-TORCH = [sys.executable, "-c"]
 LIMIT = 300  # seconds for ranks that do not fail; a busy machine takes its time
 PORT = 5000  # of the listeners below; nothing else listens in a new namespace
 
@@ -185,10 +184,9 @@ def test_the_control_link_carries_nothing_between_nodes_even_along_forged_routes
 
 
 @pytest.mark.slow
-def test_eight_ranks_on_a_ring_exchange_with_their_neighbours_alone(namespaces):
+def test_eight_ranks_on_a_ring_exchange_with_their_neighbours_alone(namespaces, stem):
     with namespaces(ring(8), 8) as net:
-        path = {"PYTHONPATH": str(FOLDER)}
-        all_ended = net.run_all([*TORCH, EXCHANGE], limit=LIMIT, env=lambda _: path)
+        all_ended = net.run_all(["-c", EXCHANGE], limit=LIMIT, stem=stem)
     for node, ended in enumerate(all_ended):
         assert ended.code == 0, ended.errors
         found = json.loads(ended.output)
@@ -198,15 +196,17 @@ def test_eight_ranks_on_a_ring_exchange_with_their_neighbours_alone(namespaces):
 
 
 @pytest.mark.slow
-def test_eight_parts_on_a_ring_train_to_the_bits_of_one_process(namespaces, tmp_path):
+def test_eight_parts_on_a_ring_train_to_the_bits_of_one_process(namespaces, stem, tmp_path):
     task, home = make_task(tmp_path, 8), tmp_path / "out"
     config = tmp_path / "config.json"
     config.write_text(task.config.text())
     worker = ["-m", "hdnn.distributed.worker", str(config), "--out", str(home)]
     group = {"HDNN_STORE": f"{STORE_ADDRESS}:{STORE_PORT}", "HDNN_PARTS": "8"}
     with namespaces(ring(8), 8) as net:
-        argv = [sys.executable, *worker, "--timeout", str(LIMIT)]
-        all_ended = net.run_all(argv, lambda node: {**group, "HDNN_PART": str(node)}, limit=LIMIT)
+        argv = [*worker, "--timeout", str(LIMIT)]
+        all_ended = net.run_all(
+            argv, lambda node: {**group, "HDNN_PART": str(node)}, limit=LIMIT, stem=stem
+        )
     assert [ended.code for ended in all_ended] == [0] * 8, all_ended
     assert (home / "model.safetensors").read_bytes() == task.model
 
@@ -215,11 +215,11 @@ def test_eight_parts_on_a_ring_train_to_the_bits_of_one_process(namespaces, tmp_
 # collective would do: gloo's all_reduce, all_gather and reduce_scatter go around the ring.
 @pytest.mark.slow
 @pytest.mark.parametrize(("lazy", "first"), [("0", ""), ("1", "formed\n")])
-def test_what_needs_more_than_neighbours_fails_on_a_ring(namespaces, lazy, first):
+def test_what_needs_more_than_neighbours_fails_on_a_ring(namespaces, stem, lazy, first):
     with namespaces(ring(4), 4) as net:
-        argv = [*TORCH, BARRIER]
+        argv = ["-c", BARRIER]
         all_ended = net.run_all(
-            argv, lambda _: {"TORCH_GLOO_LAZY_INIT": lazy}, limit=LIMIT, grace=1
+            argv, lambda _: {"TORCH_GLOO_LAZY_INIT": lazy}, limit=LIMIT, grace=1, stem=stem
         )
     assert all(ended.code != 0 for ended in all_ended)
     # Of two ranks without a link, the higher sees an error at once and the lower waits for it.
@@ -231,10 +231,12 @@ def test_what_needs_more_than_neighbours_fails_on_a_ring(namespaces, lazy, first
 
 
 @pytest.mark.slow
-def test_what_needs_all_pairs_passes_where_all_are_linked(namespaces):
+def test_what_needs_all_pairs_passes_where_all_are_linked(namespaces, stem):
     with namespaces(itertools.combinations(range(3), 2), 3) as net:
-        argv = [*TORCH, BARRIER]
-        all_ended = net.run_all(argv, lambda _: {"TORCH_GLOO_LAZY_INIT": "0"}, limit=LIMIT)
+        argv = ["-c", BARRIER]
+        all_ended = net.run_all(
+            argv, lambda _: {"TORCH_GLOO_LAZY_INIT": "0"}, limit=LIMIT, stem=stem
+        )
     assert [ended.output for ended in all_ended] == ["formed\npassed\n"] * 3
 
 
@@ -242,7 +244,7 @@ def test_a_command_on_all_nodes_gives_what_each_of_them_wrote(namespaces):
     program = "import os, sys; print(os.environ['RANK']); sys.exit(os.environ['HELLO'])"
     with namespaces([], 3) as net:
         argv = [*PLAIN, program]
-        all_ended = net.run_all(argv, lambda node: {"HELLO": f"from {node}"}, store=False)
+        all_ended = net.run_all(argv, lambda node: {"HELLO": f"from {node}"})
     assert [ended.output for ended in all_ended] == ["0\n", "1\n", "2\n"]
     assert [ended.errors for ended in all_ended] == ["from 0\n", "from 1\n", "from 2\n"]
     assert [ended.code for ended in all_ended] == [1, 1, 1]
@@ -255,8 +257,8 @@ def test_commands_do_not_outlast_the_limit_or_the_failure_of_another(namespaces)
     )
     argv = [*PLAIN, program]
     with namespaces([], 2) as net:
-        slow = net.run_all(argv, lambda _: {"FAIL": ""}, limit=0.5, store=False)
-        failed = net.run_all(argv, limit=60, grace=0.1, store=False)
+        slow = net.run_all(argv, lambda _: {"FAIL": ""}, limit=0.5)
+        failed = net.run_all(argv, limit=60, grace=0.1)
     assert [ended.killed for ended in slow] == [True, True]
     assert [ended.killed for ended in failed] == [True, False]
     assert "KeyError: 'FAIL'" in failed[1].errors
