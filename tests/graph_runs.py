@@ -278,7 +278,7 @@ def serve() -> NoReturn:
 def _become(
     argv: list[str],
     words: str,
-    environment: dict[str, str],
+    environment: dict[str, str | None],
     version: str | None = None,
     fault: list[int] | None = None,
     folder: str | None = None,
@@ -289,7 +289,11 @@ def _become(
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    os.environ.update(environment)
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if folder is not None:
         os.chdir(folder)
     if namespace is not None:  # of the network, as `ip netns` knows it

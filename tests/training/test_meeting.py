@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs Linux and gloo",
 )
 
-FOLDER = Path(__file__).parents[1]  # has `audit`
 LIMIT = 300  # seconds, on a very busy machine
 ALONE = {"127.0.0.1", "::1"}
 WAIT = timedelta(seconds=20)
@@ -62,27 +60,25 @@ def free_port(host: str = "127.0.0.1") -> int:
         return free.getsockname()[1]
 
 
-def run_pair(program: str, **environment: str) -> list[set[str]]:
+@pytest.fixture
+def run_pair(stem, tmp_path):
     """Where each of two processes listens that find each other by the environment."""
-    common = {k: v for k, v in os.environ.items() if k != meeting.INTERFACE} | environment
-    common["PYTHONPATH"] = str(FOLDER)
-    common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HDNN_TIMEOUT": "60"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=common | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
-    return [{host for host, _ in json.loads(words)} for words in said]
+    processes = []
+
+    def run(program: str, **environment: str) -> list[set[str]]:
+        group = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "HDNN_TIMEOUT": "60"}
+        for rank in range(2):
+            own = environment | group | {"RANK": str(rank), meeting.INTERFACE: None}
+            words = tmp_path / f"{rank}"
+            processes.append(stem.fork(["-c", program], words, environment=own))
+        ends = [process.wait(LIMIT) for process in processes]
+        assert [ended.code for ended in ends] == [0, 0], ends
+        return [{host for host, _ in json.loads(ended.output)} for ended in ends]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def test_a_launch_listens_on_the_loopback_alone(tmp_path):
@@ -105,7 +101,7 @@ def test_a_launch_listens_on_the_loopback_alone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [JOINED, CONNECTED], ids=["training", "graph"])
-def test_processes_of_one_machine_listen_on_the_loopback_alone(program):
+def test_processes_of_one_machine_listen_on_the_loopback_alone(run_pair, program):
     port = str(free_port())
     for hosts in run_pair(program, MASTER_ADDR="127.0.0.1", MASTER_PORT=port):
         assert hosts
@@ -114,7 +110,7 @@ def test_processes_of_one_machine_listen_on_the_loopback_alone(program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [JOINED, CONNECTED], ids=["training", "graph"])
-def test_rank_0_keeps_the_store_at_the_address_that_was_asked_for(program):
+def test_rank_0_keeps_the_store_at_the_address_that_was_asked_for(run_pair, program):
     asked = "127.0.0.2"  # stands for one of several addresses of a machine
     port = str(free_port(asked))
     first, _ = run_pair(program, MASTER_ADDR=asked, MASTER_PORT=port)

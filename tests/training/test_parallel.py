@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import hdnn
+from graph_runs import Process, Stem
 from hdnn.app import cli
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training import fit
@@ -29,35 +30,46 @@ LIMIT = 300  # seconds, on a very busy machine
 QUICK = ["--data", "double_moons", "--layers", "4", "--batch", "450", "--dtype", "float64"]
 
 
-def start(*commands: list[str], **options) -> list[subprocess.Popen[str]]:
-    """The processes of a group, as torchrun would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    group |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HDNN_TIMEOUT": "200"}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,
-        )
-        for rank, command in enumerate(commands)
-    ]
+class Processes:
+    """Starts the processes of a group, as torchrun would."""
+
+    def __init__(self, stem: Stem, folder: Path) -> None:
+        self.stem, self.folder = stem, folder
+        self.running: list[Process] = []
+
+    def start(self, *commands: list[str], folder: Path | None = None) -> list[Process]:
+        """One process for each command of Python, in a folder."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        group = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        group |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HDNN_TIMEOUT": "200"}
+        started = [
+            self.stem.fork(
+                command,
+                self.folder / f"{len(self.running) + rank}",
+                environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder=None if folder is None else str(folder),
+            )
+            for rank, command in enumerate(commands)
+        ]
+        self.running += started
+        return started
 
 
-def end(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+@pytest.fixture
+def processes(stem, tmp_path_factory):
+    processes = Processes(stem, tmp_path_factory.mktemp("words"))
+    yield processes
+    for process in processes.running:
+        process.kill()
+        process.wait()
+
+
+def end(processes: list[Process]) -> tuple[list[int], list[str], list[str]]:
     """Exit code, output and errors of each."""
-    try:
-        said = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [p.returncode for p in processes], [out for out, _ in said], [err for _, err in said]
+    codes, out, err = zip(*(process.wait(LIMIT) for process in processes), strict=True)
+    return [*codes], [*out], [*err]
 
 
 def difference(a: Path, b: Path) -> float:
@@ -169,16 +181,16 @@ if any("gloo" in name for name in threads):
 """
 
 
-def reports(code: str, size: int, *arguments: str) -> list[dict]:
+def reports(processes: Processes, code: str, size: int, *arguments: str) -> list[dict]:
     """What a program in several processes reports, in each of them."""
-    codes, out, err = end(start(*[["-c", GROUP + code + END, *arguments]] * size))
+    codes, out, err = end(processes.start(*[["-c", GROUP + code + END, *arguments]] * size))
     assert codes == [0] * size, err
     assert err == [""] * size
     return [json.loads(text) for text in out]
 
 
-def test_three_processes_train_as_one_and_stay_alike_to_the_bit():
-    first, *others = reports(AS_ONE, 3)
+def test_three_processes_train_as_one_and_stay_alike_to_the_bit(processes):
+    first, *others = reports(processes, AS_ONE, 3)
     assert first.pop("DDP")["difference"] < 1e-12
     for name, found in first.items():
         assert found["moved"] > 1e-3, name
@@ -249,8 +261,8 @@ report["ended"] = steps
 """
 
 
-def test_what_one_process_meets_is_told_in_all_of_them(tmp_path):
-    first, second = reports(TROUBLE, 2, str(tmp_path / "run"))
+def test_what_one_process_meets_is_told_in_all_of_them(processes, tmp_path):
+    first, second = reports(processes, TROUBLE, 2, str(tmp_path / "run"))
     assert "epochs must be a whole number >= 1, but got 0" in first["flag"]
     assert "process 1 of 2: epochs" in first["flag"]
     assert "process 1 has another batch than process 0, 31 instead of 30" in first["options"]
@@ -313,26 +325,27 @@ def test_torchrun_trains_as_one_process_with_one_set_of_files(tmp_path, capsys, 
     assert len(list(two.rglob("events*"))) == 1
 
 
-def test_a_mistake_is_one_sentence_of_the_first_process(tmp_path):
+def test_a_mistake_is_one_sentence_of_the_first_process(processes, tmp_path):
     (tmp_path / "rows.csv").write_text("a,b,c\n1,2,x\n3,4,y\n")
     command = ["-m", "hdnn", "train", "--data", "rows.csv", "--target", "d"]
-    codes, out, err = end(start(command, command, cwd=tmp_path))
+    codes, out, err = end(processes.start(command, command, folder=tmp_path))
     assert codes == [2, 2]
     assert out == ["", ""]
     assert err == ["hdnn: rows.csv has no column 'd'; it has 'a', 'b', 'c'.\n", ""]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.csv"]
 
 
-def test_a_mistake_of_another_process_alone_is_told_by_the_first(tmp_path):
+def test_a_mistake_of_another_process_alone_is_told_by_the_first(processes, tmp_path):
     right = ["-m", "hdnn", "train", *QUICK]
-    codes, _, err = end(start(right, [*right, "--epochs", "many"], cwd=tmp_path))
+    wrong = [*right, "--epochs", "many"]
+    codes, _, err = end(processes.start(right, wrong, folder=tmp_path))
     assert codes == [2, 2]
     assert err[0].startswith("hdnn: process 1 of 2: Invalid value for '--epochs'")
     assert err[1] == ""
     assert not [*tmp_path.iterdir()]
 
 
-def wait_for_epochs(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_epochs(run: Path, count: int, process: Process) -> None:
     log, limit = run / "log.jsonl", time.monotonic() + LIMIT
     while not log.exists() or len(log.read_bytes().splitlines()) < count:
         assert process.poll() is None
@@ -340,20 +353,20 @@ def wait_for_epochs(run: Path, count: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-def test_a_signal_to_one_process_ends_all_and_the_run_goes_on_after_it(tmp_path):
+def test_a_signal_to_one_process_ends_all_and_the_run_goes_on_after_it(processes, tmp_path):
     command = ["-m", "hdnn", "train", *QUICK, "--epochs", "3000", "--out", "run", "--resume"]
-    processes = start(command, command, cwd=tmp_path)
-    wait_for_epochs(tmp_path / "run", 2, processes[0])
-    processes[1].send_signal(signal.SIGTERM)
-    codes, _, err = end(processes)
+    pair = processes.start(command, command, folder=tmp_path)
+    wait_for_epochs(tmp_path / "run", 2, pair[0])
+    pair[1].send(signal.SIGTERM)
+    codes, _, err = end(pair)
     assert codes == [130, 130]
     assert err == ["hdnn: interrupted; go on with: hdnn train --resume --out run\n", ""]
 
     done = len((tmp_path / "run" / "log.jsonl").read_bytes().splitlines())
-    processes = start(command, command, cwd=tmp_path)
-    wait_for_epochs(tmp_path / "run", done + 2, processes[0])
-    processes[1].kill()
-    codes, _, err = end(processes)
+    pair = processes.start(command, command, folder=tmp_path)
+    wait_for_epochs(tmp_path / "run", done + 2, pair[0])
+    pair[1].kill()
+    codes, _, err = end(pair)
     assert codes == [2, -signal.SIGKILL]
     assert err[0].startswith("hdnn: another of the 2 processes has ended or does not answer (")
     assert err[0].count("\n") == 1
