@@ -855,6 +855,9 @@ def test_a_network_that_cannot_fit_is_refused_with_its_size(capsys, monkeypatch)
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_home_folder_has_a_short_name(monkeypatch, tmp_path, capsys):
+    # In a new home Matplotlib would look for all fonts of the machine again.
+    known = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(known))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     Path("home").mkdir()
     Path("home/t.csv").write_text(table())
