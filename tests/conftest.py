@@ -52,6 +52,8 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def stem():
     """A process with PyTorch in it, which starts others in no time."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("forks a process that has PyTorch in it: needs Linux")
     from graph_runs import Stem
 
     with Stem() as stem:

@@ -249,6 +249,10 @@ def until(holds: Callable[[], bool], limit: float = LIMIT) -> None:
 
 def serve() -> NoReturn:
     """Fork and poll as asked, until the input ends."""
+    import hdnn.app.cli  # noqa: F401
+
+    # PyTorch's compiler, which its optimizers import at first use.
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
     # What an output layer needs at first use: numba takes longer than some time-outs.
     options = {"epochs": 1, "batch": 4000}
     config = Config(graph=ring(4), data="double_circles", layers=1, options=options)
@@ -278,7 +282,7 @@ def serve() -> NoReturn:
 def _become(
     argv: list[str],
     words: str,
-    environment: dict[str, str | None],
+    environment: dict[str, str | None] | None = None,
     version: str | None = None,
     fault: list[int] | None = None,
     folder: str | None = None,
@@ -289,7 +293,7 @@ def _become(
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    for name, value in environment.items():
+    for name, value in (environment or {}).items():
         if value is None:
             os.environ.pop(name, None)
         else:

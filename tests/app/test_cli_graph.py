@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -854,14 +853,18 @@ def test_a_killed_node_is_named_and_the_training_goes_on(capfd, monkeypatch):
 
 
 @pytest.mark.slow
-def test_under_torchrun_one_process_speaks_for_all():
+def test_under_torchrun_one_process_speaks_for_all(stem, tmp_path):
     write("g.toml", nodes=4, R=ring(4))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "hdnn", "train", "--graph", "g.toml", *QUICK]
-    done = subprocess.run([*command, "--out", "r"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test accuracy") == 1
-    assert "between parts" in done.stdout
-    done = subprocess.run([*command, "--batch", "0"], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert done.stderr.count("hdnn: batch must be") == 1
+    # Both at once: each has a store of its own.
+    started = [
+        stem.fork([*command, *more], tmp_path / f"words-{more[-1]}", folder=os.getcwd())
+        for more in (["--out", "r"], ["--batch", "0"])
+    ]
+    done, refused = (process.wait() for process in started)
+    assert done.code == 0, done.errors
+    assert done.output.count("test accuracy") == 1
+    assert "between parts" in done.output
+    assert refused.code not in (0, None)
+    assert refused.errors.count("hdnn: batch must be") == 1

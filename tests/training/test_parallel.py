@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -294,22 +291,16 @@ def test_parallel_needs_a_group_and_is_off_without_it():
 # The command line, started by torchrun
 
 
-def test_torchrun_trains_as_one_process_with_one_set_of_files(tmp_path, capsys, monkeypatch):
+def test_torchrun_trains_as_one_process_with_one_set_of_files(stem, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = [*QUICK, "--multilevel", "2", "--patience", "9", "--epochs", "2"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "hdnn", "train", *options, "--json", "--tensorboard", "--out", "two"]
-    result = subprocess.run(
-        [sys.executable, *torchrun, *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    shown = json.loads(result.stdout)  # said once
+    words = tmp_path / "words"
+    result = stem.fork([*torchrun, *command], words, folder=str(tmp_path)).wait(LIMIT)
+    assert result.code == 0, result.errors
+    assert result.errors == ""
+    shown = json.loads(result.output)  # said once
     assert cli.main(["train", *options, "--json", "--tensorboard", "--out", "one"]) == 0
     expected = json.loads(capsys.readouterr().out)
     assert shown["processes"] == 2
