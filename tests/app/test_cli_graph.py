@@ -841,7 +841,7 @@ def test_a_killed_node_is_named_and_the_training_goes_on(capfd, monkeypatch):
         processes = []
         return real(*args, **{**options, "show": show, "started": processes.extend})
 
-    flags = ["--nodes", "2", "--epochs", "15", "--batch", "500", "--layers", "2", "--out", "r"]
+    flags = ["--nodes", "2", "--epochs", "8", "--batch", "500", "--layers", "2", "--out", "r"]
     with monkeypatch.context() as patch:
         patch.setattr(launched, "launch", start)
         assert main(["launch", *flags]) == 1
@@ -849,7 +849,7 @@ def test_a_killed_node_is_named_and_the_training_goes_on(capfd, monkeypatch):
     assert "node 1 is gone" in said
     assert "hdnn launch --resume --out r" in said
     assert main(["launch", "--resume", "--out", "r", "--json"]) == 0
-    assert json.loads(capfd.readouterr().out)["epochs"] == 15
+    assert json.loads(capfd.readouterr().out)["epochs"] == 8
 
 
 @pytest.mark.slow
