@@ -59,7 +59,7 @@ def make_small(patch):
     patch.setattr(cifar10, "load", lambda **_: halves("CIFAR-10", 3, 32, 30))
     for name in ("h1", "h2"):
         like = image_recipes.CIFAR_NETWORKS[name]
-        star = {**like["star"], "channels": [4, 6, 8]}
+        star = {**like["star"], "channels": [4, 4, 6]}
         patch.setitem(image_recipes.CIFAR_NETWORKS, name, {**like, "star": star})
 
 
