@@ -269,7 +269,10 @@ def serve() -> NoReturn:
             answer = os.fork()
             if not answer:
                 _become(**question)
-                _leave(_run(*question["argv"]))
+                code = _run(*question["argv"])
+                if question["argv"][1] == WORKER[1]:
+                    _leave(code)
+                sys.exit(code)  # in full: connections that are lost may abort it
             running.add(answer)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
