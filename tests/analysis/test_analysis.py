@@ -57,6 +57,7 @@ def networks(draw, kinds=(*ODE, "MLP")):
 # Backward sensitivity
 
 
+@settings(max_examples=100)
 @given(networks(), seeds, st.sampled_from([(), (2,), (2, 1)]))
 def test_a_bsm_is_the_transposed_jacobian_of_the_layers_that_follow(net, seed, batch):
     y = Random(seed)(*batch, net.features)
