@@ -129,6 +129,7 @@ def split(
     backprop: str | None = None,
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
+    splitting.check(shears)
     weights = (K_p, K_q, b_p, b_q)
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
 
@@ -341,7 +342,9 @@ def _split(
     sigma, kind = activations.get(activation), "same" if X is None else "general"
     call = Call(shears, kind, inverse, y, weights, X, h, sigma)
     name, specs = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
-    return _run(call, name, specs, reference.split, trajectory, engine, backprop)
+    return _run(
+        call, name + "_inverse" * inverse, specs, reference.split, trajectory, engine, backprop
+    )
 
 
 def _run(
@@ -357,9 +360,9 @@ def _run(
     if not trajectory and (run := prepared.known(call, engine, backprop)):
         return run(call)
     shears, kind, inverse, y, weights, link, h, sigma = call
-    where, halves = name + "_inverse" * inverse, shears is not None
+    halves = shears is not None
     links = {"X" if halves else "J": link}
-    _check(where, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
+    _check(name, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
     if not trajectory and (run := prepared.choose(call, engine, backprop)):
         return run(call)
     if shears is not None:

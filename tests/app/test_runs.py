@@ -371,6 +371,12 @@ def test_metrics_of_any_other_kind_are_one_sentence(run, entry, capsys):
             assert isinstance(odd, str) or odd in ({}, None, 3, 0, -1)
 
 
+def test_entries_that_only_a_graph_has_may_stand_in_the_metrics_of_a_table(run, capsys):
+    given = json.loads(run.metrics_file.read_text())
+    run.metrics_file.write_text(json.dumps(given | {"nodes": "a", "seconds": "long"}))
+    assert main(["train", "--resume", "--out", str(run.folder)]) == 0
+
+
 def test_metrics_of_another_run_are_refused(run, trained, capsys):
     given = json.loads(run.metrics_file.read_text())
     for name, value in (("seed", 7), ("layers", 3), ("data", "other.csv")):
@@ -465,4 +471,11 @@ def test_a_config_of_a_graph_of_any_other_kind_is_one_sentence(tmp_path):
                 graph_resumed(tmp_path)
     file.write_text("[" * 10**5)
     with pytest.raises(CheckpointError, match="nested too deeply"):
+        graph_resumed(tmp_path)
+    file.write_text(json.dumps({**asdict(made), "gain": ["a"]}))
+    with pytest.raises(CheckpointError) as error:
+        graph_resumed(tmp_path)
+    assert str(error.value).count("config.json") == 1
+    file.write_text(json.dumps({"layers": 2}))
+    with pytest.raises(CheckpointError, match=r"is no config of a training on a graph\.$"):
         graph_resumed(tmp_path)

@@ -17,7 +17,7 @@ from hdnn.app.runs import Run
 from hdnn.base import portable
 from hdnn.data import planar
 from hdnn.data.table import Columns
-from hdnn.errors import CheckpointError, DataError, TrainingError
+from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -61,6 +61,7 @@ def test_the_known_classes_come_back():
     ("error", "kind", "said"),
     [
         (DataError("no samples."), DataError, "no samples."),
+        (HDNNError("of any kind."), HDNNError, "of any kind."),
         (KeyError("x"), TrainingError, "KeyError: 'x'"),
         (RuntimeError("a fault"), TrainingError, "RuntimeError: a fault"),
     ],
@@ -69,6 +70,16 @@ def test_errors_come_back_as_errors_of_hdnn(error, kind, said):
     found = portable.unpack(portable.pack([error]))[0]
     assert type(found) is kind
     assert str(found) == said
+
+
+def test_a_class_of_somebody_else_does_not_take_the_place_of_an_error():
+    class OtherError(HDNNError):
+        def __init__(self, *, needed):
+            pass
+
+    OtherError.__name__ = "DataError"
+    found = portable.unpack(portable.pack(DataError("no samples.")))
+    assert type(found) is DataError
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"a": {3}}, print, torch.nn.Linear(1, 1)])

@@ -10,6 +10,7 @@ import torch
 
 import hdnn
 from hdnn import functional
+from hdnn.errors import OptionError
 from hdnn.integrators import splitting
 from hdnn.networks.hamiltonian import SCHEMES
 from strategies import Random, randomise
@@ -111,6 +112,14 @@ def test_any_composition_can_be_brought_along_and_undone():
     out = functional.split(y, *weights, 0.1, shears=ruth3)
     back = functional.split(out, *weights, 0.1, shears=ruth3, inverse=True)
     torch.testing.assert_close(back, y)
+
+
+@pytest.mark.parametrize("shears", [(), [("p", 1.0)], (("x", 1.0),), (("p",),), "pq", None])
+def test_what_is_no_sequence_of_shears_is_refused(shears):
+    normal = Random(0)
+    weights = normal(3, 4, 2), normal(3, 4, 2), normal(3, 4), normal(3, 4)
+    with pytest.raises(OptionError, match="shears must be a tuple of pairs"):
+        functional.split(normal(5, 4), *weights, 0.1, shears=shears)
 
 
 def test_H1_and_H2_are_special_cases_not_copies():

@@ -71,14 +71,9 @@ class GraphMetrics(TypedDict):
 
 
 OF_KIND = {"table": TableMetrics, "images": ImageMetrics, "graph": GraphMetrics}
-OF_ANY: dict[str, Any] = {
-    **dict.fromkeys(SCORES, float | None),
-    **get_type_hints(GraphMetrics),
-    **get_type_hints(TableMetrics),
-    **get_type_hints(ImageMetrics),
-    "no_pictures_because": str,
-    "restarts": int,
-}
+OF_ANY: dict[str, Any] = {**dict.fromkeys(SCORES, float | None), "no_pictures_because": str}
+OF_OWN = {**OF_ANY, **get_type_hints(TableMetrics), **get_type_hints(ImageMetrics)}
+OF_GRAPH = {**OF_ANY, **get_type_hints(GraphMetrics), "epochs": int, "restarts": int}
 
 
 def check(path: Path, given: Any, kinds: dict[str, Any], *, needed: bool) -> None:
@@ -89,9 +84,13 @@ def check(path: Path, given: Any, kinds: dict[str, Any], *, needed: bool) -> Non
         if needed and name not in given:
             raise CheckpointError(f"{path} is damaged or was edited: it has no {name}.")
         if name in given and not fits(given[name], kind):
-            raise CheckpointError(
-                f"{path} is damaged or was edited: its {name} cannot be {quoted(given[name])}."
-            )
+            raise _impossible(path, name, given[name])
+
+
+def _impossible(path: Path, name: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged or was edited: its {name} cannot be {quoted(value)}."
+    )
 
 
 def read_columns(path: Path) -> Columns:
@@ -101,8 +100,15 @@ def read_columns(path: Path) -> Columns:
     names, classes = given["names"], given["classes"]
     lengths = {len(given[name]) for name in ("names", "mean", "scale")}
     many = {"classification": len(set(classes)) >= 2, "regression": not classes}
-    positive = min([*given["scale"], given["target_scale"]]) > 0
-    if len(lengths) != 1 or not names or not positive or not many.get(given["task"]):
+    right = {
+        "task": given["task"] in many,
+        "scale": all(scale > 0 for scale in given["scale"]),
+        "target_scale": given["target_scale"] > 0,
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            raise _impossible(path, name, given[name])
+    if len(lengths) != 1 or not names or not many[given["task"]]:
         raise CheckpointError(f"{path} is damaged or was edited: its lists do not fit together.")
     if len(set(names)) != len(names) or len(set(classes)) != len(classes):
         raise CheckpointError(f"{path} is damaged or was edited: it has a name twice.")
@@ -135,10 +141,10 @@ def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, k
         )
 
 
-def read_metrics(path: Path) -> dict[str, Any]:
-    """The results of a run; entries may be missing, but none has a wrong type."""
+def read_metrics(path: Path, kind: str | None) -> dict[str, Any]:
+    """The results of a run of this kind; entries may be missing, but none has a wrong type."""
     metrics = read_json(path)
-    check(path, metrics, OF_ANY, needed=False)
+    check(path, metrics, OF_GRAPH if kind == "graph" else OF_OWN, needed=False)
     return metrics
 
 

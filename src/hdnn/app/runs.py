@@ -106,11 +106,12 @@ class Run:
                 "make one by hdnn train."
             )
         options = read_run(self.config_file)
-        try:
-            if options["kind"] != GraphConfig.kind:
-                return config_of(options)
+        if of_graph := options["kind"] == GraphConfig.kind:
+            if "graph" not in options:
+                raise CheckpointError(f"{self.config_file} is no config of a training on a graph.")
             runfiles.check(self.config_file, options, types_of(GraphConfig), needed=False)
-            return GraphConfig.from_json(options)
+        try:
+            return GraphConfig.from_json(options) if of_graph else config_of(options)
         except (HDNNError, TypeError) as error:  # a TypeError names an option that there is not
             raise CheckpointError(f"{self.config_file} was edited: {error}") from error
 
@@ -144,7 +145,7 @@ class Run:
 
     def metrics(self) -> dict[str, Any]:
         """The results so far, as the file has them."""
-        return runfiles.read_metrics(self.metrics_file)
+        return runfiles.read_metrics(self.metrics_file, self.kind)
 
     def result(self) -> dict[str, Any]:
         """The complete results; an error if the run is not complete."""

@@ -16,6 +16,7 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from hdnn import errors
 from hdnn.errors import CheckpointError, HDNNError, TrainingError
 
 C = TypeVar("C", bound=type)
@@ -87,8 +88,9 @@ def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
         return Path(content)
     if kind == "error":
         name, said = content
-        known = {one.__name__: one for one in HDNNError.__subclasses__()}
-        return known.get(name, TrainingError)(said)
+        known = getattr(errors, name, TrainingError)
+        ours = isinstance(known, type) and issubclass(known, HDNNError)
+        return (known if ours else TrainingError)(said)
     if kind == "dict":
         return {key: _value(one, tensors) for key, one in content}
     return _classes[kind](**_value(content, tensors))

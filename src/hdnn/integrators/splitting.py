@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hdnn.errors import OptionError
+
 Shear = tuple[Literal["p", "q"], float]
 """Which half moves, and by what fraction of h."""
 
@@ -46,6 +48,20 @@ NAMES = {
     MS3: ("ms3", {"K_2": "N r_p m", "K_1": "N r_q m", "b_2": "N r_p", "b_1": "N r_q"}),
 }
 """What users call each scheme and its weights, with their shapes."""
+
+
+def check(shears: tuple[Shear, ...]) -> None:
+    """Refuse what is no sequence of shears."""
+    if any(shears is known for known in NAMES):
+        return
+    fine = isinstance(shears, tuple) and all(
+        isinstance(one, tuple) and len(one) == 2 and one[0] in ("p", "q") for one in shears
+    )
+    if not fine or not shears:
+        raise OptionError(
+            "shears must be a tuple of pairs, each of the half that moves and its fraction of h, "
+            f"such as (('p', 1.0), ('q', 1.0)), but got {shears!r}."
+        )
 
 
 def inverse(shears: tuple[Shear, ...]) -> tuple[Shear, ...]:
