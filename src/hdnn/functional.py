@@ -129,7 +129,6 @@ def split(
     backprop: str | None = None,
 ) -> Tensor:
     """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
-    splitting.check(shears)
     weights = (K_p, K_q, b_p, b_q)
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
 
@@ -341,7 +340,7 @@ def _split(
 ) -> Tensor:
     sigma, kind = activations.get(activation), "same" if X is None else "general"
     call = Call(shears, kind, inverse, y, weights, X, h, sigma)
-    name, specs = splitting.NAMES.get(shears, ("split", splitting.WEIGHTS))
+    name, specs = splitting.named(shears)
     return _run(
         call, name + "_inverse" * inverse, specs, reference.split, trajectory, engine, backprop
     )

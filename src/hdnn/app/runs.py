@@ -149,8 +149,9 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """The complete results; an error if the run is not complete."""
-        metrics = self.metrics()
-        runfiles.check_complete(self.metrics_file, metrics, self.config())
+        config = self.config()
+        metrics = runfiles.read_metrics(self.metrics_file, config.kind)
+        runfiles.check_complete(self.metrics_file, metrics, config)
         return metrics
 
     def log(self) -> list[dict[str, Any]]:

@@ -50,10 +50,14 @@ NAMES = {
 """What users call each scheme and its weights, with their shapes."""
 
 
-def check(shears: tuple[Shear, ...]) -> None:
-    """Refuse what is no sequence of shears."""
-    if any(shears is known for known in NAMES):
-        return
+def named(shears: tuple[Shear, ...]) -> tuple[str, dict[str, str]]:
+    """What users call a sequence and its weights, with their shapes; an error if it is none."""
+    try:
+        known = NAMES.get(shears)
+    except TypeError:  # a list has no hash
+        known = None
+    if known is not None:
+        return known
     fine = isinstance(shears, tuple) and all(
         isinstance(one, tuple) and len(one) == 2 and one[0] in ("p", "q") for one in shears
     )
@@ -62,6 +66,7 @@ def check(shears: tuple[Shear, ...]) -> None:
             "shears must be a tuple of pairs, each of the half that moves and its fraction of h, "
             f"such as (('p', 1.0), ('q', 1.0)), but got {shears!r}."
         )
+    return "split", WEIGHTS
 
 
 def inverse(shears: tuple[Shear, ...]) -> tuple[Shear, ...]:
