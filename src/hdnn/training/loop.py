@@ -27,7 +27,7 @@ from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.training import checkpoint, identity, schedule
 from hdnn.training.callbacks import begun
-from hdnn.training.checks import OPTIONS, check_data, check_options, check_weight, head_of
+from hdnn.training.checks import check_data, check_options, check_weight, head_of
 from hdnn.training.hidden import HiddenLayers
 from hdnn.training.history import Callback, History, Moment
 from hdnn.training.interrupt import DeferredInterrupt
@@ -90,11 +90,24 @@ def fit(
             initialised. All call `fit` with the same data and options; the training is that of one
             process with the model of the first, up to rounding, and only the first writes files.
     """
-    given = locals()  # the arguments, by name
     members = team(parallel)
     with ExitStack() as stack:
         with members.together():
-            options = check_options(**{name: given[name] for name in OPTIONS})
+            options = check_options(
+                epochs=epochs,
+                batch=batch,
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+                schedule=schedule,
+                warmup=warmup,
+                weight_decay=weight_decay,
+                clip=clip,
+                solver=solver,
+                ridge=ridge,
+                smoothness=smoothness,
+                smoothing=smoothing,
+                seed=seed,
+            )
             head_of(model)
             check_data(model, x, t)
             check_weight(weight, x)
