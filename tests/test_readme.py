@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -16,7 +15,6 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_examples_run(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)  # of the first weights: 3 seeds in 1,200 end below 95%
     names: dict[str, object] = {}
     exec(compile(example, "README.md", "exec"), names)
     printed = capsys.readouterr().out
