@@ -47,6 +47,10 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 
 import hdnn
+from hdnn import *  # which asks for no extra
+
+dir(hdnn)
+assert H2 is hdnn.H2
 
 def give_up(name):
     if name != "hdnn.estimators":
@@ -99,6 +103,31 @@ def test_package_is_marked_as_typed():
 def test_public_names_exist_once_each():
     assert len(set(hdnn.__all__)) == len(hdnn.__all__)
     assert [name for name in hdnn.__all__ if not hasattr(hdnn, name)] == []
+
+
+def test_dir_lists_the_estimators_and_the_public_submodules(monkeypatch):
+    late = {"HDNNClassifier", "HDNNRegressor", "estimators"}
+    submodules = {"distributed", "errors", "networks", "plotting", "reference", "serialization"}
+    assert {*hdnn.__all__, *late, *submodules} <= {*dir(hdnn)}
+    assert [name for name in dir(hdnn) if not hasattr(hdnn, name)] == []
+    assert not [name for name in dir(hdnn) if name in ("gc", "sys", "importlib", "interrupted")]
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert not late & {*dir(hdnn)}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h2", "did you mean 'H2'?"),
+        ("HDNNClasifier", "did you mean 'HDNNClassifier'?"),
+        ("certify", "it is hdnn.analysis.certify"),
+        ("qwerty", "dir(hdnn) lists what there is"),
+    ],
+)
+def test_a_name_that_is_not_there_says_where_to_look(name, hint):
+    with pytest.raises(AttributeError) as raised:
+        getattr(hdnn, name)
+    assert str(raised.value) == f"module 'hdnn' has no attribute {name!r}; {hint}"
 
 
 def test_import_loads_no_optional_dependency():

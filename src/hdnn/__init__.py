@@ -1,10 +1,27 @@
 """Very deep networks whose gradients provably do not vanish: Hamiltonian deep neural networks."""
 
+import difflib
 import gc
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
 
 from hdnn._version import __version__ as __version__
 
 from hdnn.base import interrupted as interrupted  # isort: skip  # first: the rest takes its time
+
+if TYPE_CHECKING:
+    from hdnn import distributed as distributed
+    from hdnn import errors as errors
+    from hdnn import estimators as estimators
+    from hdnn import model as model
+    from hdnn import networks as networks
+    from hdnn import plotting as plotting
+    from hdnn import reference as reference
+    from hdnn import serialization as serialization
+    from hdnn.estimators import HDNNClassifier as HDNNClassifier
+    from hdnn.estimators import HDNNRegressor as HDNNRegressor
 
 # Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.
 _collecting = gc.isenabled()
@@ -78,11 +95,42 @@ __all__ = [
     "training",
 ]
 
+# What is imported when it is first asked for.
+_SUBMODULES = (
+    *("distributed", "errors", "estimators", "model", "networks", "plotting", "reference"),
+    "serialization",
+)
+_ESTIMATORS = ("HDNNClassifier", "HDNNRegressor")
+
 
 def __getattr__(name: str) -> object:
-    """The scikit-learn estimators, imported when they are first asked for."""
-    if name in ("HDNNClassifier", "HDNNRegressor"):
-        from hdnn import estimators
+    """A part of hdnn that is imported late, or an error that says where to look instead."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _ESTIMATORS:
+        return getattr(importlib.import_module(f"{__name__}.estimators"), name)
+    raise AttributeError(f"module 'hdnn' has no attribute {name!r}{_hint(name)}")
 
-        return getattr(estimators, name)
-    raise AttributeError(f"module 'hdnn' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    late = {*_SUBMODULES, *_ESTIMATORS}
+    try:
+        found = importlib.util.find_spec("sklearn")
+    except ImportError:
+        found = None
+    if found is None:  # what is listed can be had
+        late -= {"estimators", *_ESTIMATORS}
+    return sorted({*__all__, *late, *(name for name in globals() if name.startswith("__"))})
+
+
+def _hint(name: str) -> str:
+    """Where a name that is not here may be, for people."""
+    if name.startswith("_"):
+        return ""
+    known = {each.lower(): each for each in __dir__()}
+    for module in (*__all__, *_SUBMODULES):
+        inner = getattr(sys.modules.get(f"{__name__}.{module}"), "__all__", ())
+        if name in inner and name.lower() not in known:
+            return f"; it is hdnn.{module}.{name}"
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f"; did you mean {known[near[0]]!r}?" if near else "; dir(hdnn) lists what there is"
