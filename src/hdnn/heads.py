@@ -13,14 +13,19 @@ from torch.nn import functional as F
 
 from hdnn.errors import DataError, ShapeError, choose, positive_int
 from hdnn.networks.initial import Initial
+from hdnn.networks.options import describes_options
 
 
 class Augment(nn.Module):
     """y_0 = x placed among zeros: (*batch, inputs) to (*batch, features).
 
-    `placement`: "split" puts the first half of x at the start of p and the second half at the end
-    of q (x1 into the first p-entry, x2 into the last q-entry: the published experiments);
-    "first" puts all of x first, (x, 0), as in the paper's text; or give the positions themselves.
+    Args:
+        inputs: how many features x has.
+        features: n of the network that follows; at least `inputs`.
+        placement: "split" puts the first half of x at the start of p and the second half at the
+            end of q (x1 into the first p-entry, x2 into the last q-entry: the published
+            experiments); "first" puts all of x first, (x, 0), as in the paper's text; or give the
+            positions themselves.
     """
 
     positions: Tensor
@@ -102,7 +107,15 @@ def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
 
 
 class LinearHead(nn.Module):
-    """Scores W y + w, (*batch, n) to (*batch, outputs)."""
+    """Scores W y + w, (*batch, n) to (*batch, outputs).
+
+    Args:
+        features: n of the network in front.
+        outputs: how many scores there are.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
+    """
 
     def __init__(
         self,
@@ -131,6 +144,7 @@ class LinearHead(nn.Module):
         return f"{self.features} -> {self.outputs}"
 
 
+@describes_options(LinearHead)
 class RegressionHead(LinearHead):
     """Values W y + w, trained by the mean squared error."""
 
@@ -143,6 +157,7 @@ class RegressionHead(LinearHead):
         return scores
 
 
+@describes_options(LinearHead, classes="how many classes there are, at least 2.")
 class SoftmaxHead(LinearHead):
     """Class probabilities softmax(W y + w), trained by the cross-entropy; labels 0 .. classes-1."""
 
@@ -179,6 +194,7 @@ class SoftmaxHead(LinearHead):
         return scores.argmax(-1)
 
 
+@describes_options(LinearHead)
 class SigmoidHead(LinearHead):
     """One probability sigmoid(W y + w) for two classes 0 and 1, as in the planar experiments."""
 

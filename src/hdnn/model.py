@@ -13,7 +13,13 @@ from hdnn.networks import Network
 
 
 class Model(nn.Module):
-    """x -> augment -> stack of N layers -> head -> scores. Without `augment`, y_0 is x."""
+    """x -> augment -> stack of N layers -> head -> scores.
+
+    Args:
+        augment: a `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
+        net: a network of hdnn, such as `hdnn.H2`.
+        head: one of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
+    """
 
     def __init__(self, augment: Augment | None, net: Network, head: LinearHead) -> None:
         super().__init__()

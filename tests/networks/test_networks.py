@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -671,3 +673,18 @@ def test_a_flag_in_words_is_refused_since_any_word_would_be_true(option):
     for value in ("no", "False"):
         with pytest.raises(HDNNError, match=option):
             make("H2", **{option: value})
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *hdnn.networks.KINDS.values(),
+        *hdnn.heads.HEADS.values(),
+        *(hdnn.HamiltonianUnit, hdnn.Augment, hdnn.Model),
+    ],
+)
+def test_the_docstring_of_a_class_has_all_its_options_and_no_others(cls):
+    about = cls.__doc__.partition("Args:\n")[2]
+    described = re.findall(r"^(\w+): ", inspect.cleandoc(f"\n{about}"), re.MULTILINE)
+    assert described == [*inspect.signature(cls).parameters]
+    assert "options" not in inspect.signature(cls).parameters

@@ -16,7 +16,7 @@ from hdnn.networks import jacobians
 from hdnn.networks.blocks import BlockSparseNetwork
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
-from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, takes
+from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, describes_options, takes
 from hdnn.networks.schemes import SCHEMES, Scheme
 from hdnn.networks.weights import refresh
 from hdnn.sparsity import Sparsity
@@ -27,15 +27,32 @@ class HamiltonianNet(BlockSparseNetwork):
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
     (H2), "verlet", "yoshida4". With a full K (`K, b`): "forward_euler" (H1), and the implicit
-    "semi_implicit_euler_full" (ImplicitH2) and "midpoint". J comes from `X` ((m, m) or a layer's
-    own, (N, m, m)), or for "forward_euler" and "midpoint" is any skew-symmetric `J`.
+    "semi_implicit_euler_full" (ImplicitH2) and "midpoint", which compile, export and vmap as one
+    operator, `hdnn::solve_implicit`, but cannot be exported to ONNX.
 
-    `step` is h (a float or one a layer); or give `T` and h = T/N; by default T = 2.4.
-    `init="paper"` draws N(0, 1), "scaled" draws K from N(0, 1/n) with b = 0.
-    `tied=True` gives all layers the same weights. `sparsity` makes K (and X or J) block-sparse.
-    `engine` and `backprop` say how an explicit stack runs, never what it computes: `hdnn.engine`.
-    `tol` and `max_iter` are for the Newton iterations of implicit integrators, which compile,
-    export and vmap as one operator, `hdnn::solve_implicit`, but cannot be exported to ONNX.
+    Args:
+        features: n, the size of a state; even where it is split into (p, q).
+        layers: N, how many steps there are.
+        integrator: how a step is taken, one of those above.
+        step: h, a number or one for each layer; or give T instead.
+        T: the time that all layers span, h = T/N; 2.4 if neither is given.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        X: makes J = [[0, -X^T], [X, 0]]: (m, m) with m = n/2, or (N, m, m); by default I.
+        learn_X: train X too, from the given one on.
+        J: any skew-symmetric matrix (n, n), or (N, n, n); by default [[0, -I], [I, 0]].
+        learn_J: train J too, from the given one on; it stays skew-symmetric.
+        learn_step: train the step of each layer too; it stays positive.
+        tied: give all layers the same weights.
+        init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
+        sparsity: a block pattern R, or a `hdnn.Sparsity`, that K (and X or J) must have.
+        tol: to which the equation of an implicit layer is solved; by default that of the dtype.
+        max_iter: the most Newton steps for an implicit layer.
+        engine: what runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
+        backprop: what the backward pass starts from, "auto", "stored", "checkpoint" or
+            "reversible": see `hdnn.engine`.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
     """
 
     def __init__(
@@ -288,11 +305,12 @@ class HamiltonianNet(BlockSparseNetwork):
         return ", ".join(parts + ([repr(self.sparsity)] if self.sparsity is not None else []))
 
 
+@describes_options(HamiltonianNet)
 class H1(HamiltonianNet):
     """Forward Euler: y_{j+1} = y_j + h J K^T sigma(K y_j + b)   (eq:H-DNN_fE).
 
     For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
-    Parameters K (N, n, n) and b (N, n); options as in `HamiltonianNet`.
+    Parameters K (N, n, n) and b (N, n).
     """
 
     @takes(HamiltonianNet, without=("integrator", "X", "learn_X", "tol", "max_iter"))
@@ -300,11 +318,12 @@ class H1(HamiltonianNet):
         super().__init__(features, layers, "forward_euler", **options)
 
 
+@describes_options(HamiltonianNet)
 class H2(HamiltonianNet):
     """Semi-implicit Euler, explicit: p from q (eq:p_update), then q from the new p (eq:q_update).
 
     Symplectic, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and any activation.
-    Parameters K_p, K_q (N, m, m) and b_p, b_q (N, m); options as in `HamiltonianNet`.
+    Parameters K_p, K_q (N, m, m) and b_p, b_q (N, m).
     """
 
     @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "tol", "max_iter"))
@@ -312,10 +331,11 @@ class H2(HamiltonianNet):
         super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
+@describes_options(HamiltonianNet)
 class ImplicitH2(HamiltonianNet):
     """Semi-implicit Euler with a full K, solved by Newton's method   (eq:implicit_euler).
 
-    Symplectic as H2 is. Parameters K (N, n, n) and b (N, n); options as in `HamiltonianNet`.
+    Symplectic as H2 is. Parameters K (N, n, n) and b (N, n).
     """
 
     @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "engine", "backprop"))

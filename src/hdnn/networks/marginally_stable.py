@@ -12,9 +12,11 @@ from hdnn import functional, interconnection
 from hdnn.errors import NotInvertibleError, positive_int
 from hdnn.integrators import splitting
 from hdnn.networks import jacobians
+from hdnn.networks.hamiltonian import HamiltonianNet
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.ode import ODENetwork
+from hdnn.networks.options import describes_options
 from hdnn.networks.promise import ALWAYS, Guarantee
 from hdnn.networks.weights import refresh
 from hdnn.operators import dense
@@ -58,6 +60,7 @@ class _MarginallyStable(ODENetwork):
         self._draw(initial)
 
 
+@describes_options(HamiltonianNet)
 class MS1(_MarginallyStable):
     """q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2).
 
@@ -100,6 +103,7 @@ class MS1(_MarginallyStable):
         return torch.cat([w["K_0"]] * 2, -1), torch.cat([w["b_1"], w["b_2"]], -1)
 
 
+@describes_options(HamiltonianNet)
 class MS2(_MarginallyStable):
     """y_{j+1} = y_j + h sigma(K y_j + b) with a skew-symmetric K   (eq:MS2).
 
@@ -151,6 +155,7 @@ class MS2(_MarginallyStable):
         return [("K_upper", 2.0), ("b", 1.0)]  # each entry is below the diagonal too
 
 
+@describes_options(HamiltonianNet)
 class MS3(_MarginallyStable):
     """H2 with both signs changed, and the blocks of K off its diagonal   (eq:MS3).
 

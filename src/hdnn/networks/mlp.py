@@ -11,10 +11,13 @@ from torch import Tensor
 from hdnn import functional
 from hdnn.networks import jacobians
 from hdnn.networks.base import Network
+from hdnn.networks.hamiltonian import HamiltonianNet
 from hdnn.networks.initial import Initial
+from hdnn.networks.options import describes_options
 from hdnn.networks.promise import Guarantee
 
 
+@describes_options(HamiltonianNet)
 class MLP(Network):
     """y_{j+1} = sigma(K_j y_j + b_j), the baseline of fig:gradients: K (N, n, n), b (N, n)."""
 

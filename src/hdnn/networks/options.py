@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypedDict, TypeVar
@@ -16,6 +17,7 @@ from hdnn.sparsity import Sparsity
 
 DEFAULT_T = 2.4
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
+Class = TypeVar("Class")
 
 
 class HamiltonianOptions(TypedDict, total=False):
@@ -71,6 +73,27 @@ def takes(parent: type, *, without: Sequence[str]) -> Callable[[Constructor], Co
 
         checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         return checked  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def describes_options(source: type, **more: str) -> Callable[[type[Class]], type[Class]]:
+    """Add the options of a class to its docstring, in the words of the `Args:` of another one.
+
+    `more` are the words for options that only this class has.
+    """
+    words, name = {name: [f"    {name}: {text}"] for name, text in more.items()}, ""
+    for line in (inspect.getdoc(source) or "").partition("Args:\n")[2].splitlines():
+        if found := re.match(r"    (\w+): ", line):
+            words[name := found[1]] = [line]
+        else:
+            words[name].append(line)
+
+    def decorate(cls: type[Class]) -> type[Class]:
+        if cls.__doc__ is not None:  # python -OO has none
+            lines = [line for name in inspect.signature(cls).parameters for line in words[name]]
+            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Args:", *lines])
+        return cls
 
     return decorate
 

@@ -48,30 +48,45 @@ class HamiltonianUnit(UnitWeights):
 
     The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
     (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with K_p, K_q
-    (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `step` is h, or one a layer; or give T.
-    K pads images with `padding` zeros, by default (k - 1) / 2; states have one shape for any.
-
-    `norm="inside"` puts batch normalisation between K y + b and sigma, "after" behind the unit,
-    "both" at both places; `guarantee()` says whether norm(dy_N/dy_j) >= 1 still holds. `drop` is
-    the probability, one for all or one a layer, to leave a layer out for an image in training.
-    If it is not left out, its step is h / (1 - drop), so that the mean step is h. The theorem holds
-    for any steps, so it holds for these too.
-
-    `backprop` says what the backward pass starts from: "stored" states of all layers, or a
-    "checkpoint" every few layers, with the layers between run a second time, so that memory grows
-    with sqrt(N). Both give the same gradients for any weights. "auto" stores while that takes less
-    than 1/32 of the memory of the GPU, or of the machine, and takes checkpoints beyond; what
-    `hdnn.engine.use(backprop=...)` asks for comes first. "reversible" (h2; `reversible=True` for
-    short) rebuilds states from y_N, so that memory does not grow at all, but rounding grows by what
-    the layers expand. Each time, the rebuilt y_1 is compared with y_1: gradients that are inexact
-    are a `ReversalWarning`, worthless ones a `TrainingError`. `reversible=False` is "stored".
-    Inside of transforms of `torch.func` states are stored unless they are rebuilt.
-
-    `sparsity` is a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
-    group of channels of p and the same of q: K is zero between nodes that R does not link.
+    (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `guarantee()` says whether
+    norm(dy_N/dy_j) >= 1 holds with the options given.
 
     Under autocast, or with weights in half precision, the state stays in float32 inside the unit
     and the convolutions run in the lower precision; y_N has the dtype of y_0.
+
+    Args:
+        channels: C, an even number.
+        layers: N, how many steps there are.
+        network: "h1" or "h2".
+        kernel: k, the side of the kernels of K; odd.
+        step: h, a number or one for each layer; or give T instead.
+        T: the time that all layers span, h = T/N; 2.4 if neither is given.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        groups: into which the channels of K are split, as in `torch.nn.Conv2d`.
+        padding: zeros around an image inside of K, by default (k - 1) / 2; states have one shape
+            for any.
+        norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
+            "both" at both places, "none" nowhere.
+        reversible: True is short for backprop="reversible", False for "stored".
+        backprop: what the backward pass starts from: "stored" states of all layers, or a
+            "checkpoint" every few layers, with the layers between run a second time, so that
+            memory grows with sqrt(N). Both give the same gradients for any weights. "auto" stores
+            while that takes less than 1/32 of the memory of the GPU, or of the machine, and takes
+            checkpoints beyond; what `hdnn.engine.use(backprop=...)` asks for comes first.
+            "reversible" (h2) rebuilds states from y_N, so that memory does not grow at all, but
+            rounding grows by what the layers expand. Each time, the rebuilt y_1 is compared with
+            y_1: gradients that are inexact are a `ReversalWarning`, worthless ones a
+            `TrainingError`. Inside of transforms of `torch.func` states are stored unless they are
+            rebuilt.
+        drop: the probability, one for all or one a layer, to leave a layer out for an image in
+            training. If it is not left out, its step is h / (1 - drop), so that the mean step is h.
+            The theorem holds for any steps, so it holds for these too.
+        sparsity: a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
+            group of channels of p and the same of q: K is zero between nodes that R does not link.
+        init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
     """
 
     def __init__(
