@@ -138,6 +138,13 @@ for name, (options, how) in {
     "H1": ({"net": "H1"}, {}),
     "implicit": ({"net": "ImplicitH2"}, {}),
     "MLP": ({"net": "MLP"}, {"solver": "adam"}),
+    "held out": (
+        {},
+        {
+            **{"validation": (data.x_test, data.t_test), "patience": 1},
+            **{"epochs": 9, "learning_rate": 0.5},
+        },
+    ),
 }.items():
     shared = model_of(seed=rank, **options)  # the first one's weights count
     history = quick(shared, parallel=True, **how)
@@ -151,6 +158,7 @@ for name, (options, how) in {
         report[name] |= {
             "difference": max((p - q).abs().max().item() for p, q in pairs),
             "loss": abs(history.loss[-1] - expected.loss[-1]),
+            "held out": [len(h.validation_loss) for h in (history, expected)],
             "gradient": abs(history.gradient[-1] - expected.gradient[-1]),
             "moved": (after - before).abs().max().item(),
         }
@@ -189,6 +197,8 @@ def reports(processes: Processes, code: str, size: int, *arguments: str) -> list
 def test_three_processes_train_as_one_and_stay_alike_to_the_bit(processes):
     first, *others = reports(processes, AS_ONE, 3)
     assert first.pop("DDP")["difference"] < 1e-12
+    shared, alone = first["held out"]["held out"]
+    assert 1 < shared == alone < 9
     for name, found in first.items():
         assert found["moved"] > 1e-3, name
         assert found["difference"] < 1e-9, name

@@ -43,6 +43,7 @@ class TrainingBar:
         self.title, self.wanted, self.epochs = title, wanted, epochs
         self.on = wanted and terminal.at_terminal()
         self.due, self.progress, self.task = time.monotonic() + WAIT, None, None
+        self.held_out = ""  # what was found there after the last epoch
 
     def __enter__(self) -> Self:
         return self
@@ -52,8 +53,15 @@ class TrainingBar:
             self.progress.stop()
 
     def __call__(self, moment: Moment) -> None:
+        if moment.epoch == 1:  # of a further level
+            self.held_out = ""
         course = f"gradient {moment.gradient:.2e}, epoch {moment.epoch}/{moment.epochs}"
+        course = f"{self.held_out}{course}"
         self.show(moment.step, moment.steps, _values(moment.loss, moment.accuracy, course))
+
+    def measured(self, moment: Moment) -> None:
+        """Show what was found at held-out rows from now on."""
+        self.held_out = f"held-out {moment.validation_loss:.4f}, "
 
     def tell(self, news: dict[str, Any]) -> None:
         """Show what the root of a graph reports after an epoch, or the launcher after a fault."""

@@ -38,12 +38,19 @@ def training_history(
 ) -> Axes:
     """The loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
 
-    `test` are accuracies on test data after each epoch, whose wrong labels are drawn too.
+    The loss at held-out rows is drawn too, with a mark at its best epoch, and so are the wrong
+    labels of `test`, the accuracies on test data after each epoch.
     """
     ax = axes_of(ax)
     epochs = range(1, len(history.loss) + 1)
     marker = "o" if len(history.loss) < 3 else ""
     ax.plot(epochs, history.loss, color=BLUE, marker=marker, label="loss")
+    held_out, best = history.validation_loss, history.best_epoch
+    if held_out:
+        label = f"held-out loss (lowest in epoch {best})" if best else "held-out loss"
+        ax.plot(epochs, held_out, color=BLACK, linestyle="-", marker=marker, label=label)
+    if best:
+        ax.plot([best], [held_out[best - 1]], color=BLACK, marker="o", linestyle="")
     # Zero mistakes have no logarithm: such epochs are left out, and the legend says so.
     last = max((epoch for epoch, a in enumerate(history.accuracy, 1) if a < 1), default=0)
     none = f" (none from epoch {last + 1} on)" if last < len(history.accuracy) else ""
@@ -54,7 +61,7 @@ def training_history(
         if accuracies:
             wrong = [1 - a if a < 1 else math.nan for a in accuracies]
             ax.plot(epochs, wrong, color=color, linestyle=linestyle, marker=marker, label=label)
-    if all(loss > 0 for loss in history.loss):
+    if all(loss > 0 for loss in [*history.loss, *held_out]):
         log_scale(ax)
     ticker = require("matplotlib.ticker", extra="plot")
     ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

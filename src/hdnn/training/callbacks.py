@@ -2,7 +2,8 @@
 
 Callbacks with a memory have a `state_dict`, which `fit` keeps in its checkpoint: a resumed training
 that is given the same callbacks restores it. Callbacks that influence the result have `settings`: a
-training can be resumed only with the same ones.
+training can be resumed only with the same ones. Callbacks with a method `measured` get what was
+found at held-out rows after each epoch; with `by_epoch = True` they are not called for each step.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from hdnn.training.history import Callback, Moment
 from hdnn.training.output import weights_of
 
 PART = 4096  # samples of a validation set that are evaluated together
+OF_TRAINING, OF_VALIDATION = ("loss", "accuracy"), ("validation_loss", "validation_score")
 
 
 @dataclass
@@ -70,13 +72,16 @@ class EarlyStopping:
     """End a training after `patience` epochs in which nothing got better.
 
     Args:
-        monitor: "loss" or "accuracy", the mean over the minibatches of an epoch.
+        monitor: "loss" or "accuracy", the mean over the minibatches of an epoch; or
+            "validation_loss" or "validation_score", for the held-out rows of `fit(validation=..)`.
+            `fit(validation=.., patience=..)` is the short form for their loss, with `restore`.
         minimum: the smallest improvement that counts.
-        x, t: a validation set to measure at the end of each epoch instead. If the output layer is
-            solved for each minibatch, the mean of the epoch's is used, which is closer to that of
-            all data than the last one.
+        x, t: a validation set of its own for "loss" or "accuracy", measured at the end of each
+            epoch. If the output layer is solved for each minibatch, the mean of the epoch's is
+            used. Held-out rows are measured with the output layer that the model would end with.
         restore: go back to the weights of the best epoch, when this ends the training and also when
-            all epochs are done. The output layer is then fitted to the training data, as always.
+            all epochs are done. The output layer is then fitted to the training data, as always;
+            with held-out rows it is the one that they were measured with.
 
     Afterwards `values` has the watched value of each epoch, and `best_epoch` the best epoch.
     """
@@ -92,12 +97,18 @@ class EarlyStopping:
         restore: bool = False,
     ) -> None:
         self.patience = whole_number("patience", patience, 1)
-        self.monitor = choose("monitor", monitor, ("loss", "accuracy"))
+        self.monitor = choose("monitor", monitor, (*OF_TRAINING, *OF_VALIDATION))
+        self.by_epoch = monitor in OF_VALIDATION
         self.minimum = number("minimum", minimum)
         self.restore = flag("restore", restore)
         if (x is None) != (t is None):
             raise TrainingError("a validation set is both x and t; give both of them, or neither.")
         self.data = None if x is None or t is None else (x, t)
+        if self.by_epoch and self.data is not None:
+            raise TrainingError(
+                f"{monitor} is that of fit(validation=..); give EarlyStopping no x and t, or watch "
+                '"loss" or "accuracy".'
+            )
         self.means, self.watched = EpochMeans(), _Watched()
         self.weights: dict[str, Tensor] = {}  # of the best epoch
         self.output: Tensor | None = None  # (W, b) of the output layer, summed over an epoch
@@ -131,6 +142,16 @@ class EarlyStopping:
             moment.model.load_state_dict(self.weights)
         return stop
 
+    def measured(self, moment: Moment) -> bool:
+        """Watch what was found at held-out rows; `fit` itself goes back to the best weights."""
+        if not self.by_epoch:
+            return False
+        if not self.means.step or self.means.is_new(moment):
+            self._begin(moment)
+        self.means.step = moment.step
+        self._watch(getattr(moment, self.monitor), moment)
+        return moment.epoch - self.best_epoch >= self.patience
+
     def _begin(self, moment: Moment) -> None:
         self.watched, self.weights = _Watched(), {}
         if self.monitor == "accuracy" and moment.accuracy is None:
@@ -141,7 +162,7 @@ class EarlyStopping:
     def _watch(self, value: float, moment: Moment) -> None:
         seen = self.watched
         seen.values.append(value)
-        sign = 1 if self.monitor == "loss" else -1
+        sign = 1 if self.monitor.endswith("loss") else -1
         better = seen.best is None or sign * (seen.best - value) > self.minimum
         if better and not math.isnan(value):
             seen.best, seen.best_epoch = value, moment.epoch
@@ -183,6 +204,11 @@ class EarlyStopping:
         self.output = state.get("output")
 
 
+def keeps_best(callback: object) -> TypeGuard[EarlyStopping]:
+    """Whether a training ends with the weights, output layer included, that this one has kept."""
+    return isinstance(callback, EarlyStopping) and callback.by_epoch and callback.restore
+
+
 class WellPosed:
     """Keep the steps of implicit layers solvable, with exactly one solution each.
 
@@ -213,9 +239,27 @@ class WellPosed:
         self.begin(moment.model)
 
 
-def begun(model: Model, callbacks: Iterable[Callback]) -> list[Callback]:
-    """The callbacks of a training that begins; implicit layers are kept well posed by default."""
+def begun(
+    model: Model,
+    callbacks: Iterable[Callback],
+    patience: int | None = None,
+    tol: float = 0.0,
+    held_out: bool = False,
+) -> list[Callback]:
+    """The callbacks of a training that begins; implicit layers are kept well posed by default.
+
+    With a patience, the held-out loss is watched where there is one, else that of the training.
+    """
     chosen, net = list(callbacks), model.net
+    if patience is not None:
+        monitor = "validation_loss" if held_out else "loss"
+        chosen.append(EarlyStopping(patience, monitor, tol, restore=held_out))
+    for one in chosen:
+        if isinstance(one, EarlyStopping) and one.by_epoch and not held_out:
+            raise TrainingError(
+                f"EarlyStopping watches {one.monitor}, but there are no held-out rows; give fit "
+                'validation=(x, t), or watch "loss".'
+            )
     if not any(isinstance(one, WellPosed) for one in chosen) and (
         isinstance(net, HamiltonianNet) and not net.always_solvable and net.learns("K")
     ):
@@ -229,7 +273,8 @@ def begun(model: Model, callbacks: Iterable[Callback]) -> list[Callback]:
 class TensorBoard:
     """Write loss, accuracy, gradient norm and learning rate of each epoch for TensorBoard.
 
-    Loss and accuracy are means over the epoch, the rest is that of its last step. The epochs of
+    Loss and accuracy are means over the epoch, the rest is that of its last step; held-out rows add
+    their loss and score. The epochs of
     successive trainings are numbered on. Needs the extra `tensorboard`.
     """
 
@@ -260,6 +305,11 @@ class TensorBoard:
         if means is not None:
             last = {"gradient_norm": moment.gradient, "learning_rate": moment.learning_rate}
             self.write(self.before + moment.epoch, {**means, **last})
+
+    def measured(self, moment: Moment) -> None:
+        """Write what was found at held-out rows."""
+        found = {name: getattr(moment, name) for name in OF_VALIDATION}
+        self.write(self.before + moment.epoch, found)
 
     def write(self, epoch: int, values: Mapping[str, float]) -> None:
         """Write the values of one epoch; the first call drops older entries from there on."""

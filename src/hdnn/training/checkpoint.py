@@ -163,10 +163,11 @@ def check_state(saved: Saved, kinds: dict[str, type], epochs: int) -> None:
         if not 0 <= epoch <= epochs:
             raise ValueError(f"its epoch is {epoch}")
         for name, values in history.items():
-            numbers = [values] if name == "seconds" else list(values)
+            single = name in ("seconds", "best_epoch")
+            numbers = [values] if single else list(values)
             if not all(type(v) in (int, float) for v in numbers):
                 raise TypeError(f"its history of {name} are no numbers")
-            if name != "seconds" and len(numbers) not in (0, epoch):
+            if not single and len(numbers) not in (0, epoch):
                 raise ValueError(f"its history of {name} has {len(numbers)} epochs, not {epoch}")
 
 

@@ -92,9 +92,10 @@ def number(name: str, value: object) -> float:
     return found
 
 
-def check_data(model: Model, x: Tensor, t: Tensor) -> None:
+def check_data(model: Model, x: Tensor, t: Tensor, which: str = "") -> None:
+    """Refuse data that a model cannot be trained on; `which` stands before their names."""
     weight, head = next(model.head.parameters()), model.head
-    for name, tensor in (("x", x), ("t", t)):
+    for name, tensor in ((f"{which}x", x), (f"{which}t", t)):
         if not isinstance(tensor, Tensor):
             raise DataError(
                 f"{name} must be a torch.Tensor, but got {type(tensor).__name__}; "
@@ -106,31 +107,38 @@ def check_data(model: Model, x: Tensor, t: Tensor) -> None:
                 "bring both together with .to(device)."
             )
     if x.ndim != 2 or len(x) == 0:
-        raise DataError(f"x must be (B, inputs) with B >= 1 samples, but got {tuple(x.shape)}.")
+        raise DataError(
+            f"{which}x must be (B, inputs) with B >= 1 samples, but got {tuple(x.shape)}."
+        )
     if x.dtype != weight.dtype:
-        raise DataError(f"x is {x.dtype}, but the model {weight.dtype}; use x.to({weight.dtype}).")
+        raise DataError(
+            f"{which}x is {x.dtype}, but the model {weight.dtype}; use x.to({weight.dtype})."
+        )
     if len(t.reshape(-1)) == 0 or len(x) != len(t):
-        raise DataError(f"x has {len(x)} samples, but t has shape {tuple(t.shape)}; give one each.")
-    _check_finite("x", x)
+        raise DataError(
+            f"{which}x has {len(x)} samples, but {which}t has shape {tuple(t.shape)}; give one "
+            "each."
+        )
+    _check_finite(f"{which}x", x)
     if isinstance(head, RegressionHead):
         if t.numel() != len(x) * head.outputs:
             raise DataError(
-                f"t must be ({len(x)}, {head.outputs}), a value for each output of the head, "
-                f"but got {tuple(t.shape)}."
+                f"{which}t must be ({len(x)}, {head.outputs}), a value for each output of the "
+                f"head, but got {tuple(t.shape)}."
             )
-        _check_finite("t", t)
+        _check_finite(f"{which}t", t)
         return
     classes = 2 if isinstance(head, SigmoidHead) else head.outputs
     if t.ndim != 1 or t.is_floating_point() or t.is_complex():
         raise DataError(
-            f"t must be whole-number labels ({len(x)},), but got {t.dtype} of shape "
+            f"{which}t must be whole-number labels ({len(x)},), but got {t.dtype} of shape "
             f"{tuple(t.shape)}; use t.long()."
         )
     low, high = int(t.min()), int(t.max())
     if low < 0 or high >= classes:
         raise DataError(
-            f"labels must lie in 0 .. {classes - 1} for this head, but t has {low} .. {high}; "
-            f"renumber them or take a SoftmaxHead of {max(high + 1, 2)} classes."
+            f"labels must lie in 0 .. {classes - 1} for this head, but {which}t has {low} .. "
+            f"{high}; renumber them or take a SoftmaxHead of {max(high + 1, 2)} classes."
         )
 
 
@@ -143,13 +151,30 @@ def _check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_weight(weight: Tensor | None, x: Tensor) -> None:
+def check_weight(weight: Tensor | None, x: Tensor, which: str = "") -> None:
     if weight is None:
         return
     if not isinstance(weight, Tensor) or weight.shape != (len(x),) or weight.device != x.device:
         raise DataError(
-            f"weight must be a tensor ({len(x)},) on {x.device}, a number for each sample, but got "
+            f"{which}weight must be a tensor ({len(x)},) on {x.device}, a number for each "
+            "sample, but got "
             f"{tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__}."
         )
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()) or not bool(weight.any()):
-        raise DataError("weights must be finite, not negative, and not all zero.")
+        raise DataError(f"{which}weights must be finite, not negative, and not all zero.")
+
+
+def diverged(model: Model, what: str, epoch: int, y_0: Tensor | None = None) -> TrainingError:
+    """The error of a training that has diverged, with the layer where it first shows."""
+    where = ""
+    if y_0 is not None:
+        with torch.no_grad():
+            states = model.net.trajectory(y_0)
+        bad = (~torch.isfinite(states)).flatten(1).any(1).nonzero()
+        if len(bad):
+            where = f", first in layer {max(int(bad[0]) - 1, 0)}"
+    return TrainingError(
+        f"{what} is not finite in epoch {epoch}{where}: the training has diverged; lower "
+        "learning_rate, clip the gradients, use a smaller step h or a bounded activation such as "
+        "tanh."
+    )

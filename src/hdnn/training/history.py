@@ -18,11 +18,22 @@ class History:
     gradient: list[float] = field(default_factory=list)  # the norm of the last step's gradient
     learning_rate: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    validation_loss: list[float] = field(default_factory=list)  # empty where nothing is held out
+    validation_score: list[float] = field(default_factory=list)  # accuracy, or R^2
+    best_epoch: int = 0  # of the lowest held-out loss, from 1; 0 where nothing is held out
+
+    def curves(self) -> dict[str, list[float]]:
+        """All that has one entry an epoch."""
+        return {name: values for name, values in vars(self).items() if isinstance(values, list)}
 
 
 @dataclass
 class Moment:
-    """What a callback gets after each step; if it returns True, the training ends there."""
+    """What a callback gets after each step; if it returns True, the training ends there.
+
+    With held-out rows, a callback that has a method `measured` is also given a moment after each
+    epoch, with what was found there; its model is then what it would be if training ended there.
+    """
 
     model: Model
     epoch: int  # from 1
@@ -34,6 +45,8 @@ class Moment:
     gradient: float  # its norm, before any clipping
     learning_rate: float
     end_of_epoch: bool
+    validation_loss: float | None = None
+    validation_score: float | None = None
 
 
 Callback = Callable[[Moment], bool | None]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from hdnn.base.progress import ProgressLine
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
-from hdnn.training import checkpoint, identity, schedule
-from hdnn.training.callbacks import begun
-from hdnn.training.checks import check_data, check_options, check_weight, head_of
+from hdnn.training import checkpoint, heldout, identity, schedule
+from hdnn.training.callbacks import begun, keeps_best
+from hdnn.training.checks import check_data, check_options, check_weight, diverged, head_of, number
+from hdnn.training.heldout import HeldOut
 from hdnn.training.hidden import HiddenLayers
 from hdnn.training.history import Callback, History, Moment
 from hdnn.training.interrupt import DeferredInterrupt
-from hdnn.training.output import Output
+from hdnn.training.output import Output, put, weights_of
 from hdnn.training.processes.parallel import Team, team
 
 SAVE_EVERY = 2.0  # seconds between checkpoints
@@ -56,6 +57,9 @@ def fit(
     smoothness: float = 5e-4,
     smoothing: str = "constant",
     weight: Tensor | None = None,
+    validation: tuple[Tensor, ...] | None = None,
+    patience: int | None = None,
+    tol: float = 0.0,
     seed: int = 0,
     callbacks: Iterable[Callback] = (),
     folder: str | os.PathLike[str] | None = None,
@@ -80,9 +84,15 @@ def fit(
         smoothing: alpha stays "constant" or falls to zero as a "cosine": layers are first kept
             alike, then free to differ.
         weight: of each sample (B,) in the mean loss.
+        validation: held-out rows (x, t) or (x, t, weight), at which loss and score are measured
+            after each epoch, with the output layer that the model would have if training ended
+            there. They do not change the training.
+        patience: end after so many epochs in which the held-out loss did not fall by more than
+            `tol`, and keep the model of the best epoch, also when all epochs are done. Without
+            held-out rows the loss of the training is watched, and the last model kept.
         seed: of the order of the samples; the global random state is neither read nor written.
         callbacks: called with a `Moment` after each step. For implicit layers a `WellPosed()` is
-            added.
+            added, and an `EarlyStopping` for a `patience`.
         folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
             interruption to the very same result.
         progress: show one line while a person waits at a terminal.
@@ -111,12 +121,14 @@ def fit(
             head_of(model)
             check_data(model, x, t)
             check_weight(weight, x)
+            held_out = None if validation is None else HeldOut(model, validation)
+            tol = number("tol", tol)
+            callbacks = begun(model, callbacks, patience, tol, held_out is not None)
             place = checkpoint.open_folder(folder, resume) if members.first else None
             stack.enter_context(checkpoint.locked(place))
-            callbacks = begun(model, callbacks)
             chosen = [c for c in callbacks if members.first or not getattr(c, "first_only", False)]
             data = x.detach(), t, weight
-            training = _Training(model, *data, options, chosen, progress, place, members)
+            training = _Training(model, *data, held_out, options, chosen, progress, place, members)
         return training.run()
 
 
@@ -129,6 +141,7 @@ class _Training:
         x: Tensor,
         t: Tensor,
         weight: Tensor | None,
+        held_out: HeldOut | None,
         options: dict[str, Any],
         callbacks: list[Callback],
         progress: bool,
@@ -140,7 +153,9 @@ class _Training:
         self.regression = isinstance(self.head, RegressionHead)
         self.x, self.y_0, self.weight = x, model.embed(x), weight
         self.t = t if self.regression else t.long()
-        self.options, self.callbacks = options, callbacks
+        self.held_out, self.options, self.callbacks = held_out, options, callbacks
+        self.keeping = next(filter(keeps_best, callbacks), None)
+        self.by_step = [one for one in callbacks if not getattr(one, "by_epoch", False)]
         self.line = ProgressLine(progress and members.first)
         self.epochs, self.batch = options["epochs"], options["batch"]
         self.solver, self.rate = options["solver"], options["learning_rate"]
@@ -181,9 +196,7 @@ class _Training:
             for name, parameter in self.model.named_parameters():
                 if not bool(torch.isfinite(parameter.detach()).all()):
                     raise self._diverged(f"the weight {name}")
-            if self.solver != "joint":
-                self._refit()
-                self.team.check_weights(self.model, self.epoch)
+            self._end()
         finally:
             self.line.close()
             self.model.train(was_training)
@@ -224,31 +237,28 @@ class _Training:
         if self.options["smoothing"] == "cosine":
             self.hidden.smooth.alpha = self.options["smoothness"] * schedule.cosine(self._done())
         self.hidden.backward(found.gradient)
-        norm = self.hidden.step(rate, measured=bool(self.callbacks) or last)
+        norm = self.hidden.step(rate, measured=bool(self.by_step) or last)
         return self._advance((found.loss, found.correct, norm), rate, last)
 
     def _advance(self, found: tuple[float, float, float] | None, rate: float, last: bool) -> None:
         """Count a step, and say what it found."""
-        epoch, step = self.epoch + 1, self.epoch * self.batches + self.k + 1
         if found is not None:
-            loss, correct, norm = found
+            loss, correct = found[:2]
             self.sums[0] += loss
             self.sums[1] += correct
-            moment = None
-            with self.team.holding():
-                for callback in self.callbacks:
-                    moment = moment or Moment(
-                        *(self.model, epoch, self.epochs, step, self.epochs * self.batches),
-                        *(loss, None if self.regression else correct, norm, rate, last),
-                    )
-                    self.wish |= bool(callback(moment))
+            if self.by_step:
+                moment = self._moment(found, rate, last)
+                with self.team.holding():
+                    for callback in self.by_step:
+                        self.wish |= bool(callback(moment))
             if self.line.on:
                 self.line.show(
-                    f"epoch {epoch}/{self.epochs}, minibatch {self.k + 1}/{self.batches}, "
-                    f"loss {loss:.4f}, {time.perf_counter() - self.start:.0f} s"
+                    f"epoch {self.epoch + 1}/{self.epochs}, minibatch {self.k + 1}/{self.batches}, "
+                    f"loss {loss:.4f}, {heldout.text(self.history)}"
+                    f"{time.perf_counter() - self.start:.0f} s"
                 )
-        self.k += 1
         if not last:
+            self.k += 1
             return
         history = self.history
         history.loss.append(self.sums[0] / self.batches)
@@ -257,11 +267,51 @@ class _Training:
         history.smoothness.append(self.hidden.smooth.value())
         history.gradient.append(found[2] if found is not None else 0.0)
         history.learning_rate.append(rate)
+        self.order = self.generator.get_state()
+        if self.held_out is not None:
+            self._measure(self.held_out, found or (math.nan, math.nan, 0.0), rate)
         history.seconds = time.perf_counter() - self.start
         self.epoch, self.k, self.sums = self.epoch + 1, 0, [0.0, 0.0]
-        self.order = self.generator.get_state()
         with self.team.holding():
             self.log.write(self._entry())  # before any checkpoint that includes this epoch
+        self.team.check_weights(self.model, self.epoch)
+
+    def _moment(self, found: tuple[float, float, float], rate: float, last: bool) -> Moment:
+        """This step, for callbacks."""
+        loss, correct, norm = found
+        step, steps = self.epoch * self.batches + self.k + 1, self.epochs * self.batches
+        return Moment(
+            *(self.model, self.epoch + 1, self.epochs, step, steps),
+            *(loss, None if self.regression else correct, norm, rate, last),
+        )
+
+    def _measure(self, held_out: HeldOut, found: tuple[float, float, float], rate: float) -> None:
+        """Look at the held-out rows with the model that there would be if training ended here."""
+        before = weights_of(self.head)
+        if self.solver != "joint":
+            self._refit()
+        features = partial(self.team.features, self.model.net)
+        measured, history = held_out.measure(self.model, features), self.history
+        history.validation_loss.append(measured.loss)
+        history.validation_score.append(measured.score)
+        moment = self._moment(found, rate, last=True)
+        moment.validation_loss, moment.validation_score = measured
+        with self.team.holding():
+            for callback in self.callbacks:
+                if hasattr(callback, "measured"):
+                    self.wish |= bool(callback.measured(moment))  # pyright: ignore
+        best = heldout.best_epoch(history.validation_loss)
+        history.best_epoch = best if self.keeping is None else self.keeping.best_epoch
+        put(self.head, before)
+
+    def _end(self) -> None:
+        """The best model that was kept, or an output layer for all data."""
+        if self.keeping is not None and self.keeping.weights:
+            self.model.load_state_dict(self.keeping.weights)
+        elif self.solver != "joint":
+            self._refit()
+        else:
+            return
         self.team.check_weights(self.model, self.epoch)
 
     def _schedule(self) -> float:
@@ -286,7 +336,7 @@ class _Training:
 
     def _entry(self) -> dict[str, Any]:
         """The last epoch, for the log."""
-        last = {k: v[-1] for k, v in vars(self.history).items() if k != "seconds" and v}
+        last = {name: values[-1] for name, values in self.history.curves().items() if values}
         return {"epoch": self.epoch, **last, "seconds": round(self.history.seconds, 3)}
 
     def _save(self) -> None:
@@ -333,19 +383,9 @@ class _Training:
         known = {"data": identity.digest(tensors), "model": self.model.net.form()}
         known |= {"shapes": identity.shapes(tensors), "processes": getattr(self.team, "size", 1)}
         known["callbacks"] = identity.of_callbacks(self.callbacks)
+        held_out = self.held_out
+        known["validation"] = None if held_out is None else identity.digest(held_out.tensors)
         return {**self.options, **known, **identity.of_model(self.model)}
 
     def _diverged(self, what: str, y_0: Tensor | None = None) -> TrainingError:
-        """The error of a training that has diverged, with the layer where it first shows."""
-        where = ""
-        if y_0 is not None:
-            with torch.no_grad():
-                states = self.model.net.trajectory(y_0)
-            bad = (~torch.isfinite(states)).flatten(1).any(1).nonzero()
-            if len(bad):
-                where = f", first in layer {max(int(bad[0]) - 1, 0)}"
-        return TrainingError(
-            f"{what} is not finite in epoch {self.epoch + 1}{where}: the training has diverged; "
-            "lower learning_rate, clip the gradients, use a smaller step h or a bounded activation "
-            "such as tanh."
-        )
+        return diverged(self.model, what, self.epoch + 1, y_0)

@@ -48,7 +48,8 @@ def fit_multilevel(
         callbacks: called in all levels; one that ends a training ends only that level.
         folder: gets a folder for each level, level-0 and so on; `resume=True` goes on in the level
             that was interrupted, to the very same result.
-        parallel, options: as those of `fit`, and all others of it.
+        parallel, options: as those of `fit`, and all others of it. Held-out rows and `patience`
+            belong to each level: it begins with the best model of the one before.
     """
     members, histories = team(parallel), []
     with ExitStack() as stack:
@@ -90,8 +91,11 @@ def joined(histories: Iterable[History]) -> History:
     """All levels as one history."""
     whole = History()
     for history in histories:
-        for name, values in vars(history).items():
-            setattr(whole, name, getattr(whole, name) + values)
+        before = len(whole.loss)
+        for name, values in history.curves().items():
+            getattr(whole, name).extend(values)
+        whole.best_epoch = before + history.best_epoch if history.best_epoch else 0
+        whole.seconds += history.seconds
     return whole
 
 
