@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hdnn
 from hdnn import analysis, models
-from hdnn.analysis import certificate, image_certificate
+from hdnn.analysis import certificate, image_certificate, words
 from hdnn.errors import DataError, OptionError, ShapeError
 from strategies import ACTIVATIONS, MONOTONE, Random, seeds, sizes
 
@@ -418,7 +418,7 @@ def test_a_promise_of_ones_own_is_held_against_what_the_layers_do():
     M = torch.autograd.functional.jacobian(net, y)
     seen = analysis.backward_sensitivity(net, y, layers=[0])[0]
     torch.testing.assert_close(seen, M.mT)
-    assert found.verdict.startswith("BROKEN: norm(dy_N/dy_j) >= 1, but it is 0.2")
+    assert found.verdict.startswith("BROKEN: norm(dy_N/dy_j) >= 1, but it is 0.")
 
 
 def test_what_is_not_made_of_its_layers_cannot_be_computed():
@@ -427,3 +427,135 @@ def test_what_is_not_made_of_its_layers_cannot_be_computed():
     assert "Squashed is not its layers one after the other" in found.verdict
     with pytest.raises(OptionError, match="give it a `layer`"):
         analysis.backward_sensitivity(Squashed(4, 3), torch.ones(4))
+
+
+# In plain words
+
+
+KEPT = "From every layer on, some direction of the gradient keeps at least its full size"
+
+
+def test_a_certificate_begins_with_one_plain_sentence():
+    found = replace(analysis.certify(make("H2"), Random(0)(7, 4)), smallest_norm=1.1799)
+    assert found.summary == f"{KEPT}: the smallest norm measured is 1.17."
+    assert str(found).startswith(f"{found.summary}\n\nnetwork")
+    assert str(found).index("layers j") < str(found).index("theorem")
+    assert found.to_dict()["summary"] == found.summary
+
+
+def test_what_is_not_promised_is_not_said_to_be():
+    found = analysis.certify(make("MLP", 4, 40), Random(0)(50, 4), points="test points")
+    assert found.summary.startswith("Nothing is promised for this network, it was only measured: ")
+    assert "shrinks in every direction at one or more of 50 test points" in found.summary
+    enough = replace(found, smallest_norm=1.25)
+    assert "kept at least its full size at 50 test points, and the smallest norm is 1.25" in (
+        enough.summary
+    )
+    one = replace(found, samples=1, computed=1)
+    assert "at one of the test points" in one.summary
+
+
+def test_what_was_not_computed_or_is_broken_is_said_first():
+    assert analysis.certify(runaway(), Random(0)(10, 4)).summary.startswith(
+        "It is NOT KNOWN whether the gradient keeps its size: the norms could not be computed at "
+        "all 10 points, because the state"
+    )
+    found = analysis.certify(make("H2"))
+    bad = replace(found, holds=False, smallest_norm=0.9999999)
+    assert bad.summary == (
+        "A GUARANTEE DOES NOT HOLD HERE: the smallest norm measured is 0.999, where at least 1 is "
+        "promised."
+    )
+    assert "symplecticity" in replace(found, symplectic=False).summary
+    doubt = replace(found, holds=None, trouble="rounding hides it")
+    assert doubt.summary.endswith("keeps its size: rounding hides it.")
+
+
+@pytest.mark.parametrize("told", [{}, {"holds": None, "guaranteed": True}, {"holds": "maybe"}])
+def test_nothing_that_is_missing_in_a_file_counts_as_holding(told):
+    assert "NOT KNOWN" in words.summary(told)
+
+
+def test_parts_are_summed_up():
+    found = analysis.certify(make("H2")).to_dict()
+    both = words.summary_of_parts([{**found, "smallest_norm": 1.5}, {**found, "smallest_norm": 2}])
+    assert both.startswith("In each of the 2 Hamiltonian parts, from every layer on, some")
+    assert "smallest norm measured is 1.5." in both
+    other = words.summary_of_parts([found, analysis.certify(make("MLP")).to_dict()])
+    assert other.startswith(f"Part 1: {KEPT}")
+    assert "Part 2: Nothing is promised" in other
+
+
+@pytest.mark.parametrize(
+    ("norm", "text"),
+    [(1 - 1e-15, "1"), (1.17999, "1.17"), (0.99999, "0.999"), (1234.5, "1.23e+03"), (0.0, "0")],
+)
+def test_norms_are_rounded_down(norm, text):
+    assert words.at_least_text(norm) == text
+
+
+# Networks that are linear
+
+
+@pytest.mark.parametrize("kind", ["H2", "H1", "MS1", "MS3", "verlet", "midpoint"])
+def test_layers_without_weights_pass_their_input_on(kind):
+    net = make(kind)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.zero_()
+    for y in (None, torch.zeros(1, 4)):
+        found = analysis.certify(net, y)
+        assert (found.linear, found.idle) == (True, True)
+        assert found.summary.startswith("The network is linear: its layers pass their input on")
+        assert KEPT in found.summary
+
+
+def tiny(net, size):
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(size)
+    return net
+
+
+def test_layers_that_add_next_to_nothing_are_linear_unless_the_head_makes_much_of_it():
+    net, head = make("H2", 4, 8, init="paper", activation="relu"), hdnn.SigmoidHead(4)
+    tiny(net, 1e-3)
+    assert analysis.certify(net).idle
+    model = hdnn.Model(hdnn.Augment(2, 4), net, head)
+    assert analysis.certify(model).idle
+    with torch.no_grad():  # the head looks at nothing but what the layers add to the zeros
+        head.weight.copy_(torch.tensor([[0.0, 1e6, 1e6, 0.0]]))
+    assert analysis.certify(model).linear is False
+
+
+def test_an_identity_makes_one_matrix_of_all_layers():
+    found = analysis.certify(make("H2", activation="identity"))
+    assert (found.linear, found.idle) == (True, False)
+    assert "act as one and the same matrix" in found.summary
+
+
+def test_jumps_between_flat_places_are_not_linear():
+    net = make("H2", 4, 3, init="paper")
+    tiny(net, 1e8)  # tanh is 1 or -1 everywhere, and all matrices are the identity
+    found = analysis.certify(net)
+    assert found.largest_norm == 1
+    assert found.linear is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_as_they_are_made_are_not_linear(kind):
+    assert analysis.certify(make(kind, init="paper"), Random(0)(20, 4)).linear is False
+
+
+def test_of_few_points_or_such_that_could_not_be_computed_nothing_is_concluded():
+    assert analysis.certify(make("H2"), Random(0)(1, 4).expand(50, 4)).linear is None
+    assert analysis.certify(runaway(), Random(0)(50, 4)).linear is None
+
+
+def test_units_that_do_nothing_are_linear():
+    model = models.hdnn_star("h2", 3, (4,), size=8)
+    x = Random(0)(2, 3, 8, 8)
+    assert image_certificate.certify_images(model, x).parts[0].linear is False
+    tiny(model.stages[0], 0.0)
+    (found,) = image_certificate.certify_images(model, x).parts
+    assert (found.linear, found.idle) == (True, True)

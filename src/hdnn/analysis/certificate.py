@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 from hdnn import plotting
 from hdnn.analysis.bounds import Bound, bounds_of
 from hdnn.analysis.copies import embedded, exact, lost_in_own_dtype, rows
+from hdnn.analysis.linear import linearity
 from hdnn.analysis.measured import Measured, MeasuredNetwork
+from hdnn.analysis.words import summary
 from hdnn.base.files import finite
 from hdnn.errors import DataError, OptionError, positive_int
 from hdnn.model import Model
@@ -73,6 +75,8 @@ class Certificate:
     by_layer: dict[str, list[Any]]
     computed: int | None = None  # samples for which all could be computed; None: all of them
     trouble: str = ""  # what was wrong with the others, or why `holds` is unknown
+    linear: bool | None = None  # whether the network is a linear map at the points
+    idle: bool | None = None  # whether it is because the layers pass their input on
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -105,8 +109,13 @@ class Certificate:
         return "holds" if self.guaranteed else "not guaranteed"
 
     @property
+    def summary(self) -> str:
+        """What it says in plain words."""
+        return summary({**vars(self), "broken": self.broken, "unknown": self.unknown})
+
+    @property
     def verdict(self) -> str:
-        """The result in one line."""
+        """The result in one line, with the reason."""
         if self.broken:
             return "BROKEN: " + "; ".join(self.broken)
         promise = f"guaranteed {self.guarantee}"
@@ -119,7 +128,8 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         bounds = [{**asdict(b), "holds": b.holds, "text": str(b)} for b in self.bounds]
-        told = {"verdict": self.verdict, "broken": list(self.broken), "bounds": bounds}
+        told = {"summary": self.summary, "verdict": self.verdict}
+        told |= {"broken": list(self.broken), "bounds": bounds}
         told |= {"status": self.status, "unknown": self.unknown}
         told["computed"] = self.samples if self.computed is None else self.computed
         return {**asdict(self), **told}
@@ -133,24 +143,29 @@ class Certificate:
         return plotting.certificate_norms(self, ax)
 
     def __str__(self) -> str:
-        rows = [
+        numbers = [
             ("network", self.network),
             ("points", f"{self.samples} {self.points}; weights {self.dtype}, norms in float64"),
-            ("theorem", self.theorem),
             ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
         ]
         for part in self.ranges:
-            where = f"{part['from']} .. {part['to']}"
+            where = " .. ".join(dict.fromkeys(str(part[end]) for end in ("from", "to")))
             norms = f"{number_text(part['smallest']):>12} {number_text(part['largest']):>12}"
-            rows.append((where, norms))
+            numbers.append((where, norms))
         if self.overflow is not None:
-            rows.append(("", f"beyond what float64 can hold from layer {self.overflow} down"))
+            numbers.append(("", f"beyond what float64 can hold from layer {self.overflow} down"))
+        numbers.append(("", "a norm is the most that a gradient grows by on its way back to layer j"))
+        reasons = [("theorem", self.theorem)]
         if self.symplectic_defect is not None:
-            rows.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
-        rows += [("bound", str(bound)) for bound in self.bounds]
-        rows.append(("verdict", self.verdict))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+            reasons.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
+        reasons += [("bound", str(bound)) for bound in self.bounds]
+        reasons.append(("verdict", self.verdict))
+        width = max(len(name) for name, _ in numbers + reasons)
+        parts = (
+            "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+            for rows in (numbers, reasons)
+        )
+        return "\n\n".join([self.summary, *parts])
 
     def _symplectic_text(self, defect: float) -> str:
         """How far the matrices are from symplectic, in words."""
@@ -196,7 +211,9 @@ def certify(
     if isinstance(net, ODENetwork) and not own_methods(net):
         bounds = tuple(bounds_of(net, seen.singular_range()))
     where = points or ("random points" if y is None else "points")
-    return compared(repr(net), guarantee(net), seen, lost, dtype=own, points=where, bounds=bounds)
+    found = compared(repr(net), guarantee(net), seen, lost, dtype=own, points=where, bounds=bounds)
+    linear, idle = linearity(twin, seen)
+    return replace(found, linear=linear, idle=idle)
 
 
 def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int) -> Tensor:

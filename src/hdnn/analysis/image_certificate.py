@@ -17,7 +17,9 @@ from torch import Tensor
 from hdnn.analysis.certificate import Certificate, certify, compared, guarantee
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
+from hdnn.analysis.linear import passes_on
 from hdnn.analysis.measured import Measured, at_least_1
+from hdnn.analysis.words import sentence, summary_of_parts
 from hdnn.errors import positive_int
 from hdnn.models import ImageModel, MNISTNet
 from hdnn.networks.unit import HamiltonianUnit
@@ -53,18 +55,25 @@ class Certificates:
             return ""
         return f"no guarantee: this {self.network} has no Hamiltonian layers"
 
+    @property
+    def summary(self) -> str:
+        """What they say in plain words."""
+        return summary_of_parts([part.to_dict() for part in self.parts], self.nothing)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         parts = [part.to_dict() for part in self.parts]
         broken = list(self.broken)
         told = {"network": self.network, "broken": broken, "unknown": self.unknown}
+        told["summary"] = self.summary
         return {**told, "certificates": parts}
 
     def __str__(self) -> str:
         count = len(self.parts)
         if count < 2:
-            return "".join(map(str, self.parts)) or self.nothing
-        return "\n\n".join(f"unit {k} of {count}\n{part}" for k, part in enumerate(self.parts, 1))
+            return "".join(map(str, self.parts)) or sentence(self.nothing)
+        each = (f"Unit {k} of {count}: {part}" for k, part in enumerate(self.parts, 1))
+        return "\n\n\n".join([self.summary, *each])
 
 
 def certify_images(
@@ -121,6 +130,8 @@ def _pixels(model: MNISTNet, x: Tensor, samples: int) -> Tensor:
 class MeasuredUnit(Measured):
     """Norms of a unit at images y by Lanczos, more steps if few see too little."""
 
+    idle: bool | None = None  # whether its layers pass their input on; None if not computed
+
     def __init__(self, unit: HamiltonianUnit, y: Tensor, *, promised: bool) -> None:
         self.depth, self.features = unit.layers, y[0].numel()
         last = self.depth - 1
@@ -132,6 +143,9 @@ class MeasuredUnit(Measured):
         self.missed = found.largest_missed.min().item()  # one number for all that are finite
         if bool(self.norms.isnan().any()):
             self.why = "a state or a product is not finite"
+            return
+        with torch.no_grad():
+            self.idle = passes_on(y, unit(y), found.largest)
 
     def judged(self, norm: float) -> tuple[bool | None, str]:
         # Lanczos gives lower bounds: a norm is too small only if what it may have missed is too.
@@ -149,4 +163,5 @@ def _unit_certificate(
         promise = replace(promise, why=f"{promise.why}, in evaluation")
     seen = MeasuredUnit(unit, y, promised=promise.holds)
     name = f"HamiltonianUnit({unit.extra_repr()})"
-    return compared(name, promise, seen, lost, dtype=dtype, points=points)
+    found = compared(name, promise, seen, lost, dtype=dtype, points=points)
+    return replace(found, linear=seen.idle, idle=seen.idle)

@@ -68,6 +68,8 @@ class MeasuredNetwork(Measured):
         self.layers, self.eps = range(net.layers), torch.finfo(y.dtype).eps
         self.norms = y.new_full((net.layers + 1, len(y)), torch.nan)
         self._computed = torch.arange(0)
+        self.states: Tensor | None = None  # (N+1, B, n), and
+        self.whole: Tensor | None = None  # dy_N/dy_0, if all samples could be computed
         try:
             states = trajectory(net, y)
         except OptionError as error:  # `layer` does not do what the network does
@@ -102,6 +104,8 @@ class MeasuredNetwork(Measured):
         found[:-1, ~fine] = torch.nan
         self.norms[:, self._computed] = found
         self._computed, self._states = self._computed[fine], self._states[:, fine]
+        if len(self._computed) == self.norms.shape[1]:
+            self.states, self.whole = self._states, P * torch.exp2(e)[:, None, None]
         if defects is not None and len(self._computed):
             self.defect = defects.worst
             promised = self.net.symplectic and not own_methods(self.net)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdnn.analysis.certificate import number_text
+from hdnn.analysis.words import summary
 from hdnn.app import terminal
 from hdnn.app.runfiles import SCORES
 
@@ -35,8 +36,8 @@ def finish(results: Sequence[Result | None], *, as_json: bool) -> None:
     if len(found) == 1:
         told, text = found[0], known[0].to_text(found[0])
     else:
-        summary = spread(found)
-        told, text = {"runs": found, "summary": summary}, spread_text(found, summary)
+        over_runs = spread(found)
+        told, text = {"runs": found, "summary": over_runs}, spread_text(found, over_runs)
     print(terminal.json_text(told)) if as_json else terminal.print_text(text)
 
 
@@ -61,25 +62,25 @@ def smallest_text(certified: dict[str, Any]) -> str:
 
 def spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Mean, standard deviation and extremes of each measure over several runs."""
-    summary = {}
+    found = {}
     for name in measures(results[0]):
         values = [result[name] for result in results if result.get(name) is not None]
-        summary[name] = {
+        found[name] = {
             "runs": len(values),
             "mean": statistics.fmean(values),
             "std": statistics.stdev(values) if len(values) > 1 else 0.0,
             "smallest": min(values),
             "largest": max(values),
         }
-    return summary
+    return found
 
 
-def spread_text(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> str:
+def spread_text(results: list[dict[str, Any]], over_runs: dict[str, dict[str, float]]) -> str:
     rows = []
     for result in results:
         found = ", ".join(f"{name} {value}" for name, value in measure_rows(result))
         rows.append((f"seed {result['seed']}", f"{found}  {result['run']}"))
-    for name, values in summary.items():
+    for name, values in over_runs.items():
         mean, low, high = (
             measure_text(name, values[key]) for key in ("mean", "smallest", "largest")
         )
@@ -95,9 +96,9 @@ def measure_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def gradient_rows(certified: dict[str, Any]) -> list[tuple[str, str]]:
-    """What one certificate says."""
+    """What one certificate says: in words, then in numbers."""
     largest = f"largest  norm(dy_N/dy_j) = {number_text(certified['largest_norm'])}"
-    return [("gradients", smallest_text(certified)), ("", largest)]
+    return [("gradients", summary(certified)), ("", smallest_text(certified)), ("", largest)]
 
 
 def picture_rows(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import torch
 
 from hdnn import plotting
 from hdnn.analysis.image_certificate import Certificates, certify_images
+from hdnn.analysis.words import summary_of_parts
 from hdnn.app import progress, results, terminal
 from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.configs.images import ImageConfig
@@ -173,11 +174,10 @@ class ImageTask(OwnTask):
 def _gradient_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     """What is promised of each Hamiltonian part, and what was measured."""
     found = metrics["certificates"]
-    if not found:
-        return [("gradients", metrics["no_certificate_because"])]
     if len(found) == 1:
         return results.gradient_rows(found[0])
-    rows = [(f"unit {k}", results.smallest_text(one)) for k, one in enumerate(found, 1)]
+    rows = [("gradients", summary_of_parts(found, metrics["no_certificate_because"] or ""))]
+    rows += [(f"unit {k}", results.smallest_text(one)) for k, one in enumerate(found, 1)]
     if any(one["guaranteed"] for one in found):
         why = next(one["guarantee"] for one in found if one["guaranteed"])
         rows.append(("", f"guaranteed {why}; for each unit, not for what lies between them"))

@@ -1,0 +1,76 @@
+"""Whether the layers of a trained network do anything: it may have become a linear one.
+
+Strong weight decay does that. Looked at are inputs and outputs of the whole model, because an
+output layer of large weights can make much of little: a network counts as linear if, at all
+samples, outputs and their derivatives are those of one affine map, up to a small part of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hdnn.analysis.measured import MeasuredNetwork
+from hdnn.errors import HDNNError
+from hdnn.model import Model
+from hdnn.networks import Network, ODENetwork
+from hdnn.networks.promise import own_methods
+
+SMALL = 1e-4  # relative to how much the outputs vary
+FEWEST = 10  # samples, all different, from which linearity is concluded
+
+
+@torch.no_grad()
+def linearity(model: Model | Network, seen: MeasuredNetwork) -> tuple[bool | None, bool | None]:
+    """Whether the network is linear, and whether its layers just pass their input on.
+
+    None where that is not known: states are not finite, or there are too few samples.
+    """
+    net = model.net if isinstance(model, Model) else model
+    if own_methods(net) or own_methods(model):
+        return None, None
+    if _without_weights(net):
+        return True, True
+    states, Phi = seen.states, seen.whole
+    if states is None or Phi is None or not bool(Phi.isfinite().all()):
+        return None, None
+    if len(states[0].unique(dim=0)) < FEWEST:
+        return None, None
+    eye = torch.eye(net.features, dtype=Phi.dtype)
+    W = model.head.weight if isinstance(model, Model) else eye
+    inputs = torch.arange(net.features)
+    if isinstance(model, Model) and model.augment is not None:
+        inputs = model.augment.positions
+    x, outputs = states[0][:, inputs], states[-1] @ W.mT
+    slopes = W @ Phi.mT[..., inputs]  # Phi is in denominator layout, the transposed Jacobian
+    slope = slopes.mean(0)
+    rest = outputs - x @ slope.mT
+    linear = _is_small(slopes - slope, slope) and _is_small(_centred(rest), _centred(outputs))
+    same = _is_small(Phi - eye, eye) and _is_small(slope - W[:, inputs], slope)
+    return linear, linear and same
+
+
+def passes_on(y_0: Tensor, y_N: Tensor, norms: Tensor) -> bool:
+    """Whether the norms (L, B) are 1 and all samples are moved by the same, if at all."""
+    one = torch.ones_like(norms)
+    return _is_small(norms - one, one) and _is_small(_centred(y_N - y_0), _centred(y_0))
+
+
+def _centred(values: Tensor) -> Tensor:
+    return values - values.mean(0)
+
+
+def _is_small(part: Tensor, whole: Tensor) -> bool:
+    """Whether numbers are small beside others, and these are not all zero."""
+    size = whole.abs().max().item()
+    return size > 0 and part.abs().max().item() <= SMALL * size
+
+
+def _without_weights(net: Network) -> bool:
+    """Whether layers add the same to every state, because their weights are zero."""
+    if not isinstance(net, ODENetwork):
+        return False
+    try:
+        return not bool((net.steps() * net.field_rates()).any())
+    except HDNNError:  # the network has no field
+        return False
