@@ -72,13 +72,13 @@ def test_a_certificate_is_a_table_a_json_object_and_a_picture(tmp_path):
     model = hdnn.Model(hdnn.Augment(2, 4), make("H2", 4, 20), hdnn.SigmoidHead(4))
     found = analysis.certify(model, torch.randn(7, 2), points="test points")
     text = str(found)
-    for words in (
+    for word in (
         "H2(4 features, 20 layers",
         "7 test points; weights float32",
         "symplectic",
         "yes",
     ):
-        assert words in text
+        assert word in text
     assert "guaranteed at any depth" in text
     told = json.loads(found.to_json())
     assert told["samples"] == 7

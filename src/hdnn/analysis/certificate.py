@@ -128,7 +128,7 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         bounds = [{**asdict(b), "holds": b.holds, "text": str(b)} for b in self.bounds]
-        told = {"summary": self.summary, "verdict": self.verdict}
+        told: dict[str, Any] = {"summary": self.summary, "verdict": self.verdict}
         told |= {"broken": list(self.broken), "bounds": bounds}
         told |= {"status": self.status, "unknown": self.unknown}
         told["computed"] = self.samples if self.computed is None else self.computed
@@ -149,12 +149,14 @@ class Certificate:
             ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
         ]
         for part in self.ranges:
-            where = " .. ".join(dict.fromkeys(str(part[end]) for end in ("from", "to")))
+            where = f"{part['from']} .. {part['to']}"
             norms = f"{number_text(part['smallest']):>12} {number_text(part['largest']):>12}"
             numbers.append((where, norms))
         if self.overflow is not None:
             numbers.append(("", f"beyond what float64 can hold from layer {self.overflow} down"))
-        numbers.append(("", "a norm is the most that a gradient grows by on its way back to layer j"))
+        numbers.append(
+            ("", "a norm is the most that a gradient grows by on its way back to layer j")
+        )
         reasons = [("theorem", self.theorem)]
         if self.symplectic_defect is not None:
             reasons.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
