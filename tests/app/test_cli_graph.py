@@ -263,6 +263,7 @@ def test_a_training_alone_is_that_of_the_library(capsys):
     assert result["run"] == str(folder)
     assert {p.name for p in folder.iterdir()} == {
         "config.json",
+        "log.jsonl",
         "metrics.json",
         "model.safetensors",
         "nodes",
@@ -297,15 +298,9 @@ def test_a_training_on_a_graph_is_no_run_of_a_seed(capsys):
     assert "all/seed-0 holds a training on a graph" in told(capsys)
 
 
-def test_neither_predictions_nor_certificates_of_the_folder_of_a_graph(capsys):
-    assert main(["train", "--graph", "ring8.toml", *QUICK, "--out", "r", "--quiet"]) == 0
-    capsys.readouterr()
-    for command in (["certify", "r"], ["predict", "--run", "r", "--data", "ring8.toml"]):
-        assert main(command) == 2
-        assert "r is a training on a graph" in told(capsys)
-    assert (
-        main(["train", "--data", "swiss_roll", "--layers", "1", "--epochs", "1", "--out", "t"]) == 0
-    )
+def test_a_run_on_a_table_is_not_resumed_on_a_graph(capsys):
+    flags = ["--data", "swiss_roll", "--layers", "1", "--epochs", "1", "--out", "t"]
+    assert main(["train", *flags]) == 0
     capsys.readouterr()
     assert main(["train", "--resume", "--graph", "ring8.toml", "--out", "t"]) == 2
     assert "t holds a run, but no training on a graph" in told(capsys)

@@ -16,32 +16,14 @@ import hdnn
 from hdnn.app import reproduced, results
 from hdnn.app.reproduced import Picture
 from hdnn.app.runs import Run
+from hdnn.app.runs import find_runs as find_runs
 from hdnn.app.svg_curves import Curve, Line, curve
-from hdnn.base.config import LARGEST
-from hdnn.base.files import read_bytes
-from hdnn.errors import CheckpointError, HDNNError, require
+from hdnn.errors import HDNNError, require
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 TESTED = ("test_accuracy", "test_r2", "test_rmse")  # the first that there is compares runs
 # Colours of Okabe and Ito, safe for colour-blind readers; lines differ in their dashes too.
 BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
-
-
-def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """The runs in these folders, and in the folders below them; at least one."""
-    found: dict[str, Run] = {}
-    for place in places:
-        folder = Path(place)
-        if not folder.is_dir():
-            raise CheckpointError(f"there is no folder {folder}; name one that holds runs.")
-        for file in [folder / "config.toml", *sorted(folder.rglob("config.toml"))]:
-            if file.is_file():
-                found.setdefault(os.path.realpath(file.parent), Run(file.parent))
-    if not found:
-        raise CheckpointError(
-            f"there is no run in {', '.join(map(str, places))}; make one by hdnn train."
-        )
-    return list(found.values())
 
 
 def page(runs: Sequence[Run], folder: Path | None = None) -> str:
@@ -89,10 +71,8 @@ class RunOnPage:
         self.anchor = anchor
         self.name, self.short = str(run.folder), short
         self.faults: list[str] = []
-        self.config: str = self._read(
-            lambda: read_bytes(run.config_file, LARGEST).decode("utf-8", "replace"), ""
-        )
-        self.options: dict[str, Any] = self._read(lambda: vars(run.config()), {})
+        self.config: str = self._read(run.config_text, "")
+        self.options: dict[str, Any] = self._read(run.options, {})
         self.log, wrong = self._read(run.log_and_faults, ([], 0))
         if wrong:
             self.faults.append(f"{run.log_file} has {wrong} lines that hdnn did not write.")

@@ -73,7 +73,10 @@ class GraphMetrics(TypedDict):
 OF_KIND = {"table": TableMetrics, "images": ImageMetrics, "graph": GraphMetrics}
 OF_ANY: dict[str, Any] = {**dict.fromkeys(SCORES, float | None), "no_pictures_because": str}
 OF_OWN = {**OF_ANY, **get_type_hints(TableMetrics), **get_type_hints(ImageMetrics)}
-OF_GRAPH = {**OF_ANY, **get_type_hints(GraphMetrics), "epochs": int, "restarts": int}
+# What graphs have besides, of which older runs lack some.
+MORE = {"epochs": int, "restarts": int, "parameters": int, "training_seconds": float}
+MORE |= {"certificate": Certified, "no_certificate_because": str}
+OF_GRAPH = {**OF_ANY, **get_type_hints(GraphMetrics), **MORE}
 
 
 def check(path: Path, given: Any, kinds: dict[str, Any], *, needed: bool) -> None:

@@ -4,15 +4,20 @@ A folder has config.toml (the kind of the run and every option, as `train --conf
 columns.json (how rows of a table become inputs), log.jsonl and checkpoint.safetensors (written by
 `hdnn.training.fit`; in folders level-0, level-1 .. of their own where `fit_multilevel` wrote them),
 and at the end model.safetensors, the pictures and metrics.json, which is written last: it says that
-a run is complete. The config of a training on a graph is a config.json, with all links of it.
+a run is complete. The config of a training on a graph is a config.json, with all links of it, and
+its nodes keep shards in nodes/. The runs of `--seeds` with `--out` lie in folders seed-0, seed-1 ..
+of one folder, which can be asked as a whole.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +25,16 @@ from typing import Any
 from hdnn.app import runfiles
 from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.configs.graph import training_options
-from hdnn.app.configs.kinds import AnyConfig, GraphConfig, config_of, read_run
+from hdnn.app.configs.kinds import MOST, AnyConfig, GraphConfig, config_of, read_run
 from hdnn.app.configs.table import levels
-from hdnn.base.config import types_of
-from hdnn.base.files import finite, write_atomically
+from hdnn.base.config import LARGEST, to_toml, types_of
+from hdnn.base.files import finite, read_bytes, read_json, write_atomically
 from hdnn.base.portable import portable
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
+
+OWN_FOLDERS = ("nodes", "tensorboard", "data")  # of a run, in which there is no other run
+_WORDS = re.compile(r"(\d+)")
 
 
 @portable
@@ -65,6 +73,21 @@ class Run:
         """The kind of training that the config names; None where there is no run."""
         return read_run(self.config_file)["kind"] if self.exists else None
 
+    @property
+    def members(self) -> list[Run]:
+        """The runs of a folder that `--seeds` has made, by their seeds; of other folders none."""
+        if self.exists or not self.folder.is_dir():
+            return []
+        found = ((re.fullmatch(r"seed-(\d+)", one.name), one) for one in self.folder.iterdir())
+        seeds = {int(match[1]): Run(one) for match, one in found if match}
+        return [seeds[seed] for seed in sorted(seeds) if seeds[seed].exists]
+
+    @property
+    def group(self) -> Run | None:
+        """The folder of `--seeds` that this run is a part of, if it is of one."""
+        above = Run(self.folder.parent)
+        return above if any(one.folder == self.folder for one in above.members) else None
+
     def check_free(self) -> None:
         """Refuse a folder that holds anything: nothing is ever overwritten."""
         # A temporary file is what a kill in the middle of the first write leaves behind.
@@ -101,9 +124,11 @@ class Run:
     def config(self) -> AnyConfig:
         """The config that the run was started with."""
         if not self.exists:
+            below = [] if self.members else [*_runs_below(self.folder)][:1]
+            how = f"name one of the runs in it, such as {below[0].folder}" if below else ""
             raise CheckpointError(
                 f"{self.folder} is not the folder of a run: it has no config.toml; "
-                "make one by hdnn train."
+                f"{how or 'make one by hdnn train'}."
             )
         options = read_run(self.config_file)
         if of_graph := options["kind"] == GraphConfig.kind:
@@ -114,6 +139,25 @@ class Run:
             return GraphConfig.from_json(options) if of_graph else config_of(options)
         except (HDNNError, TypeError) as error:  # a TypeError names an option that there is not
             raise CheckpointError(f"{self.config_file} was edited: {error}") from error
+
+    def options(self) -> dict[str, Any]:
+        """All that decides the result, by name; of a graph its nodes and a digest of its links."""
+        config = self.config()
+        if not isinstance(config, GraphConfig):
+            return dict(vars(config))
+        found = {k: v for k, v in vars(config).items() if k not in ("graph", "options")}
+        nodes, sizes = config.graph.get("nodes"), config.graph.get("sizes", 1)
+        content = json.dumps(config.graph, sort_keys=True).encode()
+        found |= {**training_options(config), "nodes": nodes}
+        if isinstance(nodes, int):
+            found["features"] = 2 * (sum(sizes) if isinstance(sizes, list) else sizes * nodes)
+        return found | {"graph": hashlib.sha256(content).hexdigest()[:12]}
+
+    def config_text(self) -> str:
+        """The config for people: as its file has it, but of a graph without the links."""
+        if self.config_file.suffix == ".json":
+            return to_toml({k: v for k, v in self.options().items() if v is not None})
+        return read_bytes(self.config_file, LARGEST).decode("utf-8", "replace")
 
     def resumed(self, given: dict[str, Any]) -> AnyConfig:
         """The same config; an error if the given options ask for something else."""
@@ -141,6 +185,13 @@ class Run:
 
     def columns(self) -> table.Columns:
         """How rows become inputs."""
+        if self.kind == GraphConfig.kind and not self.columns_file.exists():
+            if (data := self.config().data) in planar.SETS:
+                return points_columns()
+            raise CheckpointError(
+                f"{self.folder} does not know which node has which column of a table, because it "
+                f"was trained on the node files in {data}; give a folder of such files."
+            )
         return runfiles.read_columns(self.columns_file)
 
     def metrics(self) -> dict[str, Any]:
@@ -169,6 +220,47 @@ class Run:
             entries += [{**entry, "epoch": entry["epoch"] + before} for entry in found]
             faults += wrong
         return entries, faults
+
+
+def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """The runs of all kinds in these folders, and in the folders below them; at least one."""
+    found: dict[str, Run] = {}
+    for place in places:
+        folder = Path(place)
+        if not folder.is_dir():
+            raise CheckpointError(f"there is no folder {folder}; name one that holds runs.")
+        for run in _runs_below(folder):
+            found.setdefault(os.path.realpath(run.folder), run)
+    if not found:
+        raise CheckpointError(
+            f"there is no run in {', '.join(map(str, places))}; make one by hdnn train."
+        )
+    return list(found.values())
+
+
+def _runs_below(folder: Path) -> Iterator[Run]:
+    """The runs in a folder and below it, in the order of their names and numbers."""
+    for place, below, files in os.walk(folder):
+        run = Run(place)
+        if "config.toml" in files or ("config.json" in files and _is_of_graph(run)):
+            yield run
+            below[:] = [name for name in below if name not in OWN_FOLDERS]
+        below.sort(key=lambda name: [int(k) if k.isdecimal() else k for k in _WORDS.split(name)])
+
+
+def _is_of_graph(run: Run) -> bool:
+    """Whether a config.json is that of a training on a graph: other programs write such files."""
+    if (run.folder / "nodes").is_dir():
+        return True
+    with suppress(HDNNError, OSError):
+        found = read_json(run.folder / "config.json", MOST)
+        return isinstance(found, dict) and isinstance(found.get("graph"), dict)
+    return False
+
+
+def points_columns() -> table.Columns:
+    """How points of a planar set become inputs: as they are."""
+    return table.Columns("classification", "class", ["x1", "x2"], [0.0] * 2, [1.0] * 2, ["0", "1"])
 
 
 def usable_folder(folder: Path, room: int) -> None:

@@ -18,7 +18,7 @@ EXAMPLES = (
 
 def certify(
     checkpoint: Annotated[
-        str | None, argument("folder of a complete run, or a saved model")
+        str | None, argument("folder of a complete run or of the runs of --seeds, or a saved model")
     ] = None,
     run: Annotated[str | None, option("the same, by name")] = None,
     data: Annotated[

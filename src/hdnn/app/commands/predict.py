@@ -19,16 +19,17 @@ EXAMPLES = (
     "hdnn predict --run runs/iris-h2-16-0 --data new.csv --proba",
     "hdnn predict --run runs/mnist-h1-8-0 --data mnist --out answers.csv",
 )
-ANSWERS = ("predictions", "probabilities")
+ANSWERS = ("predictions", "probabilities", "agreement", "spread")
 
 
 def predict(
-    run: Annotated[str, option("folder of a complete run")],
+    run: Annotated[str, option("folder of a complete run, or of the runs of --seeds: their mean")],
     data: Annotated[
         str,
         option(
             "FILE.csv or FILE.parquet with the same columns; for a run on images, mnist or "
-            "cifar10: the test images"
+            "cifar10: the test images; for points, swiss_roll ..; for a graph also a folder of "
+            "node files"
         ),
     ],
     out: Annotated[str | None, option("CSV to write; default: print it")] = None,
@@ -49,17 +50,24 @@ def predict(
     elif path is None:
         sys.stdout.write(_prediction_csv(result))
     else:
+        by = f" by {result['runs']} runs together" if "runs" in result else ""
         terminal.print_text(
-            f"{result['rows']} predictions of {result['target']} in {path}{_score(result)}"
+            f"{result['rows']} predictions of {result['target']}{by} in {path}{_score(result)}"
         )
 
 
 def _prediction_csv(result: dict[str, Any]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    chances = result.get("probabilities", {})
-    writer.writerow([result["target"], *(f"p({name})" for name in chances)])
-    writer.writerows(zip(result["predictions"], *chances.values(), strict=True))
+    target, chances = result["target"], result.get("probabilities", {})
+    columns = {target: result["predictions"]}
+    if "agreement" in result:
+        columns[f"agreement({target})"] = result["agreement"]
+    if "spread" in result:
+        columns[f"std({target})"] = result["spread"]
+    columns |= {f"p({name})": chance for name, chance in chances.items()}
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
     return text.getvalue()
 
 

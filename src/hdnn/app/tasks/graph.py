@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from hdnn import serialization
+from hdnn.analysis.certificate import SAMPLES
 from hdnn.app import results, terminal
 from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
 from hdnn.app.configs.graph import (
@@ -26,7 +28,8 @@ from hdnn.app.configs.graph import (
     training_options,
 )
 from hdnn.app.progress import TrainingBar
-from hdnn.app.runs import Run
+from hdnn.app.runs import Run, write_json
+from hdnn.app.tasks import nodes
 from hdnn.app.tasks.task import Task, go_on, known_metrics, one_thread
 from hdnn.base.config import types_of
 from hdnn.base.files import read_json
@@ -39,7 +42,7 @@ from hdnn.distributed.messages.connect import parts_here
 from hdnn.distributed.messages.gloo import LostError
 from hdnn.distributed.training.run import Config
 from hdnn.distributed.training.sources import LABELS
-from hdnn.errors import CheckpointError, DataError, OptionError, positive_int
+from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError, positive_int
 from hdnn.serialization import read
 from hdnn.training import TensorBoard
 from hdnn.training.processes import torchrun
@@ -84,11 +87,16 @@ class GraphTask(Task):
         """The owners of the nodes make their weights."""
 
     def certify(self) -> None:
-        """Nothing is measured: no process has all layers."""
+        """`write` does so, where the root has brought all weights together."""
 
     def write(self, run: Run, certified: None, processes: Processes) -> dict[str, Any] | None:
-        """The metrics that the root has written."""
-        return {**self.metrics, "run": str(run.folder)} if "traffic" in self.metrics else None
+        """The metrics of the root, with the certificate of the whole model where there is one."""
+        if "traffic" not in self.metrics:
+            return None
+        if run.model_file.is_file():
+            self.metrics |= _certified(run)
+            write_json(run.metrics_file, self.metrics)
+        return {**self.metrics, "run": str(run.folder)}
 
     @staticmethod
     def text(metrics: dict[str, Any]) -> str:
@@ -167,6 +175,15 @@ def _config_and_run(given: dict[str, Any], options: dict[str, Any]) -> tuple[Con
     return config, run
 
 
+def _certified(run: Run) -> dict[str, Any]:
+    """The certificate of a complete run for its metrics, or why there is none."""
+    try:
+        found = nodes.certify(run, serialization.load(run.model_file), None, samples=SAMPLES)
+    except HDNNError as error:
+        return {"no_certificate_because": str(error)}
+    return {"certificate": found.to_dict()}
+
+
 def _warn(graph: Graph) -> None:
     """Warn of what may be a mistake, though it can be trained."""
     if any(len(row) > 1 for T in graph.T for row in T):
@@ -228,6 +245,8 @@ def _text(result: dict[str, Any]) -> str:
     if result.get("restarts"):
         rows[-1] = ("trained", f"{rows[-1][1]}, restarts: {result['restarts']}")
     rows += results.measure_rows(result)
+    if "certificate" in result:
+        rows += results.gradient_rows(result["certificate"])
     rows.append(("messages", f"{result['messages']:,}, {_bytes(result['bytes'])} in all"))
     rows.append(("run", result["run"]))
     between = _pairs(result["traffic"])

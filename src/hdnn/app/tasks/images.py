@@ -20,6 +20,7 @@ from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.configs.images import ImageConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
+from hdnn.app.tasks.answers import Answer
 from hdnn.app.tasks.task import OwnTask
 from hdnn.data import cifar10, mnist
 from hdnn.data.images import ImageData
@@ -231,25 +232,18 @@ def test_part(model: ImageModel, name: str) -> ImageData:
 
 
 @torch.no_grad()
-def predict(model: ImageModel, name: str, *, proba: bool = False) -> dict[str, Any]:
-    """The classes of all test images, and how many are right."""
+def answer(model: ImageModel, name: str) -> Answer:
+    """What a model says of all test images, and what they are."""
     data = test_part(model, name)
     dtype = next(model.parameters()).dtype
     model.eval()
     scores = torch.cat(
         [model(data.normalised(some, dtype)) for some in data.images_test.split(EVALUATED)]
     )
-    found = scores.argmax(1)
-    result: dict[str, Any] = {
-        "rows": len(found),
-        "target": "class",
-        "set": data.name,
-        "predictions": [data.classes[i] for i in found.tolist()],
-    }
-    if proba:
-        chances = scores.double().softmax(1).T.tolist()
-        result["probabilities"] = dict(zip(data.classes, chances, strict=True))
-    return result | {"accuracy": (found == data.t_test).double().mean().item()}
+    chances, chosen = scores.double().softmax(1).numpy(), scores.argmax(1).numpy()
+    return Answer(
+        "class", [*data.classes], chances, chosen, data.t_test.numpy(), {"set": data.name}
+    )
 
 
 def certify(model: ImageModel, name: str | None, *, samples: int) -> Certificates:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.common import DTYPES
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
-from hdnn.app.runs import Run
+from hdnn.app.runs import Run, points_columns
+from hdnn.app.tasks.answers import Answer
 from hdnn.app.tasks.task import OwnTask, one_thread
 from hdnn.base.memory import check_memory
 from hdnn.base.portable import portable
@@ -58,9 +61,7 @@ def prepare(config: TableConfig) -> Problem:
     dtype = DTYPES[config.dtype]
     if not config.is_table:
         data = planar.load(config.data, seed=config.seed, dtype=dtype)
-        columns = table.Columns(
-            "classification", "class", ["x1", "x2"], [0.0] * 2, [1.0] * 2, ["0", "1"]
-        )
+        columns = points_columns()
         config = config.resolved(columns)
         return Problem(config, columns, data.x_train, data.t_train, data.x_test, data.t_test, data)
     source = table.read(config.data)
@@ -232,10 +233,6 @@ def scores(model: Model, problem: Problem) -> dict[str, float]:
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
     """The model of a run on a table or on points, and how rows become its inputs."""
-    if not run.columns_file.exists() and run.kind == "graph":
-        raise CheckpointError(
-            f"{run.folder} is a training on a graph; give its model.safetensors to hdnn certify."
-        )
     columns = run.columns()
     if not isinstance(model, Model) or model.augment is None:
         raise CheckpointError(f"{run.model_file} does not hold the model of a run.")
@@ -245,41 +242,46 @@ def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:
     return model, columns
 
 
-def predict(run: Run, model: object, data: str, *, proba: bool = False) -> dict[str, Any]:
-    """Predictions for all rows of a file; with its score, if the file has the target too."""
+def read_rows(data: str, run: Run) -> table.Table:
+    """The rows of a file, or the test points of a planar set for the seed of the run."""
+    if data not in planar.SETS:
+        return table.read(data)
+    points = planar.load(data, seed=run.config().seed)
+    columns = {f"x{k + 1}": x.tolist() for k, x in enumerate(points.x_test.double().T)}
+    return table.Table(Path(data), {**columns, "class": points.t_test.tolist()}, [])
+
+
+def answer(run: Run, model: object, read: Callable[[Run], table.Table], proba: bool) -> Answer:
+    """What the model of a run says of all rows of a table, and their truth if the table has it.
+
+    The rows are read after all else is checked.
+    """
     model, columns = load_columns(run, model)
     if proba and not columns.classes:
         raise OptionError("the run is a regression: it has values, but no probabilities.")
-    source = table.read(data)
-    x = torch.from_numpy(columns.of(source)).to(next(model.parameters()).dtype)
+    rows = read(run)
+    x = torch.from_numpy(columns.of(rows)).to(next(model.parameters()).dtype)
     with torch.no_grad():
         scores = torch.cat([model(part) for part in x.split(4096)])
-    result: dict[str, Any] = {"rows": len(x), "target": columns.target}
-    if columns.classes:
-        assert isinstance(model.head, (SigmoidHead, SoftmaxHead))
-        result["predictions"] = [columns.classes[i] for i in model.head.predict(scores).tolist()]
-        if proba:
-            chances = model.head.probabilities(scores).double().T.tolist()
-            result["probabilities"] = dict(zip(columns.classes, chances, strict=True))
-        found = np.array(result["predictions"], dtype=object)
-    else:
-        found = scores[:, 0].double().numpy() * columns.target_scale + columns.target_mean
-        result["predictions"] = found.tolist()
-    return result | _truth(source, columns, found)
+    if not columns.classes:
+        values = scores[:, 0].double().numpy() * columns.target_scale + columns.target_mean
+        return Answer(columns.target, [], values, values, _truth(rows, columns))
+    assert isinstance(model.head, (SigmoidHead, SoftmaxHead))
+    chances = model.head.probabilities(scores).double().numpy()
+    chosen = model.head.predict(scores).numpy()
+    return Answer(columns.target, columns.classes, chances, chosen, _truth(rows, columns))
 
 
-def _truth(source: table.Table, columns: table.Columns, found: np.ndarray) -> dict[str, float]:
-    """The score of predictions, if the file has the target column."""
+def _truth(source: table.Table, columns: table.Columns) -> np.ndarray | None:
+    """What is to be predicted, if the table has the whole column."""
     try:
-        if columns.classes:
-            true = np.array(source.classes(columns.target), dtype=object)
-            if not set(true) <= set(columns.classes):
-                return {}
-            return {"accuracy": float((true == found).mean())}
-        true = source.numbers(columns.target)
-        return {"rmse": float(np.sqrt(np.mean((true - found) ** 2)))}
+        if not columns.classes:
+            return source.numbers(columns.target)
+        number = {name: k for k, name in enumerate(columns.classes)}
+        true = [number.get(name) for name in source.classes(columns.target)]
+        return None if None in true else np.array(true)
     except DataError:  # without the whole column there is no score
-        return {}
+        return None
 
 
 def certify(model: Any, run: Run | None, data: str | None, *, samples: int) -> Certificate:

@@ -191,6 +191,14 @@ class Graph:
         """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
         return tree_of(self.used, self.S, root)
 
+    def key(self, node: int) -> str:
+        """What the files of a node are called by."""
+        return f"{node:05d}"
+
+    def called(self, node: int) -> str:
+        """How a node is called in a sentence."""
+        return f"node {node}"
+
     def digest(self) -> str:
         """The same for equal graphs only."""
         content = json.dumps([self.R, self.T, self.S, self.sizes])

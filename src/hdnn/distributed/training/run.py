@@ -1,8 +1,8 @@
 """One process of a training on a graph: the nodes it owns, its connections, and its files.
 
-A folder has config.json, nodes/ with the shards of each node, and at the end model.safetensors
-(where one file can hold all weights) and metrics.json, which is written last and has the traffic.
-Each part writes the shards of its nodes; all else is the root's.
+A folder has config.json, nodes/ with the shards of each node, log.jsonl with a line for each epoch,
+and at the end model.safetensors (where one file can hold all weights) and metrics.json, which is
+written last and has the traffic. Each part writes the shards of its nodes; all else is the root's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import SHEARS, GraphNetwork
 from hdnn.distributed.training import sources
+from hdnn.distributed.training.log import EpochLog
 from hdnn.distributed.training.shards import make_folder
 from hdnn.distributed.training.training import Training
 from hdnn.distributed.transport import Local, Transport
@@ -182,16 +183,23 @@ def train(
         folder=None if home is None else home / "nodes",
         save_every=save_every,
         replicas=replicas,
-        tell=tell if is_first else None,
+        tell=partial(_told, tell, None if home is None else EpochLog(home)) if is_first else None,
         name=name_of(net.plan, replicas),
         facts=facts,
         **{**OPTIONS, "solver": solver, "seed": config.seed, **config.options},
     )
+    begin = time.perf_counter()
     progress = training.run(resume)
+    if home is not None and is_root:
+        EpochLog(home).complete(progress)
     metrics: dict[str, Any] = {
         "data": config.data,
         "network": config.network,
         "layers": config.layers,
+        "features": net.features,
+        "train_rows": train_set.x.shape[1],
+        "test_rows": 0 if test_set is None else test_set.x.shape[1],
+        "training_seconds": round(time.perf_counter() - begin, 2),
         "nodes": graph.nodes,
         "parts": transport.parts,
         "replicas": replicas.count,
@@ -214,9 +222,22 @@ def train(
         metrics["traffic"] = traffic
     if home is not None and is_root:
         if whole is not None:
+            metrics["parameters"] = sum(
+                p.numel() for p in (*whole.parameters(), *head.parameters())
+            )
             save(_model(config, whole, head, net), home / "model.safetensors")
         write_atomically(home / "metrics.json", json.dumps(metrics, indent=1).encode())
     return metrics
+
+
+def _told(
+    tell: Callable[[dict[str, Any]], None] | None, log: EpochLog | None, news: dict[str, Any]
+) -> None:
+    """What the root does after an epoch: write it to the log, and tell it."""
+    if log is not None:
+        log.write({k: v for k, v in news.items() if k != "step"})
+    if tell is not None:
+        tell(news)
 
 
 def _model(config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork) -> Model:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hdnn.base.files import as_path
 from hdnn.data import planar
+from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.errors import DataError
 from hdnn.serialization import read
@@ -29,6 +30,11 @@ class Samples:
     x: Tensor
     t: Tensor | None
     order: str = ""
+
+
+def file_of(home: Path, graph: Graph, node: int) -> Path:
+    """The file of a node in a folder."""
+    return home / f"node-{graph.key(node)}.safetensors"
 
 
 def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor | None) -> Samples:
@@ -70,7 +76,7 @@ def of_folder(net: GraphNetwork, folder: str | Path, part: str = "train") -> Sam
         return tensors[name]
 
     def features(node: int) -> Tensor:
-        return content(home / f"node-{node:05d}.safetensors", "x")
+        return content(file_of(home, net.plan.graph, node), "x")
 
     is_root = net.plan.tree.root in net.part.nodes
     found = of_function(net, features, content(home / LABELS, "t") if is_root else None)

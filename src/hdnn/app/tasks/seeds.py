@@ -1,0 +1,69 @@
+"""The runs of one folder of seeds, asked together: all of them are certified."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from hdnn.analysis import Certificate
+from hdnn.analysis.image_certificate import Certificates
+from hdnn.app import results, terminal
+
+
+@dataclass(frozen=True)
+class RunCertificates:
+    """The certificates of several runs, by the names of their folders."""
+
+    of: dict[str, Certificate | Certificates]
+
+    @property
+    def _parts(self) -> list[tuple[str, Certificate]]:
+        """Each certificate with its run; a classifier of images has one for each unit."""
+        found = []
+        for run, one in self.of.items():
+            parts = one.parts if isinstance(one, Certificates) else (one,)
+            found += [(run, part) for part in parts]
+        return found
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """What is promised but does not hold numerically, and in which run."""
+        return tuple(f"{run}: {word}" for run, part in self._parts for word in part.broken)
+
+    @property
+    def unknown(self) -> str:
+        """What could not be computed, and in which run; nothing where all could."""
+        return "; ".join(f"{run}: {part.unknown}" for run, part in self._parts if part.unknown)
+
+    @property
+    def smallest(self) -> tuple[float, str] | None:
+        """The smallest norm of all runs, and whose it is."""
+        known = [(part.smallest_norm, run) for run, part in self._parts]
+        return min((one for one in known if not math.isnan(one[0])), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        smallest = self.smallest
+        return {
+            "smallest_norm": None if smallest is None else smallest[0],
+            "smallest_in": None if smallest is None else smallest[1],
+            "broken": list(self.broken),
+            "unknown": self.unknown,
+            "runs": {run: one.to_dict() for run, one in self.of.items()},
+        }
+
+    def __str__(self) -> str:
+        rows = [(run, results.smallest_text(part.to_dict())) for run, part in self._parts]
+        if (smallest := self.smallest) is not None:
+            norm, run = smallest
+            rows.append(("of all", f"smallest {results.rounded_down(norm)}, in {run}"))
+        if self.broken:
+            rows.append(("verdict", "BROKEN: " + "; ".join(self.broken)))
+        elif self.unknown:
+            rows.append(("verdict", f"COULD NOT BE COMPUTED: {self.unknown}"))
+        elif all(part.guaranteed for _, part in self._parts) and self._parts:
+            rows.append(("verdict", f"guaranteed for all {len(self.of)} runs, and it holds"))
+        else:
+            rows.append(("verdict", "not all runs have a guarantee"))
+        return terminal.rows_text(rows)
