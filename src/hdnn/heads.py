@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from hdnn.errors import DataError, ShapeError, choose, positive_int
 from hdnn.networks.initial import Initial
 from hdnn.networks.options import describes_options
+from hdnn.networks.weights import KeepsConstants, overwrite
 
 
-class Augment(nn.Module):
+class Augment(KeepsConstants):
     """y_0 = x placed among zeros: (*batch, inputs) to (*batch, features).
 
     Args:
@@ -42,7 +43,11 @@ class Augment(nn.Module):
             )
         self.placement = placement if isinstance(placement, str) else _listed(placement)
         positions = _positions(self.placement, inputs, features)
-        self.register_buffer("positions", torch.tensor(positions), persistent=False)
+        positions = torch.tensor(positions, device="cpu")
+        self.add_constant("positions", positions, torch.empty(()), persistent=False)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Nothing: there is nothing to draw. FSDP asks each part of a model for it."""
 
     def forward(self, x: Tensor) -> Tensor:
         _check_width("Augment takes x", x, self.inputs)
@@ -130,8 +135,17 @@ class LinearHead(nn.Module):
         self.features = positive_int("features", features)
         self.outputs = positive_int("outputs", outputs)
         initial = Initial("scaled", self.features, generator, dtype, device)
-        self.weight = nn.Parameter(initial.K(self.outputs, self.features))
-        self.bias = nn.Parameter(initial.b(self.outputs))
+        self.weight, self.bias = map(nn.Parameter, self._first(initial))
+
+    def _first(self, initial: Initial) -> tuple[Tensor, Tensor]:
+        return initial.K(self.outputs, self.features), initial.b(self.outputs)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: weights are drawn as the constructor draws them from that generator."""
+        placed = self.weight.dtype, self.weight.device
+        first = self._first(Initial("scaled", self.features, generator, *placed))
+        for mine, value in zip((self.weight, self.bias), first, strict=True):
+            overwrite(mine, value)
 
     def forward(self, y: Tensor) -> Tensor:
         _check_width(f"{type(self).__name__} takes y", y, self.features)

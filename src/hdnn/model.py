@@ -37,6 +37,14 @@ class Model(nn.Module):
             raise ShapeError(f"net gives {net.features} features, but head takes {head.features}.")
         self.augment, self.net, self.head = augment, net, head
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: first the network and then the head draw their weights as when made.
+
+        For a model that was made on the meta device, as FSDP does it, after `to_empty`.
+        """
+        self.net.reset_parameters(generator)
+        self.head.reset_parameters(generator)
+
     @property
     def inputs(self) -> int:
         """How many features x has."""

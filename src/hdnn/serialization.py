@@ -23,7 +23,7 @@ from hdnn.errors import CheckpointError, HDNNError
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
-from hdnn.networks import KINDS, Network
+from hdnn.networks import KINDS, HamiltonianNet, Network
 from hdnn.networks.weights import refresh, target
 
 FORMAT = 1
@@ -83,6 +83,9 @@ def load(
             tensors = file.load(config)
             model = restore(config, tensors)
             model.load_state_dict(tensors, assign=True)  # with the dtype that each had
+            for part in model.modules():
+                if isinstance(part, HamiltonianNet):
+                    part.started_from_here()
         except CheckpointError as error:
             if str(path) in str(error):
                 raise

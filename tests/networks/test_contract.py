@@ -37,12 +37,13 @@ IMPLICIT = ("ImplicitH2", "midpoint")
 
 
 def _matrix(m: int) -> torch.Tensor:
-    return torch.randn(m, m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(m, m, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _skew(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    A = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64)
+    A = torch.randn(*shape, shape[-1], generator=generator, dtype=torch.float64, device="cpu")
     return A - A.mT
 
 

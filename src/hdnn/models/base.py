@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import ShapeError
-from hdnn.networks import HamiltonianUnit, ODENetwork
+from hdnn.networks import HamiltonianUnit, Network, ODENetwork
 from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
+from hdnn.networks.weights import overwrite
 
 
 class ImageModel(nn.Module):
@@ -33,6 +34,20 @@ class ImageModel(nn.Module):
     def units(self) -> list[ODENetwork | HamiltonianUnit]:
         """The Hamiltonian parts, first to last."""
         return [m for m in self.modules() if isinstance(m, (ODENetwork, HamiltonianUnit))]
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all layers draw their weights, in the order in which they were made.
+
+        For a classifier that was made on the meta device, as FSDP does it, after `to_empty`.
+        """
+        make = LayerMaker(generator, self.linear.weight.dtype, self.linear.weight.device)
+        for part in self.modules():
+            if isinstance(part, (Network, HamiltonianUnit)):
+                part.reset_parameters(generator)
+            elif isinstance(part, nn.BatchNorm2d):
+                part.reset_parameters()
+            elif isinstance(part, (nn.Conv2d, nn.Linear)):
+                make.draw(part)
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this classifier again, as JSON can hold them.
@@ -62,27 +77,25 @@ class LayerMaker:
 
     def conv(self, inputs: int, outputs: int, kernel: int, **options: Any) -> nn.Conv2d:
         layer = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, **options, **self.placed)
-        return self._drawn(layer, inputs * kernel**2)
+        return self.draw(layer)
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        return self._drawn(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.placed), inputs)
+        return self.draw(nn.utils.skip_init(nn.Linear, inputs, outputs, **self.placed))
 
     def norm(self, channels: int, activation: str = "identity") -> BatchNorm:
         return BatchNorm(channels, activation, **self.placed)
 
-    def he(self, layer: Any) -> Any:
-        """The same layer with weights of variance 2 / fan-in, as ResNets begin with."""
-        inputs = layer.weight[0].numel()
-        with torch.no_grad():
-            layer.weight.copy_(self.initial.uniform(layer.weight.shape, (6 / inputs) ** 0.5))
-        return layer
+    def draw(self, layer: Any) -> Any:
+        """The same layer with weights and bias uniform in +- 1 / sqrt(fan-in).
 
-    def _drawn(self, layer: Any, inputs: int) -> Any:
-        """Weights and bias uniform in +- 1 / sqrt(fan-in)."""
-        with torch.no_grad():
-            layer.weight.copy_(self.initial.uniform(layer.weight.shape, inputs**-0.5))
-            if layer.bias is not None:
-                layer.bias.copy_(self.initial.uniform(layer.bias.shape, inputs**-0.5))
+        Weights without a bias, as ResNets have them, are drawn again, with variance 2 / fan-in.
+        """
+        inputs = layer.weight[0].numel()
+        bounds = [(layer.weight, inputs**-0.5), (layer.bias, inputs**-0.5)]
+        if layer.bias is None:
+            bounds[1] = layer.weight, (6 / inputs) ** 0.5
+        for tensor, bound in bounds:
+            overwrite(tensor, self.initial.uniform(tensor.shape, bound))
         return layer
 
 

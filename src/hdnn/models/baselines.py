@@ -21,9 +21,9 @@ class ResidualBlock(nn.Module):
         self.drop = drop
         self.added, self.stride = outputs - inputs, 1 if inputs == outputs else 2
         first = {"stride": self.stride, "padding": 1, "bias": False}
-        self.conv1 = make.he(make.conv(inputs, outputs, 3, **first))
+        self.conv1 = make.conv(inputs, outputs, 3, **first)
         self.norm1 = make.norm(outputs, "relu")
-        self.conv2 = make.he(make.conv(outputs, outputs, 3, padding=1, bias=False))
+        self.conv2 = make.conv(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = make.norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class ResNet(ImageModel):
         n, rest = divmod(depth - 2, 6)
         if rest or n < 1:
             raise ShapeError(f"depth must be 6 n + 2 with n >= 1, but got {depth}.")
-        self.stem = make.he(make.conv(3, 16, 3, padding=1, bias=False))
+        self.stem = make.conv(3, 16, 3, padding=1, bias=False)
         self.norm = make.norm(16, "relu")
         widths = [16] * (n + 1) + [32] * n + [64] * n
         blocks = zip(pairwise(widths), rising(drop, 3 * n), strict=True)

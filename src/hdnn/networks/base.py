@@ -16,11 +16,11 @@ from hdnn.errors import NotInvertibleError, OptionError, ShapeError, flag, posit
 from hdnn.networks import jacobians
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown
-from hdnn.networks.weights import refresh
+from hdnn.networks.weights import KeepsConstants, overwrite, refresh
 from hdnn.operators import dense
 
 
-class Network(nn.Module):
+class Network(KeepsConstants):
     """A stack of N layers on states (*batch, n).
 
     The weights of all layers are stacked, (N, ...), under the names that they have as arguments of
@@ -51,13 +51,31 @@ class Network(nn.Module):
     # What a network is made of
 
     def _draw(self, initial: Initial) -> None:
-        """Draw the stacked weights, in their order: K (N, n, n) and b (N, n), or m for n."""
-        size = self._half() if self.split else self.features
+        """Draw the stacked weights, in their order."""
+        self.init = initial.init
         for name in self.stacked:
+            first = self._first(name, initial)
             if name.startswith("K"):
-                self._add_K(name, initial.K(self.stored, size, size))
+                self._add_K(name, first)
             else:
-                self.register_parameter(name, nn.Parameter(initial.b(self.stored, size)))
+                self.register_parameter(name, nn.Parameter(first))
+
+    def _first(self, name: str, initial: Initial) -> Tensor:
+        """First values for a stack of weights: K (N, n, n) or b (N, n), or m for n."""
+        size = self._half() if self.split else self.features
+        return (
+            initial.K(self.stored, size, size) if name[0] == "K" else initial.b(self.stored, size)
+        )
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them from that generator.
+
+        For a network that was made on the meta device, as FSDP does it, after `to_empty`.
+        """
+        weight = next(self.parameters())
+        initial = Initial(self.init, self.features, generator, weight.dtype, weight.device)
+        for name in self.stacked:
+            self.assign(name, self._first(name, initial))
 
     def _add_K(self, name: str, K: Tensor) -> None:
         self.register_parameter(name, nn.Parameter(K))
@@ -89,8 +107,7 @@ class Network(nn.Module):
 
     def assign(self, name: str, value: Tensor) -> None:
         """Overwrite one stack of weights by (N, ...), or (1, ...) if tied."""
-        with torch.no_grad():
-            self.get_parameter(name).copy_(value)
+        overwrite(self.get_parameter(name), value)
 
     def weights(self) -> dict[str, Any]:
         """All arguments of `function` except the state."""

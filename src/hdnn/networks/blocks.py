@@ -81,7 +81,7 @@ class BlockSparseNetwork(ODENetwork):
         patterns = [block_sparse.block_pattern(part, sizes, sizes) for part in quarters]
         used = torch.cat([pattern.reshape(-1, M, M) for pattern in patterns]).any(0)
         if given.T is None:  # then T is what X or J uses already
-            T = used | used.mT | torch.eye(M, dtype=torch.bool)
+            T = used | used.mT | torch.eye(M, dtype=torch.bool, device="cpu")
             self.sparsity = given = Sparsity(given.R, T, given.S, given.sizes)
         assert given.T is not None
         if given.T.ndim == 3:

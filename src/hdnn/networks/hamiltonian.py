@@ -133,12 +133,14 @@ class HamiltonianNet(BlockSparseNetwork):
         self.learn_X = learn
         matrix = torch.eye(m, device="cpu") if X is None else self._constant("X", X, m, initial)
         free = None if self.sparsity is None else self._restrict("X", matrix)
+        value = initial.constant(matrix)
         if learn and free is not None:
-            self._add_sparse("X", initial.constant(matrix), free)
+            self._add_sparse("X", value, free)
         elif learn:
-            self.X = nn.Parameter(initial.constant(matrix))
+            self.X = nn.Parameter(value)
         else:
-            self.register_buffer("X", None if X is None else initial.constant(matrix))
+            self.add_constant("X", None if X is None else matrix.to("cpu", value.dtype), value)
+        self._start = matrix.cpu().clone() if learn else None
 
     def _add_J(self, J: Tensor | None, learn: bool, initial: Initial) -> None:
         n = self.features
@@ -148,18 +150,18 @@ class HamiltonianNet(BlockSparseNetwork):
         else:
             matrix = self._constant("J", J, n, initial)
             interconnection.check_skew(matrix)
-        index = interconnection.upper_indices(n, device=matrix.device)
+        matrix, index = matrix.cpu(), interconnection.upper_indices(n, device="cpu")
         if self.sparsity is not None:
-            free = self._restrict("J", matrix).to(matrix.device)
+            free = self._restrict("J", matrix)
             index = index[free.flatten()[index]]
-        upper = initial.constant(matrix.flatten(-2)[..., index])
-        index = index.to(initial.device)
-        stored = learn or J is not None
-        self.register_buffer("_J_index", index if stored else None, persistent=False)
+        upper = matrix.flatten(-2)[..., index]
+        value, stored = initial.constant(upper), learn or J is not None
+        self.add_constant("_J_index", index if stored else None, value, persistent=False)
         if learn:
-            self.J_upper = nn.Parameter(upper)
+            self.J_upper = nn.Parameter(value)
         else:
-            self.register_buffer("J_upper", upper if stored else None)
+            self.add_constant("J_upper", upper.to(value.dtype) if stored else None, value)
+        self._start = upper if learn else None
 
     def _constant(self, name: str, matrix: Tensor, size: int, initial: Initial) -> Tensor:
         """X or J as given, if it has the right shape and is finite in the network's dtype."""
@@ -171,8 +173,25 @@ class HamiltonianNet(BlockSparseNetwork):
                 f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed for "
                 f"{self.features} features, or ({self.layers}, {size}, {size}) for one a layer."
             )
+        if matrix.is_meta:
+            raise ShapeError(
+                f"{name} is on the meta device, where tensors have no values; make it with "
+                'device="cpu", or before `with torch.device("meta")`.'
+            )
         interconnection.check_finite(name, matrix.detach().to(initial.dtype))
         return matrix.detach() if matrix.is_floating_point() else matrix.double()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        if self._start is not None:
+            learned = "X" if self.scheme.interconnection == "X" else "J_upper"
+            self.assign(learned, self._start.expand(self.weight(learned).shape))
+
+    def started_from_here(self) -> None:
+        """Let `reset_parameters` bring a learned X or J back to what it is now."""
+        if self._start is not None:
+            learned = "X" if self.scheme.interconnection == "X" else "J_upper"
+            self._start = self.weight(learned).detach().cpu().clone()
 
     # The field
 

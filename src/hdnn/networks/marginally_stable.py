@@ -116,11 +116,17 @@ class MS2(_MarginallyStable):
     _index: Tensor
 
     def _draw(self, initial: Initial) -> None:
-        n = self.features
+        self.init, n = initial.init, self.features
         self.K_upper = nn.Parameter(initial.K(self.stored, n * (n - 1) // 2))
         self.b = nn.Parameter(initial.b(self.stored, n))
         index = interconnection.upper_indices(n, device="cpu")
-        self.register_buffer("_index", index.to(initial.device), persistent=False)
+        self.add_constant("_index", index, self.b, persistent=False)
+
+    def _first(self, name: str, initial: Initial) -> Tensor:
+        if name == "b":
+            return super()._first(name, initial)
+        n = self.features
+        return interconnection.skew(initial.K(self.stored, n * (n - 1) // 2), n, self._index)
 
     @property
     def K(self) -> Tensor:

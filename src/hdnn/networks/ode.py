@@ -38,14 +38,20 @@ class ODENetwork(Network):
         self.step = step_size(step, T, self.layers)
         self.learn_step = flag("learn_step", learn_step)
         if learn_step:
-            steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.stored
-            if self.tied:
-                if len(set(steps)) > 1:
-                    raise OptionError("tied layers learn one step; give a single step or T.")
-                steps = steps[:1]
-            # log h: a step stays positive whatever the optimiser does.
-            log_h = torch.tensor([math.log(h) for h in steps], dtype=torch.float64)
-            self.log_h = nn.Parameter(initial.constant(log_h))
+            if self.tied and isinstance(self.step, tuple) and len({*self.step}) > 1:
+                raise OptionError("tied layers learn one step; give a single step or T.")
+            self.log_h = nn.Parameter(initial.constant(self._log_steps()))
+
+    def _log_steps(self) -> Tensor:
+        """Where learning starts. It learns log h: a step stays positive whatever happens to it."""
+        steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.stored
+        logs = [math.log(h) for h in steps[: self.stored]]
+        return torch.tensor(logs, dtype=torch.float64, device="cpu")
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        if self.learn_step:
+            self.assign("log_h", self._log_steps())
 
     @property
     def h(self) -> float | tuple[float, ...] | Tensor:

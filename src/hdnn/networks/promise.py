@@ -16,7 +16,8 @@ _HARMLESS = {
     *("guarantee", "_promise", "config", "constants", "extra_repr", "form", "_line", "invertible"),
     *("engine", "engines", "backprop", "engine_report", "_choose_engine", "_asked", "assign"),
     *("refine", "_refined", "smoothness", "smooth_leaves", "_counted", "_smooth", "coupling"),
-    *("limit_coupling", "norms", "_apply"),
+    *("limit_coupling", "norms", "_apply", "reset_parameters", "_first", "started_from_here"),
+    *("add_constant", "_kept_aside", "_load_from_state_dict"),
 }
 _CALLS = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "forward"}
 

@@ -30,7 +30,6 @@ from hdnn.errors import (
     probability,
 )
 from hdnn.networks import shears
-from hdnn.networks.initial import Initial
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.options import step_size
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler
@@ -125,14 +124,17 @@ class HamiltonianUnit(UnitWeights):
         self._check(split)
         self.halves = ("q", "p") if split else ("",)  # whose weights each shear uses
         width = channels // 2 if split else channels
-        initial = Initial(init, width // groups * kernel**2, generator, dtype, device)
         self._shape = (self.layers, width, width // groups, kernel, kernel)
+        self.init = init
+        initial = self._initial(generator, dtype, device)
         free = None if sparsity is None else self._free(sparsity)
         for half in self.halves[::-1]:
-            self._add(half, width, initial, free)
+            self._add(half, initial, free)
         placed: dict[str, Any] = {"dtype": initial.dtype, "device": initial.device}
         if any(self.drop):
-            self.register_buffer("_drop", torch.tensor(self.drop, **placed), persistent=False)
+            rates = torch.tensor(self.drop, dtype=initial.dtype, device="cpu")
+            b = self.get_parameter(named("b", self.halves[0]))
+            self.add_constant("_drop", rates, b, persistent=False)
         self.after = (
             BatchNorm(channels, eps=EPS, momentum=MOMENTUM, **placed)
             if norm in ("after", "both")
@@ -327,6 +329,11 @@ class HamiltonianUnit(UnitWeights):
         return found
 
     # The module
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        if self.after is not None:
+            self.after.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # model.to(memory_format=torch.channels_last) only handles tensors of 4 axes.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,22 @@ from hdnn.activations import Activation
 from hdnn.errors import OptionError, ShapeError
 from hdnn.networks.initial import Initial
 from hdnn.networks.shears import EPS, Kind, ShearWeights
-from hdnn.networks.weights import filled, refresh, smoothness, store
+from hdnn.networks.weights import (
+    KeepsConstants,
+    filled,
+    overwrite,
+    refresh,
+    smoothness,
+    store,
+)
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
 
+NORMALISING = ("gamma", "beta", "mean", "var")
 MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
-class UnitWeights(nn.Module):
+class UnitWeights(KeepsConstants):
     """K and b of each half, stacked over layers, and the normalisation between K y + b and sigma.
 
     If K is block-sparse, only its free entries are stored.
@@ -36,6 +45,7 @@ class UnitWeights(nn.Module):
     activation: str
     step: float | tuple[float, ...]
     halves: tuple[str, ...]  # whose weights each shear uses
+    init: str
     _shape: tuple[int, ...]  # of K
 
     def _free(self, sparsity: Sparsity | Tensor) -> Tensor:
@@ -50,19 +60,45 @@ class UnitWeights(nn.Module):
             sizes, R = sizes * 2, R.tile(2, 2)
         return block_sparse.mask(R, sizes, sizes)[:, :, None, None].expand(self._shape)
 
-    def _add(self, half: str, width: int, initial: Initial, free: Tensor | None) -> None:
-        K, N = initial.K(*self._shape), self.layers
-        if free is None:
-            self.register_parameter(named("K", half), nn.Parameter(K))
-        else:
-            store(self, named("K", half), K, free)
-        self.register_parameter(named("b", half), nn.Parameter(initial.b(N, width)))
+    def _initial(self, *options: Any) -> Initial:
+        return Initial(self.init, math.prod(self._shape[2:]), *options)
+
+    def _first(self, half: str, initial: Initial) -> Iterator[tuple[str, Tensor]]:
+        """The first values of all tensors of one half."""
+        N, width, *_ = self._shape
+        yield named("K", half), initial.K(*self._shape)
+        yield named("b", half), initial.b(N, width)
         if self.normed:
             ones, zeros = torch.ones(N, width), torch.zeros(N, width)
-            for name, value in (("gamma", ones), ("beta", zeros)):
-                self.register_parameter(named(name, half), nn.Parameter(initial.constant(value)))
-            for name, value in (("mean", zeros), ("var", ones)):
-                self.register_buffer(named(name, half), initial.constant(value))
+            for name, value in zip(NORMALISING, (ones, zeros, zeros, ones), strict=True):
+                yield named(name, half), initial.constant(value)
+
+    def _add(self, half: str, initial: Initial, free: Tensor | None) -> None:
+        for name, value in self._first(half, initial):
+            if name[0] == "K" and free is not None:
+                store(self, name, value, free)
+            elif name.startswith(("mean", "var")):
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, nn.Parameter(value))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them from that generator.
+
+        For a unit that was made on the meta device, as FSDP does it, after `to_empty`.
+        """
+        b = getattr(self, named("b", self.halves[0]))
+        initial = self._initial(generator, b.dtype, b.device)
+        for half in self.halves[::-1]:
+            for name, value in self._first(half, initial):
+                self.assign(name, value)
+
+    def assign(self, name: str, value: Tensor) -> None:
+        """Overwrite one stack of weights, or of means and variances."""
+        if name[0] == "K" and self.sparse:
+            value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
+            name = f"{name}_free"
+        overwrite(self._parameters.get(name, self._buffers.get(name)), value)  # pyright: ignore
 
     @property
     def _sigma(self) -> Activation:

@@ -1,10 +1,11 @@
-"""Weights as modules hold them: by their free entries, computed by hooks, smooth over layers."""
+"""Weights as modules hold them: constants, free entries, computed by hooks, smooth over layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
@@ -12,14 +13,72 @@ from hdnn.base.shapes import Step, layer_steps
 from hdnn.errors import ShapeError
 from hdnn.operators import block_sparse
 
+
+class KeepsConstants(nn.Module):
+    """A module whose buffers have their values again when it comes back from the meta device.
+
+    There tensors have shapes but no values: `to_empty` gives parameters new memory, and
+    `reset_parameters` new values. Constants are kept aside meanwhile.
+    """
+
+    def add_constant(
+        self, name: str, value: Tensor | None, like: Tensor, *, persistent: bool = True
+    ) -> None:
+        """Register a buffer, given by its value on the CPU, where the tensor `like` lies."""
+        buffer = None if value is None else value.to(like.device, copy=True)
+        self.register_buffer(name, buffer, persistent=persistent)
+        if value is not None and like.is_meta:
+            self._kept_aside()[name] = value.clone()
+
+    def _kept_aside(self) -> dict[str, Tensor]:
+        return self.__dict__.setdefault("_aside", {})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        aside = self._kept_aside()
+        for name, was in before.items():
+            now = self._buffers[name]
+            if was is None or now is None or was.is_meta == now.is_meta:
+                continue
+            if now.is_meta:
+                aside[name] = was.detach()
+            elif name in aside:
+                overwrite(now, aside.pop(name))
+        return self
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        # `load_state_dict(assign=True)` replaces tensors on the meta device; some are in no file.
+        mine = [t for name, t in state_dict.items() if name.startswith(prefix)]
+        for name in [*self._kept_aside()] if local_metadata.get("assign_to_params_buffers") else ():
+            value, now = self._kept_aside().pop(name), self._buffers[name]
+            if now is not None and now.is_meta:
+                self._buffers[name] = value.to(mine[0].device if mine else "cpu", copy=True)
+
+
+@torch.no_grad()
+def overwrite(tensor: Tensor, value: Tensor) -> None:
+    """Copy values into a tensor, also into one whose rows are shared out among processes."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None:  # as `torch.distributed.fsdp.fully_shard` does it
+        shared: Any = torch.distributed
+        value = value.to(tensor.device, tensor.dtype)
+        value = shared.tensor.distribute_tensor(value, mesh, tensor.placements)  # pyright: ignore
+    tensor.copy_(value)
+
+
 # Stored by their free entries alone: as `name_free`, for matrices called `name`.
 
 
-def store(module: nn.Module, name: str, matrix: Tensor, free: Tensor) -> None:
+def store(module: KeepsConstants, name: str, matrix: Tensor, free: Tensor) -> None:
     """Store the entries of a matrix where `free` is true, as a parameter of the module."""
-    index = block_sparse.indices(free.expand(matrix.shape)).to(matrix.device)
-    module.register_buffer(f"_{name}_index", index, persistent=False)
-    module.register_parameter(f"{name}_free", nn.Parameter(block_sparse.values(matrix, index)))
+    index = block_sparse.indices(free.expand(matrix.shape)).cpu()
+    module.add_constant(f"_{name}_index", index, matrix, persistent=False)
+    values = block_sparse.values(matrix, module.get_buffer(f"_{name}_index"))
+    module.register_parameter(f"{name}_free", nn.Parameter(values))
 
 
 def filled(module: nn.Module, name: str, shape: Sequence[int]) -> Tensor:

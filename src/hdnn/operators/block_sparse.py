@@ -16,8 +16,8 @@ from hdnn.operators import dense as _dense
 
 def mask(R: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
     """The free entries of a matrix with blocks of these sizes and the pattern R (..., M, M)."""
-    by_rows = R.bool().repeat_interleave(torch.tensor(rows), dim=-2)
-    return by_rows.repeat_interleave(torch.tensor(columns), dim=-1)
+    by_rows = R.bool().repeat_interleave(torch.tensor(rows, device=R.device), dim=-2)
+    return by_rows.repeat_interleave(torch.tensor(columns, device=R.device), dim=-1)
 
 
 def block_pattern(A: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Tensor:

@@ -26,7 +26,7 @@ from hdnn.sparsity.locality import Breach as Breach
 def binary(name: str, pattern: Any) -> Tensor:
     """A pattern given as a tensor, an array or nested lists, as a boolean tensor (..., M, M)."""
     try:
-        A = torch.as_tensor(pattern).detach().cpu()
+        A = torch.as_tensor(pattern, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise SparsityError(
             f"{name} must be a binary matrix, but got {type(pattern).__name__}; "
