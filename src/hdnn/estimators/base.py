@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, training
+from hdnn.base.threads import one_thread, threads_for
 from hdnn.errors import DataError, as_float, choose, positive_int, require
 from hdnn.heads import Augment, LinearHead
 from hdnn.model import Model
@@ -83,7 +84,8 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         if self._certificate is None:
             x = torch.from_numpy(self._sample)
-            self._certificate = analysis.certify(self.model_, x, points="training points")
+            with one_thread():
+                self._certificate = analysis.certify(self.model_, x, points="training points")
         return self._certificate
 
     # Learning
@@ -178,7 +180,8 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         check_is_fitted(self)
         table: Any = validate_data(self, X, dtype=np.float64, reset=False)
         run, parts = getattr(self.model_, method), self._inputs(table).split(CHUNK)
-        return torch.cat([run(part) for part in parts]).numpy(force=True)
+        with threads_for(len(parts[0]) * self._n_features_out, parts[0].device.type):
+            return torch.cat([run(part) for part in parts]).numpy(force=True)
 
     @property
     def _n_features_out(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hdnn.base.progress import ProgressLine
+from hdnn.base.threads import threads_for
 from hdnn.errors import TrainingError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
@@ -129,6 +130,9 @@ def fit(
             chosen = [c for c in callbacks if members.first or not getattr(c, "first_only", False)]
             data = x.detach(), t, weight
             training = _Training(model, *data, held_out, options, chosen, progress, place, members)
+        stack.enter_context(
+            threads_for(min(len(x), training.batch) * model.net.features, x.device.type)
+        )
         return training.run()
 
 

@@ -15,8 +15,8 @@ from hdnn.app.pictures import ROOM, drawn
 from hdnn.app.results import picture_rows, smallest_text
 from hdnn.app.runs import usable_folder
 from hdnn.app.tasks import table
-from hdnn.app.tasks.task import one_thread
 from hdnn.app.terminal import print_text, rows_text
+from hdnn.base.threads import one_thread
 from hdnn.training import fit
 
 EXAMPLES = (

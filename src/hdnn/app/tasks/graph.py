@@ -30,10 +30,11 @@ from hdnn.app.configs.graph import (
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run, write_json
 from hdnn.app.tasks import nodes
-from hdnn.app.tasks.task import Task, go_on, known_metrics, one_thread
+from hdnn.app.tasks.task import Task, go_on, known_metrics
 from hdnn.base.config import types_of
 from hdnn.base.files import read_json
 from hdnn.base.search import components
+from hdnn.base.threads import one_thread
 from hdnn.data import planar
 from hdnn.distributed import worker
 from hdnn.distributed.graph.graph import Graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run, points_columns
 from hdnn.app.tasks.answers import Answer
-from hdnn.app.tasks.task import OwnTask, one_thread
+from hdnn.app.tasks.task import OwnTask
 from hdnn.base.memory import check_memory
 from hdnn.base.portable import portable
+from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
@@ -133,9 +134,7 @@ class TableTask(OwnTask):
         return 12 * size * math.prod(self.config.refinements)
 
     def threads(self) -> AbstractContextManager[None]:
-        """One thread for small tensors: more do not help, and are very slow on a busy machine."""
-        small = self.config.batch * (self.config.features or 0) < 100_000
-        return one_thread() if small else nullcontext()
+        return threads_for(self.config.batch * (self.config.features or 0))
 
     def fit(
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes

@@ -9,8 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,14 +189,3 @@ def interrupted(run: Run, how: str) -> StoppedError:
     if not run.exists:
         return StoppedError("interrupted before anything was written.")
     return StoppedError(f"interrupted; {how}")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run PyTorch on one thread inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
