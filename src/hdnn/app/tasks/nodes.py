@@ -17,7 +17,7 @@ from hdnn.analysis import Certificate
 from hdnn.app.runs import Run
 from hdnn.app.tasks import table
 from hdnn.app.tasks.answers import Answer
-from hdnn.app.tasks.task import one_thread
+from hdnn.base.threads import one_thread
 from hdnn.data import planar
 from hdnn.distributed.graph.file import graph_of
 from hdnn.distributed.graph.graph import Graph
