@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hdnn import plotting
+from hdnn.analysis import evaluation
 from hdnn.analysis.image_certificate import Certificates, certify_images
 from hdnn.analysis.words import summary_of_parts
 from hdnn.app import progress, results, terminal
@@ -138,10 +139,24 @@ class ImageTask(OwnTask):
             "test_images": len(data.t_test),
             "train_accuracy": self.training.accuracy(data.images_train, data.t_train),
             "test_accuracy": history.test[-1],
+            "target": "class",
+            "evaluation": self.evaluated(),
             "epoch_seconds": round(history.seconds / len(history.loss), 3),
             "no_certificate_because": certified.nothing,
             "certificates": certified.to_dict()["certificates"],
         }
+
+    def evaluated(self) -> dict[str, Any]:
+        """How good the predictions are for the test images."""
+        data = self.data
+        found = self.training.scores(data.images_test).double()
+        told = evaluation.of_classes(
+            data.t_test.numpy(force=True),
+            found.softmax(1).numpy(),
+            data.classes,
+            usual=int(torch.bincount(data.t_train.cpu()).argmax()),
+        )
+        return {"part": "test", **told}
 
     def pictures(self, certified: Certificates) -> dict[str, Any]:
         curves = History(loss=self.history.loss, accuracy=self.history.accuracy)

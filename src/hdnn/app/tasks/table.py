@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
-from hdnn.analysis import Certificate
+from hdnn.analysis import Certificate, evaluation
 from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.common import DTYPES
 from hdnn.app.configs.table import TableConfig
@@ -171,11 +171,14 @@ class TableTask(OwnTask):
         problem = self.problem
         return {
             "task": problem.columns.task,
+            "target": problem.columns.target,
+            "inputs": len(problem.columns.names),
             "network": repr(self.model.net),
             "features": self.config.features,
             "train_rows": len(problem.t_train),
             "test_rows": len(problem.t_test),
             **scores(self.model, problem),
+            "evaluation": evaluated(self.model, problem),
             "certificate": certified.to_dict(),
         }
 
@@ -228,6 +231,30 @@ def scores(model: Model, problem: Problem) -> dict[str, float]:
         if len(t) > 1 and spread > 0:
             found[f"{part}_r2"] = 1 - (error / spread).item()
     return found
+
+
+@torch.no_grad()
+def evaluated(model: Model, problem: Problem) -> dict[str, Any]:
+    """How good the predictions are for the test rows, or if there are none for those trained on."""
+    columns, tested = problem.columns, len(problem.x_test) > 0
+    x, t = (problem.x_test, problem.t_test) if tested else (problem.x_train, problem.t_train)
+    found = torch.cat([model(some) for some in x.split(4096)])
+    part = {"part": "test" if tested else "train"}
+    if not columns.classes:
+        values, true = (
+            y.double().reshape(-1).numpy() * columns.target_scale + columns.target_mean
+            for y in (found, t)
+        )
+        return part | evaluation.of_values(true, values)
+    head = model.head
+    assert isinstance(head, (SigmoidHead, SoftmaxHead))
+    return part | evaluation.of_classes(
+        t.numpy(),
+        head.probabilities(found).double().numpy(),
+        columns.classes,
+        found=head.predict(found).numpy(),
+        usual=int(torch.bincount(problem.t_train).argmax()),
+    )
 
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:

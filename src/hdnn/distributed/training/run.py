@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from hdnn._version import __version__
+from hdnn.analysis import evaluation
 from hdnn.base.config import BaseConfig, option
-from hdnn.base.files import as_path, write_atomically
+from hdnn.base.files import as_path, finite, write_atomically
 from hdnn.data import planar
 from hdnn.distributed.graph.file import matrix_of
 from hdnn.distributed.graph.graph import Graph
@@ -210,9 +211,12 @@ def train(
     for part, samples in (("train", train_set), ("test", test_set)):
         if samples is not None:
             state, _ = net.forward(net.split(samples.x), keep=False)
-            found = training.head.predict(net.join(state))
+            scores = training.head.scores(net.join(state))
             if samples.t is not None:
+                found = head.predict(scores)
                 metrics[f"{part}_accuracy"] = (found == samples.t).double().mean().item()
+                told = _evaluated(head, scores, samples.t, classes)
+                metrics["evaluation"] = {"part": part, **told}
     traffic = training.traffic()
     whole = training.assemble(dense(config, graph, net) if net.features <= DENSE else None)
     metrics["seconds"] = round(time.perf_counter() - start, 2)
@@ -226,7 +230,7 @@ def train(
                 p.numel() for p in (*whole.parameters(), *head.parameters())
             )
             save(_model(config, whole, head, net), home / "model.safetensors")
-        write_atomically(home / "metrics.json", json.dumps(metrics, indent=1).encode())
+        write_atomically(home / "metrics.json", json.dumps(finite(metrics), indent=1).encode())
     return metrics
 
 
@@ -238,6 +242,13 @@ def _told(
         log.write({k: v for k, v in news.items() if k != "step"})
     if tell is not None:
         tell(news)
+
+
+def _evaluated(head: Any, scores: torch.Tensor, t: torch.Tensor, classes: int) -> dict[str, Any]:
+    """How good the predictions are, in detail."""
+    chances, found = head.probabilities(scores).detach().double(), head.predict(scores)
+    names = [str(k) for k in range(classes)]
+    return evaluation.of_classes(t.numpy(), chances.numpy(), names, found=found.numpy())
 
 
 def _model(config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork) -> Model:

@@ -240,17 +240,21 @@ class ImageTraining:
         with torch.cuda.stream(self.stream):
             yield
 
-    @torch.no_grad()
     def accuracy(self, images: Tensor, t: Tensor) -> float:
         """The fraction of images that is classified right, in evaluation mode."""
+        return (self.scores(images).argmax(1) == t.cpu()).sum().item() / len(t)
+
+    @torch.no_grad()
+    def scores(self, images: Tensor) -> Tensor:
+        """What the model gives for all images in evaluation mode, on the CPU."""
         self.model.eval()
         with self._aside():
-            right = torch.zeros((), dtype=torch.int64, device=self.device)
-            for some, labels in zip(images.split(EVALUATED), t.split(EVALUATED), strict=True):
+            parts = []
+            for some in images.split(EVALUATED):
                 x = self.data.normalised(some, torch.float32)
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.bf16):
-                    right += (self.model(x).argmax(1) == labels).sum()
-            return right.item() / len(t)
+                    parts.append(self.model(x))
+            return torch.cat(parts).cpu()
 
     def test(self) -> None:
         """Add the accuracy on the test images to the history."""
