@@ -334,6 +334,9 @@ def test_bad_data_are_refused_in_a_sentence(iris):
     hole = X.copy()
     hole[3, 2] = np.nan
     with pytest.raises(ValueError, match="NaN"):
+        HDNNClassifier(missing="refuse").fit(hole, y)
+    hole[3, 2] = np.inf
+    with pytest.raises(ValueError, match="infinity"):
         HDNNClassifier().fit(hole, y)
     with pytest.raises(HDNNError, match="only one class: a"):
         HDNNClassifier().fit(X, np.full(150, "a"))

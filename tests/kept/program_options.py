@@ -124,7 +124,7 @@ def differences(name: str, before: Description, now: Description) -> list[str]:
         else:
             lost += _changed(f"{name} {option}", was, now["options"][option])
     for option, is_now in now["options"].items():
-        if option not in before["options"] and is_now["required"]:
+        if option not in before["options"] and is_now.get("required"):
             lost.append(f"{name} needs a new option {option}; give it a default")
     rest = [key for key in before if key not in ("options", "has an example")]
     lost += _changed(name, *({key: one.get(key) for key in rest} for one in (before, now)))

@@ -150,7 +150,7 @@ def test_a_pickled_estimator_predicts_the_same(name):
         warnings.filterwarnings("ignore", "Trying to unpickle")  # of another scikit-learn
         estimator = pickle.loads(Path(f"estimators/{name}.pickle").read_bytes())
     known, new = EXPECTED[name], TENSORS["estimators: new"].numpy()
-    assert estimator.get_params() == known["parameters"]
+    assert estimator.get_params().items() >= known["parameters"].items()
     assert estimator.history_.loss == known["loss"]
     assert estimator.certificate_.verdict == known["verdict"]
     predictions = estimator.predict(new)

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, get_type_hints
 
 from hdnn.base.config import BaseConfig, fits
 from hdnn.base.files import parse_json, read_bytes, read_json
+from hdnn.data import encoding
 from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, as_float, quoted
 from hdnn.heads import LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
@@ -99,7 +100,10 @@ def _impossible(path: Path, name: str, value: Any) -> CheckpointError:
 def read_columns(path: Path) -> Columns:
     """How rows of a table become inputs."""
     given = read_json(path)
-    check(path, given, get_type_hints(Columns), needed=True)
+    kinds = get_type_hints(Columns)
+    learned = {"encoding": kinds.pop("encoding")}  # which earlier versions did not write
+    check(path, given, kinds, needed=True)
+    check(path, given, learned, needed=False)
     names, classes = given["names"], given["classes"]
     lengths = {len(given[name]) for name in ("names", "mean", "scale")}
     many = {"classification": len(set(classes)) >= 2, "regression": not classes}
@@ -107,6 +111,7 @@ def read_columns(path: Path) -> Columns:
         "task": given["task"] in many,
         "scale": all(scale > 0 for scale in given["scale"]),
         "target_scale": given["target_scale"] > 0,
+        "encoding": all(map(encoding.is_possible, given.get("encoding", []))),
     }
     for name, is_right in right.items():
         if not is_right:

@@ -115,7 +115,7 @@ class Run:
             return
         if not self.columns_file.is_file():
             write_json(self.columns_file, columns.to_json())
-        elif self.columns() != columns:
+        elif not self.columns().agree(columns):
             raise DataError(
                 f"{config.data} has changed since the run in {self.folder} was started; start "
                 "another one."

@@ -47,6 +47,15 @@ def say(message: object) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def say_notes(notes: list[str], said: set[str] | None = None) -> None:
+    """Print notes on stderr, a line each, but for those that were said before."""
+    for note in notes:
+        if said is None or note not in said:
+            say(f"note: {note}")
+    if said is not None:
+        said |= {*notes}
+
+
 def fail_on_file(error: OSError) -> int:
     """Report an error of a file or of the output; return the exit code."""
     forget_output()

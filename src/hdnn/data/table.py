@@ -1,112 +1,36 @@
-"""Tables: columns of numbers, and a target column to learn.
-
-Errors name the line (of a CSV) or row (of a Parquet file), and the column.
-"""
+"""Tables: columns that become inputs of a model, and a target column to learn."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from hdnn.data import encoding
+from hdnn.data.encoding import FEW as FEW
+from hdnn.data.encoding import GAPS as GAPS
+from hdnn.data.encoding import Encoded
+from hdnn.data.encoding import TableWarning as TableWarning
+from hdnn.data.rows import BOOLEANS as BOOLEANS
+from hdnn.data.rows import MISSING as MISSING
+from hdnn.data.rows import WHOLE as WHOLE
+from hdnn.data.rows import Table as Table
+from hdnn.data.rows import number, short
 from hdnn.data.table_files import CSV as CSV
 from hdnn.data.table_files import LONGEST as LONGEST
 from hdnn.data.table_files import MOST_CELLS as MOST_CELLS
 from hdnn.data.table_files import PARQUET as PARQUET
 from hdnn.data.table_files import PIECE as PIECE
 from hdnn.data.table_files import read_columns
-from hdnn.errors import CheckpointError, DataError, choose
+from hdnn.errors import CheckpointError, DataError, OptionError, choose
 
-MISSING = ("", "na", "n/a", "nan", "null", "none")
-BOOLEANS = {"true": 1.0, "false": 0.0}
 TASKS = ("auto", "classification", "regression")
-WHOLE = r"[+-]?[0-9]{1,18}"
-FEW = 20  # different whole numbers, up to which a target is taken for classes
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Columns of equal length, as they stood in the file: texts, or values of a Parquet file."""
-
-    path: Path
-    columns: dict[str, list[Any]]
-    lines: list[int]  # where each row stands in a CSV; empty for a Parquet file
-
-    @property
-    def rows(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def where(self, row: int) -> str:
-        """Where to look for a row in the file."""
-        return f"line {self.lines[row]}" if self.lines else f"row {row + 1}"
-
-    def column(self, name: str) -> list[Any]:
-        """The values of one column, or an error that suggests the nearest name."""
-        if name in self.columns:
-            return self.columns[name]
-        near = difflib.get_close_matches(name, self.columns, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {_listed(self.columns)}."
-        raise DataError(f"{self.path} has no column {name!r}; {hint}")
-
-    def numbers(self, name: str) -> np.ndarray:
-        """One column as finite float64 numbers; true and false count as 1 and 0."""
-        values = self.column(name)
-        words = [v.strip().lower() if isinstance(v, str) else v for v in values]
-        if all(isinstance(word, str) and word in BOOLEANS for word in words):
-            return np.array([BOOLEANS[word] for word in words])
-        try:
-            numbers = np.array([float(v) for v in values])
-        except (TypeError, ValueError, OverflowError):
-            numbers = np.array([math.nan])
-        if not np.isfinite(numbers).all():
-            raise self._no_number(name, values)
-        return numbers
-
-    def texts(self, name: str) -> list[str]:
-        """One column as texts without blanks around them, none of them missing."""
-        values = self.column(name)
-        for row, value in enumerate(values):
-            if _is_missing(value):
-                raise self._missing(name, row)
-        return [v.strip() if isinstance(v, str) else str(v) for v in values]
-
-    def classes(self, name: str) -> list[str]:
-        """One column as names of classes: whole numbers without leading zeros, or texts."""
-        texts = self.texts(name)
-        if all(re.fullmatch(WHOLE, text) for text in texts):
-            return [str(int(text)) for text in texts]
-        return texts
-
-    def _no_number(self, name: str, values: Sequence[Any]) -> DataError:
-        """What is wrong with the first value that is no finite number."""
-        for row, value in enumerate(values):
-            if _is_missing(value):
-                return self._missing(name, row)
-            number = _number(value)
-            if number is None:
-                return DataError(
-                    f"{self.path}, {self.where(row)}, column {name!r}: {_short(value)} is not a "
-                    f"number; mend it, or leave the column out with --drop {name}."
-                )
-            if not math.isfinite(number):
-                return DataError(
-                    f"{self.path}, {self.where(row)}, column {name!r}: {_short(value)} is not "
-                    "finite; remove the row or replace the value."
-                )
-        return DataError(f"{self.path}: column {name!r} holds no numbers.")
-
-    def _missing(self, name: str, row: int) -> DataError:
-        return DataError(
-            f"{self.path}, {self.where(row)}, column {name!r}: the value is missing; "
-            "remove the row or fill it in."
-        )
 
 
 def is_file_name(data: str) -> bool:
@@ -132,22 +56,49 @@ class Columns:
     classes: list[str]  # empty for a regression
     target_mean: float = 0.0
     target_scale: float = 1.0
+    # What was learned of each column; empty for planar sets and in files of before: all are numbers
+    # and may not be missing. `names`, `mean` and `scale` are those of the inputs.
+    encoding: list[Encoded] = field(default_factory=list)
 
     @classmethod
     def learn(
-        cls, table: Table, target: str, *, task: str = "auto", drop: Iterable[str] = ()
+        cls,
+        table: Table,
+        target: str,
+        *,
+        task: str = "auto",
+        drop: Iterable[str] = (),
+        categorical: Iterable[str] = (),
+        missing: str = "fill",
+        rows: np.ndarray | None = None,
+        notes: list[str] | None = None,
     ) -> tuple[Self, np.ndarray, np.ndarray]:
-        """The columns, inputs (B, d) not yet standardised, and labels or values (B,)."""
-        table.column(target)
-        for name in drop:
+        """The columns, inputs (B, d) not yet standardised, and labels or values (B,).
+
+        Medians and categories are learned from `rows` (default: all). What a person should know is
+        added to `notes`.
+        """
+        drop, categorical = list(drop), list(categorical)
+        for name in (target, *drop, *categorical):
             table.column(name)
+        for name in categorical:
+            if name == target or name in drop:
+                what = "the target" if name == target else "left out by --drop"
+                raise OptionError(f"--categorical {name} is for an input, but it is {what}.")
         names = [name for name in table.columns if name != target and name not in drop]
         if not names:
             raise DataError(f"{table.path} has no column besides the target {target!r}.")
-        task, classes, t = _target(table, target, choose("task", task, TASKS))
-        x = np.stack([table.numbers(name) for name in names], 1)
+        task, classes, t = find_target(table, target, task)
+        encoded = encoding.learn(table, names, rows=rows, categorical=categorical, missing=missing)
+        names = encoding.input_names(encoded)
+        if not names:
+            raise DataError(f"{table.path} has no column besides {target!r} that tells anything.")
+        x, unusual = encoding.encode(table, encoded)
+        if notes is not None:
+            learned = x if rows is None else x[rows]
+            notes += [*encoding.remarks(table, encoded, learned), *unusual]
         one, zero = [1.0] * len(names), [0.0] * len(names)
-        return cls(task, target, names, zero, one, classes), x, t
+        return cls(task, target, names, zero, one, classes, encoding=encoded), x, t
 
     def standardised(self, x: np.ndarray, t: np.ndarray) -> Self:
         """The same columns, with the means and spreads of these rows."""
@@ -155,6 +106,8 @@ class Columns:
         for name, m, s in zip(self.names, mean, scale, strict=True):
             if not (math.isfinite(m) and math.isfinite(s)):
                 raise DataError(f"the numbers in column {name!r} are too large to standardise.")
+        if self.encoding:
+            scale[encoding.indicators(self.encoding)] = encoding.HALF
         found = replace(self, mean=mean.tolist(), scale=scale.tolist())
         if self.task != "regression":
             return found
@@ -166,10 +119,26 @@ class Columns:
         """Rows (B, d) of a table as inputs of the model."""
         return _scaled(x, self.mean, self.scale)
 
-    def of(self, table: Table, x: np.ndarray | None = None) -> np.ndarray:
-        """The inputs (B, d) of all rows of a table; `x`: its numbers, where they are known."""
-        x = np.stack([table.numbers(name) for name in self.names], 1) if x is None else x
+    def of(
+        self, table: Table, x: np.ndarray | None = None, *, notes: list[str] | None = None
+    ) -> np.ndarray:
+        """The inputs (B, d) of all rows of a table; `x`: its numbers, where they are known.
+
+        What is unusual in the rows is added to `notes`.
+        """
+        if x is None and self.encoding:
+            x, unusual = encoding.encode(table, self.encoding)
+            if notes is not None:
+                notes += unusual
+        elif x is None:
+            x = np.stack([table.numbers(name) for name in self.names], 1)
         return _near(table, self.names, self.inputs(x))
+
+    def agree(self, other: Columns) -> bool:
+        """Whether both are of the same rows; files of before lack what was learned of columns."""
+        if not (self.encoding and other.encoding):
+            return replace(self, encoding=[]) == replace(other, encoding=[])
+        return self == other
 
     def values(self, table: Table, t: np.ndarray) -> np.ndarray:
         """Numbers (B,) of the target as outputs (B, 1) of the model."""
@@ -177,16 +146,21 @@ class Columns:
         return _near(table, [self.target], scaled)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All fields; without an encoding as earlier versions wrote it."""
+        found = asdict(self)
+        return found if self.encoding else {k: v for k, v in found.items() if k != "encoding"}
 
     @classmethod
     def from_json(cls, given: Any, path: Path) -> Self:
         """What `to_json` gave, or an error that names the file it was read from."""
         names = [field.name for field in fields(cls)]
         try:
-            made = cls(**{name: given[name] for name in names})
+            made = cls(**{name: given[name] for name in names if name != "encoding"})
+            made = replace(made, encoding=given.get("encoding", []))
             numbers = [*made.mean, *made.scale, made.target_mean, made.target_scale]
             sizes = {len(made.names), len(made.mean), len(made.scale)}
+            if made.encoding:
+                sizes.add(sum(map(encoding.width, made.encoding)))
             if len(sizes) != 1 or not all(math.isfinite(n) for n in numbers):
                 raise ValueError("its lists do not fit together")
             choose("task", made.task, TASKS[1:])
@@ -208,9 +182,9 @@ def split(t: np.ndarray, fraction: float, seed: int, *, classes: bool) -> tuple[
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
-def _target(table: Table, name: str, task: str) -> tuple[str, list[str], np.ndarray]:
+def find_target(table: Table, name: str, task: str = "auto") -> tuple[str, list[str], np.ndarray]:
     """The task, the names of the classes, and labels 0 .. classes-1 or values."""
-    if task == "auto":
+    if choose("task", task, TASKS) == "auto":
         task = _guess(table, name, table.classes(name))
     if task == "regression":
         values = table.numbers(name)
@@ -225,7 +199,7 @@ def _target(table: Table, name: str, task: str) -> tuple[str, list[str], np.ndar
     classes = sorted(set(texts), key=int if whole else str)
     if len(classes) < 2:
         raise DataError(
-            f"{table.path}: the target {name!r} has one class only, {_short(classes[0])}; "
+            f"{table.path}: the target {name!r} has one class only, {short(classes[0])}; "
             "a classifier needs at least two."
         )
     if len(classes) > max(FEW, len(texts) // 2):
@@ -239,12 +213,12 @@ def _target(table: Table, name: str, task: str) -> tuple[str, list[str], np.ndar
 
 def _guess(table: Table, name: str, texts: list[str]) -> str:
     """Texts and few whole numbers are classes; other numbers are values."""
-    numeric = [_number(v) is not None for v in table.column(name)]
+    numeric = [number(v) is not None for v in table.column(name)]
     if not all(numeric):
         if sum(numeric) > len(numeric) / 2:
             row = numeric.index(False)
             raise DataError(
-                f"{table.path}, {table.where(row)}, column {name!r}: {_short(texts[row])} is not "
+                f"{table.path}, {table.where(row)}, column {name!r}: {short(texts[row])} is not "
                 "a number, unlike most of the target; mend it, or say --task classification."
             )
         return "classification"
@@ -278,27 +252,3 @@ def _near(table: Table, names: list[str], x: np.ndarray) -> np.ndarray:
             "too far from all that the model was trained on."
         )
     return x
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _is_missing(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip().lower() in MISSING
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(_short(name) for name in names[:8]) + more
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:56]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from hdnn import analysis, training
 from hdnn.base.threads import one_thread, threads_for
+from hdnn.data import encoding
+from hdnn.data.encoding import TableWarning
 from hdnn.errors import DataError, as_float, choose, positive_int, require
 from hdnn.heads import Augment, LinearHead
 from hdnn.model import Model
@@ -30,10 +33,12 @@ try:
     )
     from sklearn.preprocessing import StandardScaler
     from sklearn.utils import check_random_state
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 except ImportError:
     require("sklearn", extra="sklearn")
     raise
+
+from hdnn.estimators import frames
 
 NETWORKS: dict[str, Callable[..., Network]] = {
     **BY_NAME,
@@ -47,7 +52,7 @@ CERTIFICATE_NUMBERS = 4 * 2**20  # entries of all its matrices, at most
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """A model for numbers in a table; classifier and regressor differ in their targets only.
+    """A model for the columns of a table; classifier and regressor differ in their targets only.
 
     The fields are the parameters that scikit-learn knows. What is learned is no field.
     """
@@ -64,6 +69,8 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     solver: str = BOTH["solver"]
     ridge: float
     smoothness: float = BOTH["smoothness"]
+    categorical: Any = None
+    missing: str = "fill"
     engine: str = "auto"
     device: str = "cpu"
     random_state: Any = None
@@ -100,10 +107,14 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _fit(self, X: Any, y: Any, sample_weight: Any, *, whole: bool, **known: Any) -> Self:
         """All epochs of a new model, or one more of the model that there is."""
         first = whole or not self.__sklearn_is_fitted__()
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=first, **self._y_checks)
+        given = frames.native(X)
+        X, y = self._checked(given, reset=first, y=y, **self._y_checks)
         weight = _sample_weights(sample_weight, X)
+        self._learn_columns(given, X, weight, first=first, whole=whole)
+        X = self._encoded(X)
         t, weight_of_loss = self._targets(y, weight, first=first, **known)
         standardise(self.scaler_, "X", X, weight)
+        self.scaler_.scale_[encoding.indicators(self.columns_)] = encoding.HALF
         return self._learn(X, t, weight_of_loss, whole=whole)
 
     def _targets(
@@ -115,6 +126,25 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """
         raise NotImplementedError
 
+    def _learn_columns(
+        self, given: Any, X: np.ndarray, weight: np.ndarray | None, *, first: bool, whole: bool
+    ) -> None:
+        """Find out what the columns are: `given` knows their types, `X` their values."""
+        if first:
+            table = frames.frame(X, getattr(self, "feature_names_in_", None))
+            self.columns_ = encoding.learn(
+                table,
+                table.columns,
+                rows=None if weight is None else np.flatnonzero(weight),
+                weight=weight,
+                categorical=frames.categories(given, table, self.categorical),
+                missing=self.missing,
+            )
+            if not sum(map(encoding.width, self.columns_)):
+                raise DataError("X has no column that tells anything: all are empty or constant.")
+        if not whole:  # further rows may differ
+            self.columns_ = [{**column, "constant": False} for column in self.columns_]
+
     def _begin(self, head: Callable[..., LinearHead]) -> None:
         """Draw the weights of a new model."""
         self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
@@ -123,7 +153,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             "dtype": torch.float64,
             "device": self.device,
         }
-        inputs: int = self.n_features_in_  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = sum(map(encoding.width, self.columns_))
         n = width(inputs) if self.features is None else positive_int("features", self.features)
         kind = choose("network", self.network, NETWORKS)
         options = {"activation": self.activation, **factory}
@@ -169,6 +199,20 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     # Predicting
 
+    def _checked(self, X: Any, *, reset: bool, **options: Any) -> Any:
+        """X as scikit-learn checks it, with y if it is among the options."""
+        gaps = self.missing == "fill" and (reset or hasattr(self, "columns_"))
+        return frames.checked(self, X, reset=reset, gaps=gaps, **options)
+
+    def _encoded(self, X: np.ndarray) -> np.ndarray:
+        """The inputs of all samples; a warning says what is unlike those learned from."""
+        if not hasattr(self, "columns_"):  # pickled by a version that knew numbers only
+            return X.astype(np.float64)
+        x, notes = frames.encoded(X, getattr(self, "feature_names_in_", None), self.columns_)
+        for note in notes:
+            warnings.warn(f"X: {note}", TableWarning, stacklevel=5)
+        return x
+
     def _inputs(self, X: np.ndarray) -> Tensor:
         """X standardised, where the model is."""
         device = next(self.model_.parameters()).device
@@ -178,14 +222,20 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     def _run(self, method: str, X: Any) -> np.ndarray:
         """What a method of the model gives for X, in pieces that fit into memory."""
         check_is_fitted(self)
-        table: Any = validate_data(self, X, dtype=np.float64, reset=False)
-        run, parts = getattr(self.model_, method), self._inputs(table).split(CHUNK)
+        x = self._encoded(self._checked(frames.native(X), reset=False))
+        run, parts = getattr(self.model_, method), self._inputs(x).split(CHUNK)
         with threads_for(len(parts[0]) * self._n_features_out, parts[0].device.type):
             return torch.cat([run(part) for part in parts]).numpy(force=True)
 
     @property
     def _n_features_out(self) -> int:
         return self.model_.net.features
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = self.missing == "fill"
+        tags.input_tags.categorical = True
+        return tags
 
     def __sklearn_is_fitted__(self) -> bool:
         return getattr(self, "n_iter_", 0) > 0  # none after a training that failed

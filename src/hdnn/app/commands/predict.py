@@ -41,6 +41,7 @@ def predict(
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("predicting", not as_json):
         result = kinds.predict(Run(run), data, proba=proba)
+    terminal.say_notes(result.get("notes", []))
     if path is not None:
         write_atomically(path, _prediction_csv(result).encode())
         result = {name: value for name, value in result.items() if name not in ANSWERS}

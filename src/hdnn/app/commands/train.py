@@ -50,7 +50,7 @@ def train(**options: Any) -> None:
 
 def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     """Train one run or several; their results in the first process, and whether as JSON."""
-    found = []
+    found, said = [], set()
     with torchrun.joined() as processes:
         asked, chosen = processes.first(lambda: _asked(options))
         show = not (asked["quiet"] or asked["json"]) and processes.is_first
@@ -59,7 +59,7 @@ def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
             title = run.folder.name + (f" ({number} of {len(chosen)})" if len(chosen) > 1 else "")
             with progress.TrainingBar(title, show) as bar:
                 try:
-                    one = task_of(config)
+                    one = task_of(config, said)
                     result = task.train(one, run, bar=bar, tensorboard=board, processes=processes)
                 except KeyboardInterrupt as error:
                     how = task.go_on(run, "train")

@@ -67,6 +67,19 @@ class TableConfig(BaseConfig):
         default_factory=list,
         metadata={"help": "column to leave out (may be repeated)", "panel": "Data"},
     )
+    categorical: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "column of whole numbers that are categories, or of very many texts "
+            "(may be repeated)",
+            "panel": "Data",
+        },
+    )
+    missing: str = _data(
+        "fill",
+        "values of columns: fill (default; by the median, and an input says where) or refuse",
+        choices=table.GAPS,
+    )
     task: str = _data("auto", "auto (default), classification or regression", choices=table.TASKS)
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
     network: str = _network(
@@ -79,7 +92,7 @@ class TableConfig(BaseConfig):
         64, "their number N (default: 64; for a file or mnist 8; a unit for cifar10: 6)"
     )
     features: int | None = _network(
-        None, "of a state, n (default: 4; for a file twice its columns or so)"
+        None, "of a state, n (default: 4; for a file twice its inputs or so)"
     )
     T: float | None = _network(None, "time span, h = T/N (default: 2.4; for a file 1)")
     step: float | None = _network(None, "h itself, instead of T")
@@ -190,6 +203,11 @@ class TableConfig(BaseConfig):
             return
         if self.target is not None or self.drop:
             raise OptionError(f"{self.data} needs no target and no drop: those are for files.")
+        if self.categorical or self.missing != "fill":
+            raise OptionError(
+                f"{self.data} is complete and has numbers only: categorical and missing are for "
+                "files."
+            )
         if self.task == "regression":
             raise OptionError(f"{self.data} has two classes; leave the task out.")
         if self.test_fraction not in (None, 0.5):

@@ -62,5 +62,7 @@ def together(names: Sequence[str], answers: Sequence[Answer], *, proba: bool) ->
         each = np.stack([one.found for one in answers])
         mean = chosen = each.mean(0)
         more = {"spread": (each.std(0, ddof=1) if len(each) > 1 else 0 * mean).tolist()}
-    whole = Answer(first.target, first.classes, mean, chosen, first.true, first.about)
+    notes = [note for one in answers for note in one.about.get("notes", [])]
+    about = {**first.about, **({"notes": [*dict.fromkeys(notes)]} if notes else {})}
+    whole = Answer(first.target, first.classes, mean, chosen, first.true, about)
     return {**whole.told(proba=proba), "runs": len(answers), **more}

@@ -27,11 +27,13 @@ from hdnn.models import ImageModel
 from hdnn.networks import Network
 
 
-def task_of(config: TableConfig | ImageConfig) -> Task:
-    """The training that a config asks for."""
+def task_of(config: TableConfig | ImageConfig, said: set[str] | None = None) -> Task:
+    """The training that a config asks for; `said` are notes that need not be said again."""
     if isinstance(config, ImageConfig):
         return images.ImageTask(config)
-    return table.TableTask(config)
+    task = table.TableTask(config)
+    task.said = set() if said is None else said
+    return task
 
 
 def load_model(run: Run) -> Model | Network | ImageModel:

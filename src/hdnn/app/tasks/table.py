@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Problem:
     x_test: Tensor
     t_test: Tensor
     planar: planar.PlanarData | None
+    notes: list[str] = field(default_factory=list)  # what a person should know of the columns
 
     @property
     def points(self) -> Tensor:
@@ -71,9 +72,18 @@ def prepare(config: TableConfig) -> Problem:
             f"say with --target which column of {source.path} to predict; "
             f"it has {', '.join(map(repr, [*source.columns][:20]))}."
         )
-    columns, x, t = table.Columns.learn(source, config.target, task=config.task, drop=config.drop)
-    train, test = table.split(
-        t, config.test_fraction or 0.0, config.seed, classes=bool(columns.classes)
+    notes: list[str] = []
+    _, classes, t = table.find_target(source, config.target, config.task)
+    train, test = table.split(t, config.test_fraction or 0.0, config.seed, classes=bool(classes))
+    columns, x, t = table.Columns.learn(
+        source,
+        config.target,
+        task=config.task,
+        drop=config.drop,
+        categorical=config.categorical,
+        missing=config.missing,
+        rows=train,
+        notes=notes,
     )
     columns = columns.standardised(x[train], t[train])
     config = config.resolved(columns, len(train))
@@ -82,7 +92,7 @@ def prepare(config: TableConfig) -> Problem:
         t = torch.from_numpy(t)
     else:
         t = torch.from_numpy(columns.values(source, t)).to(dtype)
-    return Problem(config, columns, x[train], t[train], x[test], t[test], None)
+    return Problem(config, columns, x[train], t[train], x[test], t[test], None, notes)
 
 
 def build(config: TableConfig, columns: table.Columns) -> Model:
@@ -124,6 +134,12 @@ class TableTask(OwnTask):
         self.problem: Problem = processes.first(lambda: prepare(self.config))
         self.config, self.columns = self.problem.config, self.problem.columns
         self.device = processes.device(self.config.device)
+        if processes.is_first:
+            terminal.say_notes(self.problem.notes, self.said)
+
+    def claim(self, run: Run, stack: ExitStack) -> None:
+        super().claim(run, stack)
+        self.columns = run.columns()  # a resumed run may be of an earlier version
 
     def build(self) -> None:
         self.model: Model = build(self.config, self.problem.columns)
@@ -165,7 +181,7 @@ class TableTask(OwnTask):
         return analysis.certify(self.model, self.problem.points)
 
     def note(self) -> dict[str, Any]:
-        return {"columns": runfiles.fingerprint(self.problem.columns)}
+        return {"columns": runfiles.fingerprint(self.columns)}
 
     def measured(self, certified: Certificate) -> dict[str, Any]:
         problem = self.problem
@@ -286,16 +302,18 @@ def answer(run: Run, model: object, read: Callable[[Run], table.Table], proba: b
     if proba and not columns.classes:
         raise OptionError("the run is a regression: it has values, but no probabilities.")
     rows = read(run)
-    x = torch.from_numpy(columns.of(rows)).to(next(model.parameters()).dtype)
+    notes: list[str] = []
+    x = torch.from_numpy(columns.of(rows, notes=notes)).to(next(model.parameters()).dtype)
+    about = {"notes": notes}
     with torch.no_grad():
         scores = torch.cat([model(part) for part in x.split(4096)])
     if not columns.classes:
         values = scores[:, 0].double().numpy() * columns.target_scale + columns.target_mean
-        return Answer(columns.target, [], values, values, _truth(rows, columns))
+        return Answer(columns.target, [], values, values, _truth(rows, columns), about)
     assert isinstance(model.head, (SigmoidHead, SoftmaxHead))
     chances = model.head.probabilities(scores).double().numpy()
     chosen = model.head.predict(scores).numpy()
-    return Answer(columns.target, columns.classes, chances, chosen, _truth(rows, columns))
+    return Answer(columns.target, columns.classes, chances, chosen, _truth(rows, columns), about)
 
 
 def _truth(source: table.Table, columns: table.Columns) -> np.ndarray | None:
@@ -322,7 +340,9 @@ def certify(model: Any, run: Run | None, data: str | None, *, samples: int) -> C
         if columns is None:  # all columns of the file are inputs
             x = torch.from_numpy(np.stack([rows.numbers(name) for name in rows.columns], 1))
         else:
-            x = torch.from_numpy(columns.of(rows))
+            notes: list[str] = []
+            x = torch.from_numpy(columns.of(rows, notes=notes))
+            terminal.say_notes(notes)
         where = f"rows of {data}"
     elif run is not None:
         x, where = _own_points(run, columns)
@@ -338,7 +358,7 @@ def _own_points(run: Run, columns: table.Columns | None) -> tuple[Tensor, str]:
     if not isinstance(config, TableConfig):
         raise CheckpointError(f"{run.config_file} and {run.model_file} do not fit together.")
     problem = prepare(config)
-    if problem.columns != columns:
+    if columns is None or not problem.columns.agree(columns):
         raise DataError(
             f"{problem.config.data} has changed since the run; name the rows with --data."
         )

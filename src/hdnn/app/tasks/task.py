@@ -86,6 +86,7 @@ class OwnTask(Task):
 
     def __init__(self, config: Any) -> None:
         self.config, self.start = config, time.perf_counter()
+        self.said: set[str] = set()  # notes that need not be said again
 
     def known(self, run: Run) -> dict[str, Any] | None:
         return known_metrics(run)

@@ -1,0 +1,317 @@
+"""How columns of any kind become inputs of a model: learned from rows, applied to new ones.
+
+Numbers stay as they are, and missing ones are filled by the median. Texts become categories, each
+an input that is 1 or 0. Where values were missing in the rows learned from, one more input says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from hdnn.base.memory import check_memory
+from hdnn.data import rows as cells
+from hdnn.data.rows import Table, listed, short
+from hdnn.errors import DataError, choose
+
+GAPS = ("fill", "refuse")  # what becomes of missing values
+KINDS = ("number", "categories", "nothing")
+SEEN = ("seen", "none", "refused")  # missing values in the rows learned from
+FEW = 20  # categories that any column may have
+MOST = 255  # categories of a column that was not named as one
+HALF = 0.5  # the largest standard deviation that an input of 0 and 1 can have
+
+
+class TableWarning(UserWarning):
+    """New rows differ from those that a model learned from."""
+
+
+class Encoded(TypedDict):
+    """What was learned of a column; `columns.json` holds it as it is."""
+
+    name: str
+    kind: str  # "number", "categories", or "nothing": a column that is left out
+    gaps: str  # "seen": an input says where values are missing; "none" were; "refused"
+    fill: float | None  # the median of a number
+    constant: bool  # a number that is the same in all rows
+    values: list[str]  # the categories, in order
+    numeric: bool  # whether they are numbers: 1, 1.0 and 01 are one category
+
+
+def learn(
+    table: Table,
+    names: Iterable[str],
+    *,
+    rows: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    categorical: Iterable[str] = (),
+    missing: str = "fill",
+) -> list[Encoded]:
+    """Find out from these rows (default: all) what each of the columns is.
+
+    `weight` of the rows counts in medians, `categorical` names columns of categories, and `missing`
+    is "fill" or "refuse".
+    """
+    choose("missing", missing, GAPS)
+    chosen, categorical = np.arange(table.rows) if rows is None else rows, set(categorical)
+    return [_learn(table, name, chosen, weight, name in categorical, missing) for name in names]
+
+
+def encode(
+    table: Table, encoded: Sequence[Encoded], rows: np.ndarray | None = None
+) -> tuple[np.ndarray, list[str]]:
+    """The inputs (B, d) of all rows, and what is unusual in those with these numbers, in words."""
+    count, d = table.rows, sum(map(width, encoded))
+    check_memory(8 * count * d, f"{d} inputs of {count} rows", "columns or categories")
+    x, start, notes = np.zeros((count, d)), 0, []
+    for column in encoded:
+        if column["kind"] == "nothing":
+            continue
+        part = x[:, start : start + width(column)]
+        fill = _fill_number if column["kind"] == "number" else _fill_categories
+        notes += fill(table, column, part, slice(None) if rows is None else rows)
+        start += width(column)
+    return x, notes
+
+
+def width(column: Encoded) -> int:
+    """How many inputs a column becomes."""
+    own = {"number": 1, "categories": len(column["values"]), "nothing": 0}[column["kind"]]
+    return own + (column["gaps"] == "seen" and column["kind"] != "nothing")
+
+
+def input_names(encoded: Sequence[Encoded]) -> list[str]:
+    """A name for each input, no two alike."""
+    names: list[str] = []
+    for column in encoded:
+        name = column["name"]
+        own = [name] if column["kind"] == "number" else [f"{name}={v}" for v in column["values"]]
+        own += [f"{name} is missing"] if width(column) > len(own) else []
+        names += own[: width(column)]
+    seen = Counter(names)
+    return [name if seen[name] == 1 else f"{name} ({i})" for i, name in enumerate(names)]
+
+
+def indicators(encoded: Sequence[Encoded]) -> np.ndarray:
+    """Which inputs are 1 or 0 by their making (d,): those of categories and of missing values."""
+    parts = [
+        [column["kind"] != "number", *[True] * (width(column) - 1)]
+        for column in encoded
+        if width(column)
+    ]
+    return np.array([*itertools.chain(*parts)], bool)
+
+
+def is_possible(column: Encoded) -> bool:
+    """Whether this may have been learned of a column, and was not edited by hand."""
+    if column["kind"] not in KINDS or column["gaps"] not in SEEN:
+        return False
+    if column["kind"] == "number":
+        return column["fill"] is not None and not column["values"]
+    known = column["values"]
+    return len(set(known)) == len(known) and (bool(known) or column["kind"] == "nothing")
+
+
+def is_plain(encoded: Sequence[Encoded]) -> bool:
+    """Whether each column is a number that never was missing."""
+    return all(column["kind"] == "number" and column["gaps"] != "seen" for column in encoded)
+
+
+def remarks(table: Table, encoded: Sequence[Encoded], x: np.ndarray) -> list[str]:
+    """What a person should know of the columns; `x` are the inputs of the rows learned from."""
+    texts = [c for c in encoded if c["kind"] == "categories"]
+    gaps = [c for c in encoded if c["kind"] == "number" and c["gaps"] == "seen"]
+    empty = [c for c in encoded if c["kind"] == "nothing" and not c["values"]]
+    same = [c for c in encoded if c["constant"] or (c["kind"] == "nothing" and c["values"])]
+    said = []
+    if texts:
+        many = [f"{short(c['name'])} ({len(c['values'])})" for c in texts]
+        said.append(f"columns taken as categories: {_some(many)}.")
+    if gaps:
+        fills = [f"{short(c['name'])} ({c['fill']:.4g})" for c in gaps]
+        said.append(
+            "missing values are filled by the median, and one more input says where: "
+            f"{_some(fills)}."
+        )
+    if empty:
+        said.append(f"columns without any value are left out: {_some(_names(empty))}.")
+    if same:
+        said.append(
+            f"columns that are the same in every row tell nothing and are ignored: "
+            f"{_some(_names(same))}."
+        )
+    for first, second in _duplicates(encoded, x)[:8]:
+        said.append(
+            f"columns {short(first)} and {short(second)} are the same in every row, and one is "
+            f"enough; {table.without(second)}."
+        )
+    return said
+
+
+def _learn(
+    table: Table,
+    name: str,
+    rows: np.ndarray,
+    weight: np.ndarray | None,
+    named: bool,
+    missing: str,
+) -> Encoded:
+    """What a column is."""
+    column = table.column(name)
+    gaps = cells.find_gaps(column)
+    if missing == "refuse" and gaps.any():
+        raise table.missing(name, int(gaps.argmax()))
+    seen = rows[~gaps[rows]]
+    where = "refused" if missing == "refuse" else "seen" if len(seen) < len(rows) else "none"
+    found = Encoded(
+        name=name, kind="nothing", gaps=where, fill=None, constant=False, values=[], numeric=False
+    )
+    if not len(seen):
+        return found
+    is_array = isinstance(column, np.ndarray)
+    values: Any = column[seen] if is_array else [column[row] for row in seen]
+    if not named and (is_array or _is_number(table, name, values, seen)):
+        numbers = table.numbers(name, gaps)[seen]
+        fill = _median(numbers, None if weight is None else weight[seen])
+        constant = bool((numbers == numbers[0]).all())
+        return {**found, "kind": "number", "fill": fill, "constant": constant}
+    numeric = is_array or all(cells.number(v) is not None for v in values)
+    texts = {*map(cells.plain_number if numeric else cells.text, values)}
+    if not named:
+        _check_categories(table, name, len(texts), len(seen), values[0])
+    found |= {"values": sorted(texts, key=float if numeric else str), "numeric": numeric}
+    useless = len(texts) == 1 and where != "seen"
+    return {**found, "kind": "nothing" if useless else "categories"}
+
+
+def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> bool:
+    """Whether a column holds numbers, and not categories; an error if it is neither."""
+    if all(map(cells.is_boolean, values)):
+        return True
+    numeric = [cells.number(value) is not None for value in values]
+    if all(numeric):
+        return True
+    half = len(values) / 2
+    drop, insist = table.without(name), table.insist(name)
+    for like, what in (
+        (cells.looks_like_date, "dates or times; turn them into numbers, such as days since one"),
+        (cells.looks_dressed, "numbers that are not written plainly; write them as 1234.5"),
+    ):
+        row = next((i for i, value in enumerate(values) if like(value)), None)
+        if row is not None and sum(map(like, values)) > half and not sum(numeric) > half:
+            raise DataError(
+                f"{table.place(name, int(seen[row]))}: {short(values[row])} and most others are "
+                f"{what}, or {drop}, or {insist} if they are categories."
+            )
+    for row, value in enumerate(values):
+        if not numeric[row] and not isinstance(value, (str, bytes, bool, np.bool_)):
+            raise table.wrong(name, int(seen[row]), drop)
+    if sum(numeric) > half:
+        advice = f"{drop}, or {insist} if it holds categories"
+        raise table.wrong(name, int(seen[numeric.index(False)]), advice)
+    return False
+
+
+def _check_categories(table: Table, name: str, count: int, rows: int, example: Any) -> None:
+    """Refuse texts that hardly ever repeat: names, numbers of orders, remarks."""
+    if count <= MOST and not count > max(FEW, rows / 2) and not 10 <= count == rows:
+        return
+    raise DataError(
+        f"{table.path}: {table.label(name)} has {count} different texts in {rows} rows, such as "
+        f"{short(example)}: too many for categories; {table.without(name)}, or "
+        f"{table.insist(name)} to take them anyway."
+    )
+
+
+def _median(numbers: np.ndarray, weight: np.ndarray | None) -> float:
+    """The median; a row with weight two counts as two rows."""
+    if weight is None:
+        low, high = (len(numbers) - 1) // 2, len(numbers) // 2
+        a, b = np.partition(numbers, [low, high])[[low, high]]
+    else:
+        order = np.argsort(numbers, kind="stable")
+        ends = np.cumsum(weight[order])
+        low, high = (np.searchsorted(ends, ends[-1] / 2, side) for side in ("left", "right"))
+        a, b = numbers[order][[low, min(high, len(numbers) - 1)]]
+    return float(a if a == b else a / 2 + b / 2)  # the sum may be too large
+
+
+def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
+    name = column["name"]
+    gaps = cells.find_gaps(table.column(name))
+    if (gaps.any() and column["fill"] is None) or column["gaps"] == "refused":
+        x[:, 0] = table.numbers(name)
+        return []
+    x[:, 0] = np.where(gaps, column["fill"], table.numbers(name, gaps))
+    notes = []
+    if column["gaps"] == "seen":
+        x[:, 1] = gaps
+    elif count := int(gaps[rows].sum()):
+        notes.append(
+            f"{table.label(name)} has no value in {_rows(count)}, but had one in every row "
+            f"learned from: its median, {column['fill']:.4g}, is taken."
+        )
+    if column["constant"]:  # what another value means was not learned
+        x[:, 0] = column["fill"]
+    return notes
+
+
+def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
+    name, values = column["name"], table.column(column["name"])
+    gaps = cells.find_gaps(values)
+    if gaps.any() and column["gaps"] == "refused":
+        raise table.missing(name, int(gaps.argmax()))
+    as_text: Callable[[Any], str] = cells.plain_number if column["numeric"] else cells.text
+    position = {value: i for i, value in enumerate(column["values"])}
+    texts = [None if gap else as_text(v) for v, gap in zip(values, gaps, strict=True)]
+    found = np.array([-1 if t is None else position.get(t, -1) for t in texts])
+    known = np.flatnonzero(found >= 0)
+    x[known, found[known]] = 1.0
+    notes = []
+    unseen = np.flatnonzero((found < 0) & ~gaps)
+    unseen = unseen if isinstance(rows, slice) else np.intersect1d(unseen, rows)
+    if len(unseen):
+        new = [*dict.fromkeys(texts[i] for i in unseen)]
+        notes.append(
+            f"{table.label(name)} has categories that were not learned, in {_rows(len(unseen))}: "
+            f"{listed(new)}; they count as none of the known ones."
+        )
+    if column["gaps"] == "seen":
+        x[:, -1] = gaps
+    elif count := int(gaps[rows].sum()):
+        notes.append(
+            f"{table.label(name)} has no value in {_rows(count)}, but had one in every row "
+            "learned from: it counts as none of the known categories."
+        )
+    return notes
+
+
+def _duplicates(encoded: Sequence[Encoded], x: np.ndarray) -> list[tuple[str, str]]:
+    """Pairs of columns that become the same inputs, and are not constant."""
+    first: dict[bytes, str] = {}
+    pairs, start = [], 0
+    for column in encoded:
+        part = x[:, start : start + width(column)]
+        start += width(column)
+        if column["constant"] or not width(column):
+            continue
+        known = first.setdefault(np.ascontiguousarray(part).tobytes(), column["name"])
+        if known != column["name"]:
+            pairs.append((known, column["name"]))
+    return pairs
+
+
+def _names(columns: Iterable[Encoded]) -> list[str]:
+    return [short(column["name"]) for column in columns]
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"

@@ -1,0 +1,99 @@
+"""What users give as X: arrays of numbers, data frames, arrays of objects, lists of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import validate_data
+
+from hdnn.data import encoding
+from hdnn.data.encoding import Encoded
+from hdnn.data.rows import Frame, listed
+from hdnn.errors import OptionError, quoted
+
+PLACE = Path("X")  # what messages call the table
+
+
+def native(X: Any) -> Any:
+    """A data frame of another library as one of pandas; anything else as it is."""
+    if isinstance(X, np.ndarray) and X.dtype.kind in "mM" and X.ndim == 2:
+        # As objects, nanoseconds would be whole numbers.
+        return np.array([[*row] for row in X.astype(f"{X.dtype.kind}8[us]")], object)
+    return X.to_pandas() if not hasattr(X, "iloc") and hasattr(X, "to_pandas") else X
+
+
+def checked(estimator: Any, X: Any, *, reset: bool, gaps: bool, **options: Any) -> Any:
+    """What scikit-learn's `validate_data` gives, with texts, dates and categories left as they are.
+
+    X (samples, features) becomes float64 where all of it are numbers, else objects; `gaps` says
+    whether values may be missing.
+    """
+    if _is_numeric(X):
+        options |= {"dtype": np.float64, "ensure_all_finite": "allow-nan" if gaps else True}
+    else:
+        options |= {"dtype": object, "ensure_all_finite": False}
+    return validate_data(estimator, X, reset=reset, **options)
+
+
+def frame(X: np.ndarray, names: Any) -> Frame:
+    """The columns of a checked X; `names` are those of a data frame, if it had any."""
+    named = names is not None and len(set(names)) == len(names)
+    keys = list(names) if named else [str(i) for i in range(X.shape[1])]
+    cells = [column if column.dtype.kind == "f" else column.tolist() for column in X.T]
+    return Frame(PLACE, dict(zip(keys, cells, strict=True)), [], named)
+
+
+def categories(X: Any, table: Frame, categorical: Any) -> list[str]:
+    """The columns of categories: those that are named, and those that a data frame has as such."""
+    names = [*table.columns]
+    types = getattr(X, "dtypes", ()) if hasattr(X, "iloc") else ()
+    found = [name for name, kind in zip(names, types, strict=False) if str(kind) == "category"]
+    if categorical is None:
+        return found
+    if isinstance(categorical, str) or not hasattr(categorical, "__len__"):
+        raise OptionError(
+            "categorical must be None or a list of names or positions of columns, but got "
+            f"{quoted(categorical)}."
+        )
+    given = np.asarray(categorical)
+    if given.dtype == bool and given.shape == (len(names),):
+        return [*found, *np.array(names, object)[given]]
+    return [*found, *(_named(one, names, table.named) for one in categorical)]
+
+
+def encoded(X: np.ndarray, names: Any, columns: Sequence[Encoded]) -> tuple[np.ndarray, list[str]]:
+    """The inputs (samples, inputs) of a checked X, and what is unusual in it."""
+    if X.dtype.kind == "f" and encoding.is_plain(columns) and not np.isnan(X).any():
+        constant = {i: column["fill"] for i, column in enumerate(columns) if column["constant"]}
+        if constant:
+            X = X.copy()
+            X[:, [*constant]] = [*constant.values()]
+        return X, []
+    return encoding.encode(frame(X, names), columns)
+
+
+def _named(one: Any, names: list[str], named: bool) -> str:
+    """The name of a column that was given by its name or its position."""
+    if isinstance(one, Integral) and not isinstance(one, bool) and -1 < int(one) < len(names):
+        return names[int(one)]
+    if named and one in names:
+        return str(one)
+    known = listed(names) if named else f"{len(names)} columns without names"
+    raise OptionError(f"categorical has {quoted(one)}, but X has {known}.")
+
+
+def _is_numeric(X: Any) -> bool:
+    """Whether all columns hold numbers or true and false; what NumPy refuses counts as such."""
+    if hasattr(X, "iloc") and hasattr(X, "dtypes"):
+        kinds = getattr(X.dtypes, "__iter__", lambda: iter([X.dtypes]))()
+        return all(getattr(kind, "kind", "O") in "biufc" for kind in kinds)
+    if hasattr(X, "toarray"):  # a sparse matrix, which scikit-learn refuses well
+        return True
+    try:
+        return np.asarray(X).dtype.kind in "biufc"
+    except (ValueError, TypeError):
+        return True
