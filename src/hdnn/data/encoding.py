@@ -106,6 +106,12 @@ def indicators(encoded: Sequence[Encoded]) -> np.ndarray:
     return np.array([*itertools.chain(*parts)], bool)
 
 
+def rescale(scale: Any, encoded: Sequence[Encoded]) -> None:
+    """Give inputs of 0 and 1 a scale that does not blow up rare categories."""
+    if encoded:
+        scale[indicators(encoded)] = HALF
+
+
 def is_possible(column: Encoded) -> bool:
     """Whether this may have been learned of a column, and was not edited by hand."""
     if column["kind"] not in KINDS or column["gaps"] not in SEEN:
@@ -176,16 +182,18 @@ def _learn(
     values: Any = column[seen] if is_array else [column[row] for row in seen]
     if not named and (is_array or _is_number(table, name, values, seen)):
         numbers = table.numbers(name, gaps)[seen]
-        fill = _median(numbers, None if weight is None else weight[seen])
-        constant = bool((numbers == numbers[0]).all())
-        return {**found, "kind": "number", "fill": fill, "constant": constant}
+        found["kind"] = "number"
+        found["fill"] = _median(numbers, None if weight is None else weight[seen])
+        found["constant"] = bool((numbers == numbers[0]).all())
+        return found
     numeric = is_array or all(cells.number(v) is not None for v in values)
     texts = {*map(cells.plain_number if numeric else cells.text, values)}
     if not named:
         _check_categories(table, name, len(texts), len(seen), values[0])
-    found |= {"values": sorted(texts, key=float if numeric else str), "numeric": numeric}
-    useless = len(texts) == 1 and where != "seen"
-    return {**found, "kind": "nothing" if useless else "categories"}
+    found["values"], found["numeric"] = sorted(texts, key=float if numeric else str), numeric
+    if len(texts) > 1 or where == "seen":
+        found["kind"] = "categories"
+    return found
 
 
 def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> bool:
@@ -241,22 +249,22 @@ def _median(numbers: np.ndarray, weight: np.ndarray | None) -> float:
 
 
 def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
-    name = column["name"]
+    name, fill = column["name"], column["fill"]
     gaps = cells.find_gaps(table.column(name))
-    if (gaps.any() and column["fill"] is None) or column["gaps"] == "refused":
+    if fill is None or column["gaps"] == "refused":
         x[:, 0] = table.numbers(name)
         return []
-    x[:, 0] = np.where(gaps, column["fill"], table.numbers(name, gaps))
+    x[:, 0] = np.where(gaps, fill, table.numbers(name, gaps))
     notes = []
     if column["gaps"] == "seen":
         x[:, 1] = gaps
     elif count := int(gaps[rows].sum()):
         notes.append(
             f"{table.label(name)} has no value in {_rows(count)}, but had one in every row "
-            f"learned from: its median, {column['fill']:.4g}, is taken."
+            f"learned from: its median, {fill:.4g}, is taken."
         )
     if column["constant"]:  # what another value means was not learned
-        x[:, 0] = column["fill"]
+        x[:, 0] = fill
     return notes
 
 

@@ -90,7 +90,7 @@ class Table:
             if wrong.any():
                 raise self.no_number(name, values)
             return numbers
-        there = slice(None) if gaps is None else ~gaps
+        there = np.ones(len(values), bool) if gaps is None else ~gaps
         present = values if gaps is None else list(itertools.compress(values, there))
         words = [v.strip().lower() if isinstance(v, str) else v for v in present]
         numbers = np.full(len(values), math.nan)
@@ -121,7 +121,7 @@ class Table:
         return texts
 
     def no_number(
-        self, name: str, values: Sequence[Any], gaps: np.ndarray | None = None
+        self, name: str, values: Iterable[Any], gaps: np.ndarray | None = None
     ) -> DataError:
         """What is wrong with the first value that is no finite number."""
         for row, value in enumerate(values):

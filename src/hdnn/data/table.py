@@ -106,8 +106,7 @@ class Columns:
         for name, m, s in zip(self.names, mean, scale, strict=True):
             if not (math.isfinite(m) and math.isfinite(s)):
                 raise DataError(f"the numbers in column {name!r} are too large to standardise.")
-        if self.encoding:
-            scale[encoding.indicators(self.encoding)] = encoding.HALF
+        encoding.rescale(scale, self.encoding)
         found = replace(self, mean=mean.tolist(), scale=scale.tolist())
         if self.task != "regression":
             return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from hdnn import analysis, training
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import encoding
-from hdnn.data.encoding import TableWarning
+from hdnn.data.encoding import Encoded, TableWarning
 from hdnn.errors import DataError, as_float, choose, positive_int, require
 from hdnn.heads import Augment, LinearHead
 from hdnn.model import Model
@@ -114,7 +114,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = self._encoded(X)
         t, weight_of_loss = self._targets(y, weight, first=first, **known)
         standardise(self.scaler_, "X", X, weight)
-        self.scaler_.scale_[encoding.indicators(self.columns_)] = encoding.HALF
+        encoding.rescale(self.scaler_.scale_, self.columns_)
         return self._learn(X, t, weight_of_loss, whole=whole)
 
     def _targets(
@@ -130,6 +130,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self, given: Any, X: np.ndarray, weight: np.ndarray | None, *, first: bool, whole: bool
     ) -> None:
         """Find out what the columns are: `given` knows their types, `X` their values."""
+        self.columns_: list[Encoded]
         if first:
             table = frames.frame(X, getattr(self, "feature_names_in_", None))
             self.columns_ = encoding.learn(
@@ -143,7 +144,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             if not sum(map(encoding.width, self.columns_)):
                 raise DataError("X has no column that tells anything: all are empty or constant.")
         if not whole:  # further rows may differ
-            self.columns_ = [{**column, "constant": False} for column in self.columns_]
+            self.columns_ = [Encoded(**{**one, "constant": False}) for one in self.columns_]
 
     def _begin(self, head: Callable[..., LinearHead]) -> None:
         """Draw the weights of a new model."""

@@ -23,7 +23,8 @@ def native(X: Any) -> Any:
     if isinstance(X, np.ndarray) and X.dtype.kind in "mM" and X.ndim == 2:
         # As objects, nanoseconds would be whole numbers.
         return np.array([[*row] for row in X.astype(f"{X.dtype.kind}8[us]")], object)
-    return X.to_pandas() if not hasattr(X, "iloc") and hasattr(X, "to_pandas") else X
+    convert = getattr(X, "to_pandas", None)
+    return X if convert is None or hasattr(X, "iloc") else convert()
 
 
 def checked(estimator: Any, X: Any, *, reset: bool, gaps: bool, **options: Any) -> Any:
@@ -41,8 +42,9 @@ def checked(estimator: Any, X: Any, *, reset: bool, gaps: bool, **options: Any) 
 
 def frame(X: np.ndarray, names: Any) -> Frame:
     """The columns of a checked X; `names` are those of a data frame, if it had any."""
-    named = names is not None and len(set(names)) == len(names)
-    keys = list(names) if named else [str(i) for i in range(X.shape[1])]
+    given = [] if names is None else list(names)
+    named = bool(given) and len(set(given)) == len(given)
+    keys = given if named else [str(i) for i in range(X.shape[1])]
     cells = [column if column.dtype.kind == "f" else column.tolist() for column in X.T]
     return Frame(PLACE, dict(zip(keys, cells, strict=True)), [], named)
 

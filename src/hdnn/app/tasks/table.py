@@ -181,7 +181,7 @@ class TableTask(OwnTask):
         return analysis.certify(self.model, self.problem.points)
 
     def note(self) -> dict[str, Any]:
-        return {"columns": runfiles.fingerprint(self.columns)}
+        return {"columns": runfiles.fingerprint(self.columns or self.problem.columns)}
 
     def measured(self, certified: Certificate) -> dict[str, Any]:
         problem = self.problem
