@@ -132,7 +132,8 @@ def remarks(table: Table, encoded: Sequence[Encoded], x: np.ndarray) -> list[str
     texts = [c for c in encoded if c["kind"] == "categories"]
     gaps = [c for c in encoded if c["kind"] == "number" and c["gaps"] == "seen"]
     empty = [c for c in encoded if c["kind"] == "nothing" and not c["values"]]
-    same = [c for c in encoded if c["constant"] or (c["kind"] == "nothing" and c["values"])]
+    same = [c for c in encoded if c["constant"] and c["gaps"] != "seen"]
+    same += [c for c in encoded if c["kind"] == "nothing" and c["values"]]
     said = []
     if texts:
         many = [f"{short(c['name'])} ({len(c['values'])})" for c in texts]
@@ -203,14 +204,14 @@ def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> 
     numeric = [cells.number(value) is not None for value in values]
     if all(numeric):
         return True
-    half = len(values) / 2
+    half, some = len(values) / 2, len(values) / 4
     drop, insist = table.without(name), table.insist(name)
     for like, what in (
         (cells.looks_like_date, "dates or times; turn them into numbers, such as days since one"),
         (cells.looks_dressed, "numbers that are not written plainly; write them as 1234.5"),
     ):
         row = next((i for i, value in enumerate(values) if like(value)), None)
-        if row is not None and sum(map(like, values)) > half and not sum(numeric) > half:
+        if row is not None and sum(map(like, values)) > half and sum(numeric) < some:
             raise DataError(
                 f"{table.place(name, int(seen[row]))}: {short(values[row])} and most others are "
                 f"{what}, or {drop}, or {insist} if they are categories."
@@ -218,7 +219,7 @@ def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> 
     for row, value in enumerate(values):
         if not numeric[row] and not isinstance(value, (str, bytes, bool, np.bool_)):
             raise table.wrong(name, int(seen[row]), drop)
-    if sum(numeric) > half:
+    if sum(numeric) >= some:
         advice = f"{drop}, or {insist} if it holds categories"
         raise table.wrong(name, int(seen[numeric.index(False)]), advice)
     return False
