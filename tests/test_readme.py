@@ -25,12 +25,18 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
     assert len(example.splitlines()) <= 12
 
 
-GUIDE = (ROOT / "docs" / "distributed.md").read_text()
+GUIDES = {
+    f"{name}-{k}": example
+    for name in ("distributed", "modules")
+    for k, example in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
+    )
+}
 
 
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-def test_examples_of_the_guide_run(example, capsys):
-    exec(compile(example, "distributed.md", "exec"), {})
+@pytest.mark.parametrize("name", GUIDES)
+def test_examples_of_the_guides_run(name, capsys):
+    exec(compile(GUIDES[name], name, "exec"), {})
     assert capsys.readouterr().err == ""
 
 

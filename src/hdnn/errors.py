@@ -31,6 +31,10 @@ class ShapeError(HDNNError):
     """A tensor has the wrong shape, dtype or type."""
 
 
+class LayerIndexError(HDNNError, IndexError):
+    """A layer that a network does not have."""
+
+
 class StepError(HDNNError):
     """A step size h, a horizon T or a tolerance that no network can have."""
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hdnn import activations
 from hdnn.activations import Activation
@@ -16,11 +17,12 @@ from hdnn.errors import NotInvertibleError, OptionError, ShapeError, flag, posit
 from hdnn.networks import jacobians
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown
-from hdnn.networks.weights import KeepsConstants, overwrite, refresh
+from hdnn.networks.stack import LayerStack
+from hdnn.networks.weights import overwrite, refresh
 from hdnn.operators import dense
 
 
-class Network(KeepsConstants):
+class Network(LayerStack):
     """A stack of N layers on states (*batch, n).
 
     The weights of all layers are stacked, (N, ...), under the names that they have as arguments of
@@ -107,7 +109,11 @@ class Network(KeepsConstants):
 
     def assign(self, name: str, value: Tensor) -> None:
         """Overwrite one stack of weights by (N, ...), or (1, ...) if tied."""
-        overwrite(self.get_parameter(name), value)
+        if parametrize.is_parametrized(self, name):
+            with torch.no_grad():
+                setattr(self, name, value)
+        else:
+            overwrite(self.get_parameter(name), value)
 
     def weights(self) -> dict[str, Any]:
         """All arguments of `function` except the state."""
@@ -202,6 +208,17 @@ class Network(KeepsConstants):
             raise ShapeError(f"layer j must be in 0 .. {self.layers - 1}, but got {j!r}.")
         return self._run(y, self.layer_weights(j))
 
+    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        if not own_methods(self):
+            return self._run(y, self._weights_of(layers), trajectory=trajectory)
+        states = [y]
+        for j in range(self.layers)[layers]:
+            states.append(self.layer(states[-1], j))
+        return torch.stack(states) if trajectory else states[-1]
+
+    def names_by_layer(self) -> tuple[str, ...]:
+        return self.stacked
+
     def layer_weights(self, j: int) -> dict[str, Any]:
         """`weights()` of layer j alone, with N = 1."""
         return self._weights_of(slice(j, j + 1))
@@ -277,6 +294,7 @@ class Network(KeepsConstants):
     def extra_repr(self, *, learned: bool = True) -> str:
         """What the network is; without `learned`, only what training does not change."""
         parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
+        parts += [groups] if (groups := self.describe_groups()) else []
         return ", ".join(parts + (["tied"] if self.tied else []))
 
     def form(self) -> str:

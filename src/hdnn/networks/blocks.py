@@ -115,7 +115,10 @@ class BlockSparseNetwork(ODENetwork):
     def learns(self, name: str) -> bool:
         """Whether a weight, K for instance, is to be learned."""
         name = f"{name}_free" if name in self._shapes else name
-        return self.get_parameter(name).requires_grad
+        return getattr(self, name).requires_grad
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
 
     def __getattr__(self, name: str) -> Any:
         # A block-sparse K, or X, reads like a stored one: the whole matrices, zeros included.

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hdnn import interconnection
 from hdnn.base.shapes import check_tolerance
@@ -123,6 +124,11 @@ class HamiltonianNet(BlockSparseNetwork):
     @property
     def invertible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.scheme.invertible
+
+    @property
+    def _unnamed(self) -> bool:
+        """Whether its class does not say the integrator."""
+        return parametrize.type_before_parametrizations(self) is HamiltonianNet
 
     @property
     def split(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -281,6 +287,8 @@ class HamiltonianNet(BlockSparseNetwork):
         if not self.scheme.implicit:
             return
         factor = limit / self.coupling()
+        for j in self.frozen:
+            factor[j] = 1
         if self.tied:
             factor = factor.amin(0, keepdim=True)
         if not bool((factor < 1).any()):
@@ -300,7 +308,7 @@ class HamiltonianNet(BlockSparseNetwork):
         learn = "learn_" + self.scheme.interconnection
         return {
             **super().config(),
-            **({"integrator": self.integrator} if type(self) is HamiltonianNet else {}),
+            **({"integrator": self.integrator} if self._unnamed else {}),
             learn: getattr(self, learn),
             "sparsity": None if self.sparsity is None else self.sparsity.to_config(),
             **self.newton,
@@ -317,8 +325,7 @@ class HamiltonianNet(BlockSparseNetwork):
         return super()._refined(config, k)
 
     def extra_repr(self, *, learned: bool = True) -> str:
-        named = type(self) is not HamiltonianNet
-        parts = ([] if named else [self.integrator]) + [super().extra_repr(learned=learned)]
+        parts = ([self.integrator] if self._unnamed else []) + [super().extra_repr(learned=learned)]
         if getattr(self, "learn_" + self.scheme.interconnection):
             parts.append(f"{self.scheme.interconnection} learned")
         return ", ".join(parts + ([repr(self.sparsity)] if self.sparsity is not None else []))

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hdnn.errors import OptionError, flag, positive_int
 from hdnn.networks import jacobians
@@ -144,8 +145,7 @@ class ODENetwork(Network):
         if self.learn_step:
             log_h = self.log_h.detach() - math.log(k)
             fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
-        for mine, its in zip(self.parameters(), fine.parameters(), strict=True):
-            its.requires_grad_(mine.requires_grad)
+        fine.refine_groups(self, k)
         return fine
 
     def _refined(self, config: dict[str, Any], k: int) -> Self:
@@ -155,7 +155,7 @@ class ODENetwork(Network):
         options["generator"] = torch.Generator()
         for name, value in self.constants().items():
             options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
-        return type(self)(**options)
+        return parametrize.type_before_parametrizations(self)(**options)  # pyright: ignore
 
     def extra_repr(self, *, learned: bool = True) -> str:
         parts = super().extra_repr(learned=learned)

@@ -47,6 +47,10 @@ class ShearWeights(NamedTuple):
         some = [t.unbind(0) for t in self if t is not None]
         return (ShearWeights(*one) for one in zip(*some, strict=True))
 
+    def some(self, layers: slice) -> ShearWeights:
+        """The stacks of some layers."""
+        return ShearWeights(*(t[layers] for t in self if t is not None))
+
 
 class Kind(NamedTuple):
     """How the shears of a unit are computed."""

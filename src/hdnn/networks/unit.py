@@ -185,6 +185,14 @@ class HamiltonianUnit(UnitWeights):
         self._run(y, states=states)
         return torch.stack(states).to(y.dtype)
 
+    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        work, wide = self._dtypes(y)
+        with torch.autocast(y.device.type, enabled=False):
+            y_0, parts, kind, _ = self._given(y.to(wide), work, self._raw(), None)
+            states: list[Tensor] = []
+            y_L = shears.run(y_0, [part.some(layers) for part in parts], kind, states=states)[0]
+        return (torch.stack(states) if trajectory else y_L).to(y.dtype)
+
     def inverse(self, y: Tensor) -> Tensor:
         """y_0 from y_N, for h2; normalisation by batch statistics needs the same batch again."""
         if self.network == "h1" or self.after is not None:
@@ -319,7 +327,7 @@ class HamiltonianUnit(UnitWeights):
             return Guarantee(False, "none", why)
         if self.network == "h2":
             found = Guarantee(True, SYMPLECTIC, ALWAYS)
-        elif self.normed and self._sigma.monotone and bool((self.get_parameter("gamma") < 0).any()):
+        elif self.normed and self._sigma.monotone and bool((self.weight("gamma") < 0).any()):
             why = "a gamma < 0 turns an activation around, so that it decreases"
             found = Guarantee(False, "none", why)
         else:
@@ -349,6 +357,7 @@ class HamiltonianUnit(UnitWeights):
         parts += [f"padding {self.padding}"] * (self.padding != self.kernel // 2)
         parts += [f"{self.groups} groups"] * (self.groups > 1) + ["sparse"] * self.sparse
         parts += [f"norm {self.norm}"] * (self.norm != "none")
+        parts += [groups] if (groups := self.describe_groups()) else []
         parts += [f"drop to {max(self.drop):.4g}"] * any(self.drop)
         if self.backprop != "auto":
             parts += ["reversible" if self.reversible else f"backprop {self.backprop}"]

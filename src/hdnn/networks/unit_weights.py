@@ -8,20 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import OptionError, ShapeError
 from hdnn.networks.initial import Initial
 from hdnn.networks.shears import EPS, Kind, ShearWeights
-from hdnn.networks.weights import (
-    KeepsConstants,
-    filled,
-    overwrite,
-    refresh,
-    smoothness,
-    store,
-)
+from hdnn.networks.stack import LayerStack
+from hdnn.networks.weights import filled, overwrite, refresh, smoothness, store
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
 
@@ -29,7 +24,7 @@ NORMALISING = ("gamma", "beta", "mean", "var")
 MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
 
 
-class UnitWeights(KeepsConstants):
+class UnitWeights(LayerStack):
     """K and b of each half, stacked over layers, and the normalisation between K y + b and sigma.
 
     If K is block-sparse, only its free entries are stored.
@@ -98,7 +93,18 @@ class UnitWeights(KeepsConstants):
         if name[0] == "K" and self.sparse:
             value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
             name = f"{name}_free"
-        overwrite(self._parameters.get(name, self._buffers.get(name)), value)  # pyright: ignore
+        if parametrize.is_parametrized(self, name):
+            with torch.no_grad():
+                setattr(self, name, value)
+        else:
+            overwrite(getattr(self, name), value)
+
+    def names_by_layer(self) -> tuple[str, ...]:
+        names = ("K", "b", *NORMALISING) if self.normed else ("K", "b")
+        return tuple(named(name, half) for half in self.halves[::-1] for name in names)
+
+    def _whole_shape(self, name: str) -> tuple[int, ...]:
+        return self._shape
 
     @property
     def _sigma(self) -> Activation:
@@ -112,7 +118,7 @@ class UnitWeights(KeepsConstants):
     @property
     def sparse(self) -> bool:
         """Whether only the free entries of a block-sparse K are stored."""
-        return named("K", self.halves[0]) + "_free" in self._parameters
+        return f"_{named('K', self.halves[0])}_index" in self._buffers
 
     def weight(self, name: str) -> Tensor:
         """The stack of that name; of a block-sparse K the whole of it, zeros included."""
@@ -196,7 +202,10 @@ class UnitWeights(KeepsConstants):
             var = unbiased * (scale[one].pow(-2) - EPS)
             for name, seen in (("mean", mean[one]), ("var", var)):
                 running = self.get_buffer(named(name, half))
+                kept = [(running[j], running[j].clone()) for j in self.frozen]
                 running.lerp_(seen.to(running.dtype), MOMENTUM)
+                for now, before in kept:
+                    now.copy_(before)
 
 
 def named(name: str, half: str) -> str:
