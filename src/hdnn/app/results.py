@@ -89,6 +89,20 @@ def spread_text(results: list[dict[str, Any]], over_runs: dict[str, dict[str, fl
     return terminal.rows_text(rows)
 
 
+def stopping_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was held out of a training, what was watched, and what was kept."""
+    rows = []
+    if "validation_rows" in result:
+        loss = result.get("validation_loss")
+        text = f", loss {loss:.4g}" if loss is not None else ""
+        rows.append(("held out", f"{result['validation_rows']} rows{text}"))
+    if "watched" in result:
+        kept = result.get("kept_epoch")
+        text = f"; the model of epoch {kept} is kept" if kept else ""
+        rows.append(("patience", f"{result['patience']} epochs, for the {result['watched']}{text}"))
+    return rows
+
+
 def measure_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Accuracies or errors, a row each."""
     found = measures(result).items()

@@ -17,7 +17,8 @@ from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, as_float, quoted
 from hdnn.heads import LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
 
-SCORES = [f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "rmse", "r2")]
+PARTS = ("train", "validation", "test")  # of the rows
+SCORES = [f"{part}_{name}" for part in PARTS for name in ("accuracy", "rmse", "r2")]
 SAME = ("data", "seed", "layers")  # in the metrics of a run and in its config
 
 
@@ -73,6 +74,8 @@ class GraphMetrics(TypedDict):
 
 OF_KIND = {"table": TableMetrics, "images": ImageMetrics, "graph": GraphMetrics}
 OF_ANY: dict[str, Any] = {**dict.fromkeys(SCORES, float | None), "no_pictures_because": str}
+OF_ANY |= {"validation_rows": int, "validation_loss": float | None, "kept_epoch": int}
+OF_ANY |= {"patience": int, "watched": str}
 OF_OWN = {**OF_ANY, **get_type_hints(TableMetrics), **get_type_hints(ImageMetrics)}
 # What graphs have besides, of which older runs lack some.
 MORE = {"epochs": int, "restarts": int, "parameters": int, "training_seconds": float}

@@ -181,6 +181,25 @@ def split(t: np.ndarray, fraction: float, seed: int, *, classes: bool) -> tuple[
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
+def hold_out(
+    t: np.ndarray, fraction: float, seed: int, *, classes: bool, weight: np.ndarray | None = None
+) -> tuple[Any, Any]:
+    """Row numbers to train on, and to hold out of the training: that fraction of each class.
+
+    Rows of weight 0 count for nothing, and are not held out.
+    """
+    counted = np.arange(len(t)) if weight is None else np.flatnonzero(weight)
+    train, held = split(t[counted], fraction, seed, classes=classes)
+    if not len(held):
+        what = f"each of {len(np.unique(t[counted]))} classes" if classes else "the rows"
+        raise DataError(
+            f"{len(counted)} rows are too few to hold out {fraction:g} of {what}; give more rows, "
+            "hold out a larger fraction, or none."
+        )
+    rest = np.setdiff1d(np.arange(len(t)), counted)
+    return np.sort(np.concatenate([counted[train], rest])), counted[held]
+
+
 def find_target(table: Table, name: str, task: str = "auto") -> tuple[str, list[str], np.ndarray]:
     """The task, the names of the classes, and labels 0 .. classes-1 or values."""
     if choose("task", task, TASKS) == "auto":

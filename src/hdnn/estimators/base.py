@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,8 +17,18 @@ from hdnn import analysis, training
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import encoding
 from hdnn.data.encoding import Encoded, TableWarning
-from hdnn.errors import DataError, as_float, choose, positive_int, require
-from hdnn.heads import Augment, LinearHead
+from hdnn.data.table import hold_out
+from hdnn.errors import (
+    DataError,
+    OptionError,
+    as_float,
+    choose,
+    flag,
+    positive_int,
+    quoted,
+    require,
+)
+from hdnn.heads import Augment, LinearHead, RegressionHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore, weights
@@ -45,6 +56,8 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     "implicit_h2": partial(HamiltonianNet, integrator="semi_implicit_euler_full"),  # has an engine
 }
 
+Data = tuple[Any, ...]  # inputs, targets, and weights of the samples or None
+
 CHUNK = 4096  # samples that go through the network at once
 CERTIFIED = 100  # training points that a certificate looks at, at most
 CERTIFICATE_NUMBERS = 4 * 2**20  # entries of all its matrices, at most
@@ -71,6 +84,10 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     smoothness: float = BOTH["smoothness"]
     categorical: Any = None
     missing: str = "fill"
+    early_stopping: bool = BOTH["early_stopping"]
+    validation_fraction: float = BOTH["validation_fraction"]
+    n_iter_no_change: int = BOTH["n_iter_no_change"]
+    tol: float = 0.0
     engine: str = "auto"
     device: str = "cpu"
     random_state: Any = None
@@ -148,7 +165,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _begin(self, head: Callable[..., LinearHead]) -> None:
         """Draw the weights of a new model."""
-        self._seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
+        self._seed = _seed(self.random_state)
         factory: dict[str, Any] = {
             "generator": torch.Generator().manual_seed(self._seed),
             "dtype": torch.float64,
@@ -167,36 +184,68 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _learn(self, X: np.ndarray, t: np.ndarray, weight: np.ndarray | None, whole: bool) -> Self:
         x, head = self._inputs(X), self.model_.head
+        labels, weights = torch.tensor(t, device=x.device), None
+        if weight is not None:
+            weights = torch.tensor(weight, dtype=x.dtype, device=x.device)
+        data, rows = (x, labels, weights), float(np.max(self.scaler_.n_samples_seen_))
+        options: dict[str, Any] = {}
+        if whole and flag("early_stopping", self.early_stopping):
+            data, options = self._hold_out(t, data)
+            counted, held = _counted(weights, t), len(options["validation"][0])
+            rows = rows * (counted - held) / counted
         if whole:
             batch = positive_int("batch", self.batch)
             sizes = {"batch": batch, "features": head.features, "outputs": head.outputs}
-            options = {"epochs": self.epochs, "solver": solver_of(self.solver, **sizes)}
+            options |= {"epochs": self.epochs, "solver": solver_of(self.solver, **sizes)}
         else:  # solving the output layer would forget earlier data
-            options = {"epochs": 1, "solver": "joint", "schedule": "constant"}
+            options |= {"epochs": 1, "solver": "joint", "schedule": "constant"}
         history = training.fit(
             self.model_,
-            x,
-            torch.tensor(t, device=x.device),
-            weight=None if weight is None else torch.tensor(weight, dtype=x.dtype, device=x.device),
+            *data[:2],
+            weight=data[2],
             batch=self.batch,
             learning_rate=self.learning_rate,
             smoothness=self.smoothness,
-            weight_decay=self._share(self.weight_decay),
-            ridge=self._share(self.ridge),
+            weight_decay=_share(self.weight_decay, rows),
+            ridge=_share(self.ridge, rows),
             seed=self._seed + self.n_iter_,
             progress=bool(self.verbose),
             **options,
         )
         self.history_ = joined([self.history_, history])
         self.n_iter_ = len(self.history_.loss)
+        self._remember()
         self._sample = x[:: -(-len(x) // CERTIFIED)].numpy(force=True)
         self._certificate = None
         return self
 
-    def _share(self, penalty: Any) -> Any:
-        """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
-        number, rows = as_float(penalty), float(np.max(self.scaler_.n_samples_seen_))
-        return penalty if number is None else share(number, rows)
+    def _hold_out(self, t: np.ndarray, data: Data) -> tuple[Data, dict[str, Any]]:
+        """The samples to train on, and options of `fit` that hold the others out."""
+        fraction = as_float(self.validation_fraction)
+        if fraction is None or not 0 < fraction < 1:
+            raise OptionError(
+                "validation_fraction must be a number between 0 and 1, but got "
+                f"{quoted(self.validation_fraction)}."
+            )
+        weight = None if data[2] is None else data[2].numpy(force=True)
+        classes = not isinstance(self.model_.head, RegressionHead)
+        train, held = hold_out(t, fraction, self._seed, classes=classes, weight=weight)
+        rows = torch.as_tensor(train), torch.as_tensor(held)
+        taken, out = ([None if one is None else one[i] for one in data] for i in rows)
+        options = {
+            "validation": tuple(one for one in out if one is not None),
+            "patience": self.n_iter_no_change,
+            "tol": self.tol,
+        }
+        return tuple(taken), options
+
+    def _remember(self) -> None:
+        """What scikit-learn's perceptron remembers of its training, by the same names."""
+        history = self.history_
+        self.loss_curve_, scores = history.loss, history.validation_score
+        self.validation_scores_ = scores or None
+        self.best_validation_score_ = scores[history.best_epoch - 1] if scores else None
+        self.best_loss_ = None if scores else min(history.loss)
 
     # Predicting
 
@@ -258,6 +307,25 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             self.model_ = restore(description, tensors)
             self.model_.load_state_dict(tensors, assign=True)
             self.model_.net.engine = self.engine
+
+
+def _seed(random_state: Any) -> int:
+    """A whole number is the seed itself, as that of `hdnn train`; else it is drawn."""
+    if isinstance(random_state, Integral) and not isinstance(random_state, bool):
+        check_random_state(int(random_state))  # raises if it is not one of NumPy
+        return int(random_state)
+    return int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
+
+
+def _counted(weight: Tensor | None, t: np.ndarray) -> int:
+    """How many samples have a weight other than 0."""
+    return len(t) if weight is None else int(torch.count_nonzero(weight))
+
+
+def _share(penalty: Any, rows: float) -> Any:
+    """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
+    number = as_float(penalty)
+    return penalty if number is None else share(number, rows)
 
 
 def _sample_weights(given: Any, X: np.ndarray) -> np.ndarray | None:

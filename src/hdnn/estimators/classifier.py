@@ -41,6 +41,10 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             "auto" is "newton" where a minibatch determines an output layer of few outputs.
         ridge: penalty on the output layer.
         smoothness: penalty on the differences between neighbouring layers.
+        early_stopping: hold out `validation_fraction` of the samples, of each class alike; end when
+            their loss has not fallen by more than `tol` for `n_iter_no_change` epochs, and keep the
+            best model. Their loss, not their score, because probabilities that are too sure show
+            there first. `partial_fit` takes one epoch, and holds nothing out.
         engine: how the layers run, never what they compute (see `hdnn.engine`).
         device: where to train, "cpu" or "cuda".
         random_state: seed of initial weights and order of samples; as in scikit-learn, None takes

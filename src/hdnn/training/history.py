@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from hdnn.model import Model
 
@@ -21,6 +22,9 @@ class History:
     validation_loss: list[float] = field(default_factory=list)  # empty where nothing is held out
     validation_score: list[float] = field(default_factory=list)  # accuracy, or R^2
     best_epoch: int = 0  # of the lowest held-out loss, from 1; 0 where nothing is held out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(History()) | state)  # pickles of earlier versions have fewer fields
 
     def curves(self) -> dict[str, list[float]]:
         """All that has one entry an epoch."""

@@ -19,6 +19,9 @@ BOTH: Mapping[str, Any] = {
     "learning_rate": 2e-2,
     "solver": "auto",
     "smoothness": 5e-3,
+    "early_stopping": False,
+    "validation_fraction": 0.1,
+    "n_iter_no_change": 10,
 }
 # Weight decay and ridge are added to the sum of the losses: see `share`.
 CLASSES: Mapping[str, Any] = {**BOTH, "layers": 4, "weight_decay": 0.05, "ridge": 1.0}

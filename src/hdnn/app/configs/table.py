@@ -29,14 +29,20 @@ from hdnn.training.checks import whole_number
 
 # For a file: options that suit most tables. What depends on the task is filled in by `resolved`.
 _PENALTIES = ("weight_decay", "ridge")
+_NOT_SO = ("T", *_PENALTIES, "early_stopping", "validation_fraction", "n_iter_no_change")
+_EARLY = {
+    "validation": table_recipe.BOTH["validation_fraction"],
+    "patience": table_recipe.BOTH["n_iter_no_change"],
+}
 TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
     {
-        **{k: v for k, v in table_recipe.CLASSES.items() if k not in ("T", *_PENALTIES)},
+        **{k: v for k, v in table_recipe.CLASSES.items() if k not in _NOT_SO},
         **dict.fromkeys(_PENALTIES),
         "layers": table_recipe.RUN_LAYERS,
         "penalties": "sum",
         "init": "scaled",
         "test_fraction": 0.2,
+        **(_EARLY if table_recipe.BOTH["early_stopping"] else {}),
     }
 )
 PLANAR_T = 2.4
@@ -82,6 +88,9 @@ class TableConfig(BaseConfig):
     )
     task: str = _data("auto", "auto (default), classification or regression", choices=table.TASKS)
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
+    validation: float | None = _data(
+        None, "fraction of the other rows, held out of the training and measured after each epoch"
+    )
     network: str = _network(
         "h2",
         "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint; for "
@@ -109,7 +118,9 @@ class TableConfig(BaseConfig):
     )
     epochs: int = _training(50, "default: 50; for images 40, with the recipe of the paper's tables")
     patience: int | None = _training(
-        None, "end after so many epochs in which the training loss did not fall"
+        None,
+        "end after so many epochs in which the held-out loss did not fall, and keep the best "
+        "model; without --validation it is the training loss",
     )
     batch: int = _training(125, "minibatch size (default: 125; for a file 64)")
     optimizer: str = _training("adam", "adam (default) or sgd")
@@ -182,6 +193,10 @@ class TableConfig(BaseConfig):
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise OptionError(
                 f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
+            )
+        if self.validation is not None and not 0 < self.validation < 1:
+            raise OptionError(
+                f"validation must be more than 0 and less than 1, but got {self.validation}."
             )
         given = {k: v for k, v in self.fit_options().items() if v is not None}
         check_training({**given, "solver": "newton" if self.solver == "auto" else self.solver})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME
-from hdnn.training import EarlyStopping, TensorBoard, fit, fit_multilevel
+from hdnn.training import TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
 from hdnn.training.processes.torchrun import Processes
 
@@ -51,6 +51,8 @@ class Problem:
     t_test: Tensor
     planar: planar.PlanarData | None
     notes: list[str] = field(default_factory=list)  # what a person should know of the columns
+    x_validation: Tensor | None = None  # held out of the training rows
+    t_validation: Tensor | None = None
 
     @property
     def points(self) -> Tensor:
@@ -64,8 +66,8 @@ def prepare(config: TableConfig) -> Problem:
     if not config.is_table:
         data = planar.load(config.data, seed=config.seed, dtype=dtype)
         columns = points_columns()
-        config = config.resolved(columns)
-        return Problem(config, columns, data.x_train, data.t_train, data.x_test, data.t_test, data)
+        rows = data.x_train, data.t_train, data.x_test, data.t_test
+        return held_out(Problem(config.resolved(columns), columns, *rows, data))
     source = table.read(config.data)
     if config.target is None:
         raise OptionError(
@@ -92,7 +94,19 @@ def prepare(config: TableConfig) -> Problem:
         t = torch.from_numpy(t)
     else:
         t = torch.from_numpy(columns.values(source, t)).to(dtype)
-    return Problem(config, columns, x[train], t[train], x[test], t[test], None, notes)
+    return held_out(Problem(config, columns, x[train], t[train], x[test], t[test], None, notes))
+
+
+def held_out(problem: Problem) -> Problem:
+    """The same problem, with rows held out of those to train on if its config says so."""
+    config, x, t = problem.config, problem.x_train, problem.t_train
+    if config.validation is None:
+        return problem
+    classes = bool(problem.columns.classes)
+    rows = table.hold_out(t.numpy(), config.validation, config.seed, classes=classes)
+    train, held = map(torch.from_numpy, rows)
+    parts = {"x_train": x[train], "t_train": t[train], "x_validation": x[held]}
+    return replace(problem, **parts, t_validation=t[held])
 
 
 def build(config: TableConfig, columns: table.Columns) -> Model:
@@ -157,16 +171,19 @@ class TableTask(OwnTask):
     ) -> None:
         """Train as the config says, in levels or not."""
         config, problem, device = self.config, self.problem, self.device
-        stopping = EarlyStopping(config.patience) if config.patience else None
-        callbacks = [bar if bar.on else None, stopping, board]
+        callbacks = [bar if bar.on else None, board]
         options = {
             **config.fit_options(len(problem.x_train)),
             "folder": run.folder,
             "resume": True,
             "callbacks": [one for one in callbacks if one is not None],
+            "patience": config.patience,
             "parallel": processes.several,
             "progress": False,
         }
+        if problem.x_validation is not None and problem.t_validation is not None:
+            held_out = problem.x_validation, problem.t_validation
+            options["validation"] = tuple(one.to(device) for one in held_out)
         model = self.model.to(device)
         data = problem.x_train.to(device), problem.t_train.to(device)
         if config.refinements:
@@ -193,10 +210,25 @@ class TableTask(OwnTask):
             "features": self.config.features,
             "train_rows": len(problem.t_train),
             "test_rows": len(problem.t_test),
+            **self._stopping(),
             **scores(self.model, problem),
             "evaluation": evaluated(self.model, problem),
             "certificate": certified.to_dict(),
         }
+
+    def _stopping(self) -> dict[str, Any]:
+        """What was held out, what was watched, and which epoch's model was kept."""
+        config, history, found = self.config, self.history, {}
+        last = len(history.loss)
+        if history.validation_loss:
+            kept = (history.best_epoch or last) if config.patience else last
+            rows = len(self.problem.t_validation)  # pyright: ignore
+            loss = history.validation_loss[kept - 1]
+            found = {"validation_rows": rows, "validation_loss": loss, "kept_epoch": kept}
+        if config.patience:
+            watched = "held-out loss" if history.validation_loss else "training loss"
+            found |= {"patience": config.patience, "watched": watched}
+        return found
 
     def pictures(self, certified: Certificate) -> dict[str, Any]:
         found = {}
@@ -219,6 +251,7 @@ class TableTask(OwnTask):
             [
                 ("network", f"{metrics['network']} on {metrics['data']}"),
                 ("trained", f"{metrics['epochs']} epochs in {seconds:.1f} s"),
+                *results.stopping_rows(metrics),
                 *results.measure_rows(metrics),
                 *results.gradient_rows(metrics["certificate"]),
                 ("run", metrics["run"]),
@@ -232,10 +265,11 @@ def scores(model: Model, problem: Problem) -> dict[str, float]:
     columns, found = problem.columns, {}
     parts = {
         "train": (problem.x_train, problem.t_train),
+        "validation": (problem.x_validation, problem.t_validation),
         "test": (problem.x_test, problem.t_test),
     }
     for part, (x, t) in parts.items():
-        if not len(x):
+        if x is None or t is None or not len(x):
             continue
         y = torch.cat([model.predict(some) for some in x.split(4096)])
         if columns.classes:
