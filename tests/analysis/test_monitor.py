@@ -66,17 +66,70 @@ def test_steps_are_counted_by_hand_where_there_is_no_optimizer():
     assert monitor.records[0].weights == []  # nothing has been differentiated
 
 
-def test_by_default_it_takes_less_than_a_tenth_of_the_time(monkeypatch):
+@pytest.fixture
+def slow_looks(monkeypatch):
+    """A clock by which looking takes ever so long and training no time."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monkeypatch.setattr(monitor_module, "SHARE", 0.0)
+
+
+@pytest.mark.usefixtures("slow_looks")
+@pytest.mark.parametrize(("steps", "looks"), [(10, 10), (60, 51), (1000, 80)])
+def test_by_default_there_are_fifty_looks_however_long_a_loop_is(steps, looks):
+    monitor = GradientMonitor(hdnn.H2(2, 2), torch.randn(1, 2))
+    with monitor:
+        for _ in range(steps):
+            monitor.step()
+    assert len(monitor.records) == pytest.approx(looks, abs=2)
+    assert monitor.records[-1].step > 0.9 * steps
+
+
+@pytest.mark.usefixtures("slow_looks")
+def test_by_default_fifty_looks_are_spread_over_each_training_by_fit():
+    monitor = GradientMonitor(x=DATA.x_test, samples=2)
+    model, data = model_of(hdnn.H2(4, 2)), (DATA.x_train, DATA.t_train)
+    for _ in range(2):
+        fit(model, *data, epochs=50, batch=50, callbacks=[monitor], progress=False)
+    assert len(monitor.records) == pytest.approx(100, abs=2)
+    steps = torch.tensor(monitor.recorded_steps)
+    assert steps.diff().max() <= 5
+    assert (steps[0], steps[-1]) == (1, 400)
+
+
+def test_more_looks_take_little_of_the_time(monkeypatch):
     ticks = itertools.count()  # a clock that moves whenever somebody looks at it
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     monkeypatch.setattr(monitor_module, "time", clock)
+    monkeypatch.setattr(monitor_module, "LOOKS", 0)
+    monkeypatch.setattr(monitor_module, "GROWTH", 1e9)
     monitor = GradientMonitor(hdnn.H2(4, 8), torch.randn(16, 4))
     with monitor:
         for _ in range(200):
             monitor.step()
-    whole = clock.perf_counter() - monitor.start
     assert 5 < len(monitor.records) < 20
-    assert monitor.spent < 0.1 * whole
+    assert monitor.spent < 0.1 * (clock.perf_counter() - monitor.start)
+
+
+@pytest.mark.parametrize(("layers", "looks"), [(1, 1), (1, 3), (4, 1)])
+def test_a_picture_of_one_look_or_one_layer_shows_it(layers, looks):
+    monitor = GradientMonitor(hdnn.H2(4, layers), torch.randn(5, 4), every=1)
+    for _ in range(looks):
+        monitor.step()
+    (mesh,) = monitor.plot().collections
+    assert mesh.get_array().size == layers * looks
+    low, high = mesh.get_coordinates()[0, 0], mesh.get_coordinates()[-1, -1]
+    assert (high - low).tolist() == [looks, layers]
+    assert low.tolist() == [0.5, -0.5]
+
+
+def test_a_picture_of_nothing_but_unknown_norms_says_why():
+    monitor = GradientMonitor(runaway(40), torch.ones(3, 4, dtype=torch.float64), every=1)
+    with pytest.warns(GradientWarning):
+        monitor.step()
+    (text,) = monitor.plot().texts
+    assert "no norm could be computed, because the state" in text.get_text().replace("\n", " ")
 
 
 def test_vanishing_gradients_are_said_once_with_step_and_layer():
@@ -146,7 +199,7 @@ def test_weights_that_are_no_numbers_are_named():
 
 def test_records_are_a_table_and_a_picture(tmp_path):
     monitor = GradientMonitor(hdnn.H2(4, 3), torch.randn(5, 4), every=1)
-    with pytest.raises(ShapeError, match="recorded nothing"):
+    with pytest.raises(ShapeError, match="nothing yet: train with fit"):
         monitor.plot()
     assert str(monitor) == "no gradients recorded yet"
     for _ in range(3):

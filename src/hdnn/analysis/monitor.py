@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from hdnn.training import Moment
 
-SHARE = 0.04  # of the training time that the monitor may take
+LOOKS = 50  # at the least, in a training of so many steps or more
+SHARE = 0.04  # of the training time that more looks may take
+GROWTH = 1.1  # of the steps between two looks, where nobody knows how long the training will be
 SAMPLES = 64
 VANISHED, EXPLODED = 1e-6, 1e6
 BEYOND = "dy_N/dy_j is past the largest float64"
@@ -68,8 +70,9 @@ class GradientMonitor:
     Args:
         model: a `hdnn.Model` or a network; a callback of `fit` gets it from there.
         x: samples to look at: inputs of a model, states of a network; up to `samples` of them.
-        every: how many steps lie between two looks. By default as few as keep the time that looking
-            takes below a tenth of the training's.
+        every: how many steps lie between two looks. By default there are at least 50 looks, and
+            more if looking takes little time: spread evenly over a training by `fit`; at the first
+            50 steps and then ever less often in a loop whose length is not known.
         optimizer: whose steps count, in a `with` block; without one, call `step()` yourself.
     """
 
@@ -95,6 +98,8 @@ class GradientMonitor:
         self.findings: list[str] = []
         self.steps, self.spent, self.start = 0, 0.0, time.perf_counter()
         self._handle: Any = None
+        self._begun = self._now = self._end = 0  # steps of `fit`
+        self._before = 0  # looks before it
 
     def __enter__(self) -> Self:
         if self.optimizer is not None:
@@ -110,6 +115,9 @@ class GradientMonitor:
     def __call__(self, moment: Moment) -> None:
         """As a callback of `hdnn.training.fit`."""
         self.model = moment.model
+        if moment.step <= self._now or moment.steps != self._end:  # another training
+            self._begun, self._end, self._before = moment.step, moment.steps, len(self.records)
+        self._now = moment.step
         self.step()
 
     def step(self) -> None:
@@ -126,7 +134,14 @@ class GradientMonitor:
         if self.every is not None:
             return (self.steps - 1) % self.every == 0
         training = time.perf_counter() - self.start - self.spent
-        return not self.records or self.spent <= SHARE * training
+        return not self.records or self._late() or self.spent <= SHARE * training
+
+    def _late(self) -> bool:
+        """Whether there would be too few looks without one now."""
+        if not self._end:
+            return self.steps <= LOOKS or self.steps >= GROWTH * self.records[-1].step
+        done = (self._now - self._begun + 1) / (self._end - self._begun + 1)
+        return len(self.records) - self._before < LOOKS * done or self._now == self._end
 
     @torch.no_grad()
     def look(self) -> Record:

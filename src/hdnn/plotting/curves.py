@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,11 +121,14 @@ def gradient_surface(
     norm of their mean matrix. What is below `low` has the last colour.
     """
     if not monitor.records:
-        raise ShapeError("the monitor has recorded nothing yet.")
+        raise ShapeError(
+            "the monitor has recorded nothing yet: train with fit(callbacks=[monitor]), or call "
+            "monitor.step() after each step of your own loop, and plot then."
+        )
     colors = require("matplotlib.colors", extra="plot")
     ax = axes_of(ax)
     values = monitor.table(name)[:, :-1].T.clamp_min(low)
-    steps, layers = monitor.recorded_steps, range(len(values))
+    steps, layers = _edges(monitor.recorded_steps), _edges([*range(len(values))])
     # Vanished is dark red, 1 is white, growth is blue; equal steps of colour are factors.
     reach = max([10.0, *values[values.isfinite()].tolist()])
     norm = colors.TwoSlopeNorm(0.0, math.log10(low), math.log10(reach))
@@ -131,7 +136,7 @@ def gradient_surface(
         *(steps, layers, values.log10().nan_to_num(posinf=math.log10(reach)).tolist()),
         cmap="RdBu",
         norm=norm,
-        shading="nearest",
+        shading="flat",
         rasterized=True,
     )
     bar = ax.figure.colorbar(shown, ax=ax)
@@ -139,7 +144,18 @@ def gradient_surface(
     bar.set_ticks(powers, labels=[f"{10**p:.2g}" for p in powers])
     bar.set_label(f"{NORM}, {name.replace('_', ' ')}")
     ax.set(xlabel="iteration", ylabel="layer $j$")
+    if bool(values.isnan().all()):
+        why = next(record.why for record in monitor.records if record.why)
+        said = "\n".join(textwrap.wrap(f"no norm could be computed, because {why}", 40))
+        ax.text(0.5, 0.5, said, ha="center", va="center", transform=ax.transAxes)
     return ax
+
+
+def _edges(places: list[int]) -> list[float]:
+    """The borders halfway between places, and as far outside of the first and the last."""
+    inner = [(a + b) / 2 for a, b in pairwise(places)] or [places[0] - 0.5]
+    first = 2 * places[0] - inner[0]
+    return [first, *inner, 2 * places[-1] - inner[-1]] if len(places) > 1 else [inner[0], first]
 
 
 def _norm_curves(
