@@ -19,6 +19,7 @@ from hdnn.experiments import (
     fig_exploding,
     fig_gradients,
     fig_planar,
+    out,
     recipe_search,
     runner,
     table_cifar,
@@ -133,6 +134,39 @@ def test_a_mistake_is_one_sentence_on_the_command_line_too():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("unrecognized arguments: --nonsense; see")
     assert done.stderr.count("\n") == 1
+
+
+def test_recorded_results_are_replaced_only_where_a_folder_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    table, figure = runner.arguments(None, "table-x"), runner.figure_arguments(None, "fig-x")
+    assert table.parse_args([]).out == figure.parse_args([]).out == out.OUT
+    out.OUT.mkdir(parents=True)
+    (out.OUT / "table-x-160.json").write_text("")  # of another experiment
+    (out.OUT / "fig-other.png").write_text("")
+    assert table.parse_args([]).out == figure.parse_args([]).out == out.OUT
+    for parser, name in ((table, "table-x.md"), (figure, "fig-x-moons.png")):
+        (out.OUT / name).write_text("")
+        with pytest.raises(OptionError, match=f"{name} is there already.*--out runs/reproduced"):
+            parser.parse_args([])
+        assert parser.parse_args(["--out", str(out.OUT)]).out == out.OUT
+    Path("docs/results").mkdir(parents=True)
+    Path("docs/results/table-y.md").write_text("recorded")
+    made = runner.arguments(None, "table-y").run(
+        ["--processes", "1"], lambda _: {}, lambda _: "page"
+    )
+    assert (made, Path("docs/results/table-y.md").read_text()) == (0, "recorded")
+    assert (out.OUT / "table-y.md").read_text() == "page"
+    assert "see hdnn report --results runs/reproduced" in capsys.readouterr().err
+
+
+def test_the_command_passes_the_folder_on(monkeypatch):
+    given = []
+    monkeypatch.setattr(fig_planar, "main", lambda argv: given.append(argv) or 0)
+    main = pytest.importorskip("hdnn.__main__").main
+    pytest.importorskip("typer")
+    assert main(["reproduce", "fig-planar", "--out", "here", "--", "--seed", "2"]) == 0
+    assert main(["reproduce", "fig-planar"]) == 0
+    assert given == [["--out", "here", "--seed", "2"], []]
 
 
 @pytest.fixture

@@ -25,16 +25,19 @@ KEEP = ("R", "T", "both")
 def check(patterns: GraphPatterns) -> dict[str, Any]:
     """All that is known of a graph before training; `fault` says why it cannot be trained on."""
     R, T, S, sizes = patterns.R, patterns.T, patterns.S, patterns.sizes
-    used = Graph(R, T, None, sizes).used
+    graph = Graph(R, T, None, sizes, patterns.names)
+    used = graph.used
     local: dict[str, Any] = {"local": None, "breaches": 0, "all_breaches": True, "explanation": []}
     fault = None
     if S is not None:
         found = Needs(*map(rows_of, (T, R, S))).breaches(LISTED)
-        text = [{**asdict(breach), "text": str(breach)} for breach in found.explained()]
+        each = found.explained()
+        text = [{**asdict(breach), "text": breach.text(graph.label)} for breach in each]
         local = {"local": not found.count, "breaches": found.count}
         local |= {"all_breaches": found.complete, "explanation": text}
         if found.count:
-            fault = str(broken([pair[:2] for pair in found.pairs], found.why))
+            pairs = [pair[:2] for pair in found.pairs]
+            fault = str(broken(pairs, found.why, label=graph.label))
     free, m = block_entries(R, sizes), sum(sizes)
     result: dict[str, Any] = {
         "nodes": patterns.nodes,
@@ -54,8 +57,10 @@ def check(patterns: GraphPatterns) -> dict[str, Any]:
         "messages": messages(patterns),
         "fault": fault,
     }
+    if patterns.names:
+        result["names"] = list(patterns.names)
     try:
-        tree = tree_of(used, S)
+        tree = tree_of(used, S, called=graph.called(0))
     except SparsityError as error:
         return {**result, "fault": fault or str(error)}
     result |= {"connected": True, "depth": max(tree.depth)}
@@ -107,7 +112,7 @@ def design(patterns: GraphPatterns, keep: str = "R") -> GraphPatterns:
         return replace(patterns, R=alone(nodes), T=S)
     if keep == "R":
         table = {"nodes": nodes, "edges": edges_of(S), "sizes": list(sizes)}
-        return patterns_of(table)
+        return replace(patterns, R=patterns_of(table).R, T=alone(nodes))
     if nodes > CLIMBED:
         raise SparsityError(
             f"R and T together are found for up to {CLIMBED} nodes, but there are {nodes}; design "

@@ -74,6 +74,11 @@ class Run:
         return read_run(self.config_file)["kind"] if self.exists else None
 
     @property
+    def of_graph(self) -> bool:
+        """Whether it is a training on a graph, as far as its files say, damaged or not."""
+        return self.config_file.suffix == ".json"
+
+    @property
     def members(self) -> list[Run]:
         """The runs of a folder that `--seeds` has made, by their seeds; of other folders none."""
         if self.exists or not self.folder.is_dir():
@@ -89,7 +94,7 @@ class Run:
         return above if any(one.folder == self.folder for one in above.members) else None
 
     def check_free(self) -> None:
-        """Refuse a folder that holds anything: nothing is ever overwritten."""
+        """Refuse a folder that holds anything: nothing is overwritten unless that is asked for."""
         # A temporary file is what a kill in the middle of the first write leaves behind.
         taken = os.path.lexists(self.folder) and not (
             self.folder.is_dir()
@@ -99,8 +104,8 @@ class Run:
             return
         if self.exists:
             raise CheckpointError(
-                f"{self.folder} holds a run already; go on with it by --resume, or name another "
-                "folder with --out."
+                f"{self.folder} holds a run already; go on with it by --resume, replace it by "
+                "--overwrite, or name another folder with --out."
             )
         raise CheckpointError(
             f"{self.folder} is {'not empty' if self.folder.is_dir() else 'a file'}; name another "
@@ -155,7 +160,7 @@ class Run:
 
     def config_text(self) -> str:
         """The config for people: as its file has it, but of a graph without the links."""
-        if self.config_file.suffix == ".json":
+        if self.of_graph:
             return to_toml({k: v for k, v in self.options().items() if v is not None})
         return read_bytes(self.config_file, LARGEST).decode("utf-8", "replace")
 
@@ -185,7 +190,7 @@ class Run:
 
     def columns(self) -> table.Columns:
         """How rows become inputs."""
-        if self.kind == GraphConfig.kind and not self.columns_file.exists():
+        if self.of_graph and not self.columns_file.exists():
             if (data := self.config().data) in planar.SETS:
                 return points_columns()
             raise CheckpointError(

@@ -30,6 +30,7 @@ import hdnn
 from hdnn.base.files import write_atomically
 from hdnn.base.progress import ProgressLine
 from hdnn.errors import DataError, HDNNError, OptionError
+from hdnn.experiments import out
 from hdnn.training.images import ImageTraining, run_together
 
 Job = dict[str, Any]
@@ -147,6 +148,7 @@ class Arguments(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=program.format(name), description=about, formatter_class=form)
         self.set_defaults(file=name)  # what the files of a result are called
+        self.file_of: Callable[[argparse.Namespace], str] = lambda options: options.file
 
     def error(self, message: str) -> NoReturn:
         """A mistake is one sentence, as everywhere in hdnn."""
@@ -159,12 +161,20 @@ class Arguments(argparse.ArgumentParser):
 
     def add_output(self, what: str, runs: str | None = None) -> None:
         """The options that all experiments have: where to write, and what to print."""
-        self.add_argument("--out", type=Path, default=Path("docs/results"), help=f"for {what}")
+        self.add_argument("--out", type=Path, help=out.HELP.format(what))
         if runs is not None:
             folder = Path("runs") / runs
             self.add_argument("--runs", type=Path, default=folder, help="for single results")
         self.add_argument("--json", action="store_true", help="print the result as JSON")
         self.add_argument("--quiet", action="store_true")
+
+    def parse_args(self, *given: Any, **more: Any) -> Any:
+        """The options, with the folder and the name of the files that a result goes to."""
+        options = super().parse_args(*given, **more)
+        options.file = self.file_of(options)
+        if "out" in options:
+            options.out = out.folder_for(options.file, options.out)
+        return options
 
     def command(self, options: argparse.Namespace, *shown: str) -> str:
         """The command that makes this result, with the options that are not the default."""
@@ -360,8 +370,11 @@ def finish(result: dict[str, Any], page: str, options: argparse.Namespace) -> No
     # A line for each entry, a list of numbers being one.
     text = re.sub(r"\[([\d\s.,eE+-]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     write_atomically(options.out / f"{options.file}.json", f"{text}\n".encode())
-    write_atomically(options.out / f"{options.file}.md", page.encode())
+    path = options.out / f"{options.file}.md"
+    write_atomically(path, page.encode())
     say(result, page, options)
+    if not (options.json or options.quiet):
+        print(f"written to {path}; see hdnn report --results {options.out}.", file=sys.stderr)
 
 
 def say(result: dict[str, Any], page: str, options: argparse.Namespace) -> None:

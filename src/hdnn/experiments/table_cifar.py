@@ -266,7 +266,6 @@ def _row(name: str, some: list[Job]) -> dict[str, Any]:
 
 def table(options: argparse.Namespace) -> dict[str, Any] | None:
     options.networks = options.networks or networks_for(options.epochs)
-    options.file += f"-{options.epochs}" + "-kept-aside" * options.validate
     on = f"{KEPT:,} training images kept aside" if options.validate else "the test images"
     recorded = read_recorded(options.recorded, on, options.epochs)
     made = {row["network"]: row for row in recorded["rows"]}
@@ -321,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--recorded", type=Path, help="a table (JSON) whose networks are not trained again"
     )
+    parser.file_of = lambda given: f"{NAME}-{given.epochs}" + "-kept-aside" * given.validate
     return parser.run(argv, table, markdown)
 
 

@@ -6,7 +6,7 @@ file can describe a graph with more pairs of nodes than fit into memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
@@ -117,12 +117,17 @@ class Breach:
     layer: int | None = None
 
     def __str__(self) -> str:
-        i, a, row, k = self.path if self.forward else self.path[::-1]
+        return self.text()
+
+    def text(self, label: Callable[[int], str] = str) -> str:
+        """What breaks the condition and why, with these labels of the nodes."""
+        i, a, row, k = map(label, self.path if self.forward else self.path[::-1])
         why = [f"T links {i} and {a}"] * (a != i)
         why += [f"row {row} of R has {a} and {k}"] * (a != k or not why)
         ways = [way for way in ("forward", "backward") if getattr(self, way)]
         layer = "" if self.layer is None else f"layer {self.layer}: "
-        need = f"{layer}node {self.node} needs node {self.needs} {' and '.join(ways)}"
+        node, needs = label(self.node), label(self.needs)
+        need = f"{layer}node {node} needs node {needs} {' and '.join(ways)}"
         return f"{need}: {', and '.join(why)}"
 
 
@@ -261,9 +266,14 @@ class Breaches:
         return "" if self.complete else f" ({self.needs.crowd()})"
 
 
-def broken(pairs: Sequence[tuple[int, int]], why: str, advice: str = "") -> SparsityError:
+def broken(
+    pairs: Sequence[tuple[int, int]],
+    why: str,
+    advice: str = "",
+    label: Callable[[int], str] = str,
+) -> SparsityError:
     """The error for patterns that break the condition, with some of the pairs."""
-    shown = ", ".join(f"{i} -> {k}" for i, k in pairs[:4])
+    shown = ", ".join(f"{label(i)} -> {label(k)}" for i, k in pairs[:4])
     return SparsityError(
         "the patterns break the locality condition T R^T R + R^T R T <= S: nodes would need "
         f"{shown}{' ...' if len(pairs) > 4 else ''}, which S does not link{why}; remove edges from "

@@ -11,7 +11,7 @@ from hdnn.errors import OptionError
 
 EXAMPLES = (
     "hdnn certify runs/swiss_roll-h2-64-0",
-    "hdnn certify runs/iris-h2-16-0 --data new.csv --json",
+    "hdnn certify runs/iris-species-h2-16-0 --data new.csv --json",
     "hdnn certify model.safetensors --data double_moons",
 )
 

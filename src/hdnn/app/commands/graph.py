@@ -103,7 +103,8 @@ def _graph_text(result: dict[str, Any]) -> str:
         rows.append(("connected", "no"))
     else:
         far = "" if result["diameter"] is None else f"diameter {result['diameter']}, "
-        rows.append(("connected", f"yes: {far}tree of depth {result['depth']} from node 0"))
+        root = result.get("names", ["0"])[0]
+        rows.append(("connected", f"yes: {far}tree of depth {result['depth']} from node {root}"))
     if result["groups"] > 1:
         apart = f"R and T join nodes in {result['groups']} groups, which never hear of each other"
         rows.append(("groups", apart))

@@ -15,8 +15,8 @@ from hdnn.app.tasks import kinds
 from hdnn.base.files import write_atomically
 
 EXAMPLES = (
-    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --out answers.csv",
-    "hdnn predict --run runs/iris-h2-16-0 --data new.csv --proba",
+    "hdnn predict --run runs/iris-species-h2-16-0 --data new.csv --out answers.csv",
+    "hdnn predict --run runs/iris-species-h2-16-0 --data new.csv --proba",
     "hdnn predict --run runs/mnist-h1-8-0 --data mnist --out answers.csv",
 )
 ANSWERS = ("predictions", "probabilities", "agreement", "spread")

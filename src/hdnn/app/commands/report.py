@@ -12,7 +12,7 @@ from hdnn.base.files import write_atomically
 
 EXAMPLES = (
     "hdnn report",
-    "hdnn report runs/iris-h2-16-0 runs/iris-mlp-16-0 --out iris.html",
+    "hdnn report runs/iris-species-h2-16-0 runs/iris-species-mlp-16-0 --out iris.html",
 )
 
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 from hdnn import __version__
 from hdnn.app import terminal
-from hdnn.app.options import argument, typer
+from hdnn.app.options import argument, option, typer
 from hdnn.errors import HDNNError, OptionError, choose
 
 EXAMPLES = (
     "hdnn reproduce table-planar",
-    "hdnn reproduce table-planar -- --seeds 3",
+    "hdnn reproduce table-planar --out results -- --seeds 3",
 )
 EXPERIMENTS = (
     "table-planar",
@@ -31,8 +31,16 @@ EXPERIMENTS = (
 def reproduce(
     context: typer.Context,
     name: Annotated[str, argument(f"all, or one of {', '.join(EXPERIMENTS)}")],
+    out: Annotated[
+        str | None,
+        option(
+            "folder for the results, where old ones are replaced (default: runs/reproduced, where "
+            "they are not)"
+        ),
+    ] = None,
 ) -> int:
     """Run an experiment of the paper; what follows -- goes to it."""
+    given = [*([] if out is None else ["--out", out]), *context.args]
     names = EXPERIMENTS if name == "all" else [choose("experiment", name, (*EXPERIMENTS, "all"))]
     there = [n for n in names if _experiment(n)]
     if not there:
@@ -43,7 +51,7 @@ def reproduce(
             terminal.say(f"reproducing {found}")
         experiment = importlib.import_module(_experiment(found))
         try:
-            code = experiment.main(list(context.args))
+            code = experiment.main(given)
         except HDNNError as error:  # others may still do
             code = terminal.fail(error)
         except SystemExit as error:  # it has shown its help

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hdnn.app import progress, results, terminal
+from hdnn.app import progress, replaced, results, terminal
 from hdnn.app.configs.common import is_table
 from hdnn.app.configs.flags import RunOptions, TrainFlags
 from hdnn.app.configs.images import ImageConfig
@@ -20,7 +20,7 @@ from hdnn.app.runs import Run
 from hdnn.app.tasks import graph, task
 from hdnn.app.tasks.kinds import task_of
 from hdnn.base.config import types_of
-from hdnn.errors import CheckpointError, OptionError
+from hdnn.errors import CheckpointError, HDNNError, OptionError
 from hdnn.training.processes import torchrun
 
 EXAMPLES = (
@@ -60,6 +60,7 @@ def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
             with progress.TrainingBar(title, show) as bar:
                 try:
                     one = task_of(config, said)
+                    one.overwrite = bool(asked["overwrite"])
                     result = task.train(one, run, bar=bar, tensorboard=board, processes=processes)
                 except KeyboardInterrupt as error:
                     how = task.go_on(run, "train")
@@ -76,8 +77,7 @@ def _train_part(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     loud = not ("quiet" in options or as_json)
     with progress.waiting("looking at the graph", loud):
         one, run = graph.asked(graph.PartTask, options)
-    is_root = os.environ.get("RANK", "0") == str(one.plan.owner[0])
-    with one.bar(run, is_root and loud) as bar:
+    with one.bar(run, one.is_root and loud) as bar:
         if torchrun.several():
             _hear_before_the_end()
         try:
@@ -95,11 +95,12 @@ def _asked(options: dict[str, Any]) -> Asked:
     before = before_penalties(options) and "penalties" not in flags
     options |= flags
     options |= {name: terminal.at_home(options[name]) for name in options.keys() & {"data", "out"}}
-    asked = {name: options.pop(name, None) for name in types_of(RunOptions)}
+    asked = {name: options.pop(name, None) for name in (*types_of(RunOptions), "overwrite")}
+    replaced.check_options(asked["overwrite"], asked["resume"])
     told = is_table(options.get("data")) and before_penalties(options)
     if told and before:
         options["penalties"] = "mean"
-    chosen = _chosen_runs(options, asked["out"], asked["seeds"], bool(asked["resume"]))
+    chosen = _chosen_runs(options, asked)
     if torchrun.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
         raise OptionError("one process trains on images: start hdnn train without torchrun.")
     if told and not asked["resume"]:
@@ -122,10 +123,11 @@ def _told_penalties(file: str | None) -> str:
 
 
 def _chosen_runs(
-    options: dict[str, Any], out: str | None, seeds: int | None, resume: bool
+    options: dict[str, Any], asked: dict[str, Any]
 ) -> list[tuple[TableConfig | ImageConfig, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
-    count = 1 if seeds is None else seeds
+    out, resume, overwrite = asked["out"], bool(asked["resume"]), bool(asked["overwrite"])
+    count = 1 if asked["seeds"] is None else asked["seeds"]
     if not 1 <= count <= 10_000:
         raise OptionError(f"seeds must be a whole number from 1 to 10000, but got {count}.")
     first = options.get("seed", 0)
@@ -135,12 +137,16 @@ def _chosen_runs(
         if out is None:
             config = config_of(each)
             run = Run(Path("runs") / config.run_name())
+            if not overwrite:
+                run = _as_it_was_named(config, run)
         else:
             run = Run(Path(out) / f"seed-{seed}" if count > 1 else out)
             if resume and not run.exists and "data" not in options:
                 raise CheckpointError(f"{run.folder} holds no run to resume: no config.toml.")
             config = None if resume and run.exists else config_of(each)
-        if not resume:
+        if overwrite:
+            replaced.check(run)
+        elif not resume:
             run.check_free()
         elif run.exists:
             config = run.resumed(each)
@@ -148,6 +154,20 @@ def _chosen_runs(
             raise CheckpointError(f"{run.folder} holds a training on a graph; resume it alone.")
         chosen.append((config, run))
     return chosen
+
+
+def _as_it_was_named(config: TableConfig | ImageConfig, run: Run) -> Run:
+    """The same run; or where an earlier version, whose names had no target, has put it."""
+    if not isinstance(config, TableConfig) or config.target is None or run.exists:
+        return run
+    before = Run(run.folder.with_name(config.name_without_target()))
+    with suppress(HDNNError, OSError):  # what cannot be read is left alone
+        if before.exists:
+            known = before.config()
+            same = isinstance(known, TableConfig) and known.target == config.target
+            if same and known.data == os.path.abspath(config.data):
+                return before
+    return run
 
 
 def _is_for_graph(options: dict[str, Any]) -> bool:

@@ -64,5 +64,10 @@ def find_device(name: str) -> str:
 
 def plain_name(place: str, otherwise: str) -> str:
     """The name of a data set or a file, with no letters that a folder should not have."""
-    name = re.sub(r"[^\w.-]+", "_", Path(place).stem, flags=re.ASCII)
+    return plain_text(Path(place).stem, otherwise)
+
+
+def plain_text(text: str, otherwise: str) -> str:
+    """A text with no letters that a folder should not have."""
+    name = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)
     return name.strip("._-")[:64] or otherwise

@@ -8,6 +8,7 @@ from functools import partial
 from hdnn.base.config import option
 
 TIMEOUT = 60.0  # seconds until a silent process counts as lost
+OVERWRITE = "replace the run that is in the folder, if the folder holds nothing else"
 
 _data, _training, _run = (
     partial(option, panel=panel) for panel in ("Graph and data", "Training", "Run")
@@ -19,7 +20,10 @@ class RunOptions:
     """Options of `hdnn train` that may also stand in its config file."""
 
     seeds: int | None = _run(None, "that many runs: seed, seed + 1 ..")
-    out: str | None = _run(None, "new folder (default: runs/DATA-NETWORK-N-SEED)")
+    out: str | None = _run(
+        None,
+        "new folder (default: runs/DATA-NETWORK-N-SEED, for a file runs/DATA-TARGET-NETWORK ..)",
+    )
     resume: bool = _run(False, "go on where a run stopped")
     tensorboard: bool = _run(False, "write its curves to the folder tensorboard in it")
     json: bool = _run(False, "print one JSON object")
@@ -36,6 +40,7 @@ class TrainFlags:
         panel="Data",
     )
     config: str | None = _run(None, "TOML file, options under \\[train]")
+    overwrite: bool = _run(False, OVERWRITE)
     save_every: int | None = _run(None, "with --graph: steps between two shards")
     timeout: float | None = _run(
         None, "with --graph: seconds until a silent process counts as lost"
@@ -73,6 +78,7 @@ class LaunchFlags:
     )
     out: str | None = _run(None, "new folder (default: runs/GRAPH-DATA-NETWORK-N-SEED)")
     resume: bool = _run(False, "go on where a training stopped")
+    overwrite: bool = _run(False, OVERWRITE)
     save_every: int | None = _run(None, "steps between two shards (default: an epoch)")
     restarts: int = _run(0, "after a fault, start again so many times")
     timeout: float = _run(TIMEOUT, "seconds until a silent process counts as lost")

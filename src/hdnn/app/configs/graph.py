@@ -110,6 +110,6 @@ def _check_busiest(graph: Graph) -> None:
     if graph.nodes * busy[0] > PADDED:
         hub = next(i for i, row in enumerate(busy[1]) if len(row) == busy[0])
         raise SparsityError(
-            f"node {hub} has {busy[0] - 1} links in R, and a step takes as long as if each of the "
-            f"{graph.nodes} nodes had as many; give it fewer links."
+            f"{graph.called(hub)} has {busy[0] - 1} links in R, and a step takes as long as if "
+            f"each of the {graph.nodes} nodes had as many; give it fewer links."
         )

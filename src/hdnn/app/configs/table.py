@@ -17,6 +17,7 @@ from hdnn.app.configs.common import (
     check_training,
     is_table,
     plain_name,
+    plain_text,
 )
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.portable import portable
@@ -229,7 +230,14 @@ class TableConfig(BaseConfig):
             raise OptionError(f"{self.data} has a test half of its own; leave test-fraction out.")
 
     def run_name(self) -> str:
-        """The name of the run's folder, such as swiss_roll-h2-64-0."""
+        """The name of the run's folder: swiss_roll-h2-64-0, or for a file iris-species-h2-8-0."""
+        if self.target is None:
+            return self.name_without_target()
+        target = plain_text(self.target, "target")
+        return f"{plain_name(self.data, 'data')}-{target}-{self.network}-{self.layers}-{self.seed}"
+
+    def name_without_target(self) -> str:
+        """The name of the run's folder in earlier versions."""
         return f"{plain_name(self.data, 'data')}-{self.network}-{self.layers}-{self.seed}"
 
     @classmethod

@@ -7,8 +7,7 @@ the weights, and the root writes the folder: see `hdnn.distributed.training.run`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from hdnn import serialization
 from hdnn.analysis.certificate import SAMPLES
-from hdnn.app import results, terminal
+from hdnn.app import replaced, results, terminal
 from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
 from hdnn.app.configs.graph import (
     FIELDS,
@@ -28,7 +27,7 @@ from hdnn.app.configs.graph import (
     training_options,
 )
 from hdnn.app.progress import TrainingBar
-from hdnn.app.runs import Run, write_json
+from hdnn.app.runs import Run, usable_folder, write_json
 from hdnn.app.tasks import nodes
 from hdnn.app.tasks.task import Task, go_on, known_metrics
 from hdnn.base.config import types_of
@@ -39,13 +38,14 @@ from hdnn.data import planar
 from hdnn.distributed import worker
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.plan import Plan, partition
-from hdnn.distributed.messages.connect import parts_here
+from hdnn.distributed.messages.connect import number_here, parts_here
 from hdnn.distributed.messages.gloo import LostError
 from hdnn.distributed.training.run import Config
-from hdnn.distributed.training.sources import LABELS
+from hdnn.distributed.training.sources import LABELS, file_of
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError, positive_int
 from hdnn.serialization import read
 from hdnn.training import TensorBoard
+from hdnn.training.checkpoint import locked
 from hdnn.training.processes import torchrun
 from hdnn.training.processes.torchrun import Processes
 
@@ -59,7 +59,7 @@ class GraphTask(Task):
 
     def __init__(self, config: Config, graph: Graph, options: dict[str, Any]) -> None:
         self.config, self.graph, self.options = config, graph, options
-        self.resume = "resume" in options
+        self.resume, self.overwrite = "resume" in options, "overwrite" in options
         self.timeout: float = options.get("timeout", TIMEOUT)
         self.save_every: int | None = options.get("save_every")
         self.plan = Plan(graph, partition(graph, positive_int("parts", self.parts())))
@@ -80,12 +80,20 @@ class GraphTask(Task):
     def load(self, processes: Processes, bar: TrainingBar) -> None:
         """Look at the data, which the owners of the nodes will read, and at the graph."""
         if parts_here() == 1 and self.config.data not in planar.SETS:
-            _check_folder(Path(self.config.data), self.graph.sizes)
+            _check_folder(Path(self.config.data), self.graph)
         if torchrun.is_first():
             _warn(self.graph)
 
     def build(self) -> None:
         """The owners of the nodes make their weights."""
+
+    def open(self, run: Run, stack: ExitStack) -> None:
+        """Make the folder of a run, lock it, and remove what is to be replaced in it."""
+        usable_folder(run.folder, 0)
+        stack.callback(_remove_if_empty, run.folder)
+        stack.enter_context(locked(run.folder))
+        if self.overwrite:
+            replaced.clear(run)
 
     def certify(self) -> None:
         """`write` does so, where the root has brought all weights together."""
@@ -114,7 +122,14 @@ class PartTask(GraphTask):
         return one_thread()
 
     def claim(self, run: Run, stack: ExitStack) -> None:
-        """The root makes the folder, once all parts have met."""
+        """The root makes the folder and keeps others out, before all parts meet."""
+        if self.is_root:
+            self.open(run, stack)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this process owns node 0, and so writes the folder."""
+        return number_here() == self.plan.owner[0]
 
     def go_on(self, run: Run) -> str:
         several = torchrun.several()
@@ -140,6 +155,7 @@ class PartTask(GraphTask):
 def asked(kind: type[SomeTask], given: dict[str, Any]) -> tuple[SomeTask, Run]:
     """The training on a graph that the options of a command ask for, and its folder."""
     known = (*FIELDS, *OPTIONS)
+    replaced.check_options(given.get("overwrite"), given.get("resume"))
     for name in given:
         if name not in known and name not in types_of(LaunchFlags):
             flag = name.replace("_", "-") if len(name) > 1 else name
@@ -151,6 +167,8 @@ def asked(kind: type[SomeTask], given: dict[str, Any]) -> tuple[SomeTask, Run]:
     if save_every < 1:
         raise OptionError(f"save-every must be a whole number >= 1, but got {save_every}.")
     config, run = _config_and_run(given, {k: v for k, v in given.items() if k in known})
+    if "overwrite" in given and parts_here() == 1:  # else the root does so
+        replaced.check(run)
     source = given.get("graph") or ("the ring" if "nodes" in given else str(run.config_file))
     return kind(config, checked_graph(config, source), given), run
 
@@ -195,7 +213,12 @@ def _warn(graph: Graph) -> None:
         terminal.say(f"warning: {apart} groups of nodes never hear of each other; see graph check.")
 
 
-def _check_folder(home: Path, sizes: Sequence[int]) -> None:
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _check_folder(home: Path, graph: Graph) -> None:
     """Refuse a folder of data that lacks the file of a node, or has one of another shape."""
     if not home.is_dir():
         known = ", ".join(planar.SETS)
@@ -215,13 +238,13 @@ def _check_folder(home: Path, sizes: Sequence[int]) -> None:
                 f"labels must lie in 0 .. {classes - 1}, but {home / part / LABELS} has "
                 f"{int(t.min())} .. {int(t.max())}."
             )
-        for node, size in enumerate(sizes):
-            file = home / part / f"node-{node:05d}.safetensors"
+        for node, size in enumerate(graph.sizes):
+            file = file_of(home / part, graph, node)
             shape = _shape(file)
             if shape != [len(t), 2 * size]:
                 raise DataError(
                     f"{file} must hold x of shape ({len(t)}, {2 * size}), for the labels and the "
-                    f"features of node {node}, but has {tuple(shape)}."
+                    f"features of {graph.called(node)}, but has {tuple(shape)}."
                 )
 
 
@@ -259,7 +282,11 @@ def _text(result: dict[str, Any]) -> str:
         shown = sorted(between, key=lambda pair: -pair[3])[:5]
     what = "node" if parts == nodes else "part"
     lines = [(f"between {what}s", "messages", "bytes")]
-    lines += [(f"{a} - {b}", f"{count:,}", _bytes(size)) for a, b, count, size in shown]
+    names = result.get("names") if parts == nodes else None
+    label = str if names is None else names.__getitem__
+    lines += [
+        (f"{label(a)} - {label(b)}", f"{count:,}", _bytes(size)) for a, b, count, size in shown
+    ]
     if len(shown) < len(between):
         lines.append((f".. {len(between) - len(shown)} more", "", ""))
     width, wide, broad = (max(map(len, column)) for column in zip(*lines, strict=True))

@@ -12,7 +12,6 @@ from hdnn.analysis import Certificate
 from hdnn.analysis.certificate import SAMPLES
 from hdnn.analysis.image_certificate import Certificates
 from hdnn.app.configs.images import ImageConfig
-from hdnn.app.configs.kinds import GraphConfig
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.app.tasks import images, nodes, table
@@ -41,15 +40,14 @@ def load_model(run: Run) -> Model | Network | ImageModel:
     if not run.exists:
         run.config()  # raises: there is no run
     if not run.model_file.is_file():
-        of_graph = run.kind == GraphConfig.kind
-        if of_graph and run.complete:
+        if run.of_graph and run.complete:
             raise CheckpointError(
                 f"the run in {run.folder} has no model in one file, because its nodes have more "
                 f"than {DENSE} features together; its weights are in {run.folder / 'nodes'}."
             )
         raise CheckpointError(
             f"the run in {run.folder} has no model yet; finish it by "
-            f"hdnn {'launch' if of_graph else 'train'} --resume --out {run.folder}."
+            f"hdnn {'launch' if run.of_graph else 'train'} --resume --out {run.folder}."
         )
     return serialization.load(run.model_file)
 
@@ -114,6 +112,6 @@ def _certificate(
     if isinstance(model, ImageModel):
         name = data if run is None or data is not None else run.config().data
         return images.certify(model, name, samples=samples)
-    if run is not None and run.kind == GraphConfig.kind:
+    if run is not None and run.of_graph:
         return nodes.certify(run, model, data, samples=samples)
     return table.certify(model, run, data, samples=samples)

@@ -8,11 +8,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hdnn.app.progress import TrainingBar
-from hdnn.app.runs import Run, usable_folder
+from hdnn.app.runs import Run
 from hdnn.app.tasks.graph import GraphTask
 from hdnn.app.tasks.task import go_on, interrupted
 from hdnn.app.terminal import StoppedError
@@ -20,7 +20,6 @@ from hdnn.distributed.launch import Ended, launch
 from hdnn.distributed.training.run import name_of
 from hdnn.errors import OptionError
 from hdnn.training import TensorBoard
-from hdnn.training.checkpoint import locked
 from hdnn.training.processes import meeting
 from hdnn.training.processes.torchrun import Processes
 
@@ -49,9 +48,7 @@ class LaunchedTask(GraphTask):
 
     def claim(self, run: Run, stack: ExitStack) -> None:
         meeting.check_loopback()  # before there is a folder
-        usable_folder(run.folder, 0)
-        stack.callback(_remove_if_empty, run.folder)
-        stack.enter_context(locked(run.folder))
+        self.open(run, stack)
 
     def fit(
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
@@ -93,11 +90,6 @@ class LaunchedTask(GraphTask):
                 show=bar.tell,
                 environment={"HDNN_REPLICAS": str(replicas), "HDNN_TRANSPORT": "gloo"},
             )
-
-
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
 
 
 @contextmanager

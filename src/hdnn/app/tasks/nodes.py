@@ -33,7 +33,7 @@ PARTS = ("test", "train")
 
 def is_folder(run: Run, data: str) -> bool:
     """Whether data for a run are node files rather than a table."""
-    return run.kind == Config.kind and Path(data).is_dir()
+    return run.of_graph and Path(data).is_dir()
 
 
 def answer(run: Run, model: object, data: str, proba: bool) -> Answer:

@@ -17,7 +17,7 @@ import torch
 
 import hdnn
 from hdnn import serialization
-from hdnn.app import pictures
+from hdnn.app import pictures, replaced
 from hdnn.app.configs.common import find_device
 from hdnn.app.progress import TrainingBar
 from hdnn.app.results import Result
@@ -36,6 +36,7 @@ class Task(ABC):
     """One training: its config, and from `load` and `build` on its data and its model."""
 
     config: Any
+    overwrite = False  # whether a run that is in the folder is replaced
 
     @abstractmethod
     def known(self, run: Run) -> dict[str, Any] | None:
@@ -99,6 +100,8 @@ class OwnTask(Task):
     def claim(self, run: Run, stack: ExitStack) -> None:
         usable_folder(run.folder, pictures.ROOM + self.room())
         stack.enter_context(locked(run.folder))
+        if self.overwrite:
+            replaced.clear(run)
         run.start(self.config, self.columns)
 
     @abstractmethod
@@ -158,7 +161,7 @@ def train(
     """
     processes = processes or OneProcess()
     bar = bar or TrainingBar(run.folder.name, False)
-    metrics = processes.first(lambda: task.known(run))
+    metrics = None if task.overwrite else processes.first(lambda: task.known(run))
     if metrics is None:
         board = TensorBoard(run.folder / "tensorboard") if tensorboard else None
         task.load(processes, bar)

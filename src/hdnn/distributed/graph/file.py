@@ -5,6 +5,8 @@
     R = [[0, 1]]                      # links of K; by default those that free most weights
     T = [[0, 1]]                      # links of X or J; by default none
     sizes = 1                         # pairs of features of a node, or a list of them
+    names = ["pump", "valve", ..]     # of the nodes, if wanted, to be used in place of numbers
+    columns = {flow = "pump", ..}     # which node has which column of a table
 
 R and T are lists of undirected links, or matrices: as many rows of zeros and ones as there are
 nodes, with ones on the diagonal. (For two nodes, [[1, 0], [0, 1]] is the matrix.) A link that is
@@ -17,16 +19,18 @@ import json
 import os
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from hdnn import sparsity
+from hdnn.base.config import toml_value
 from hdnn.base.files import as_path
+from hdnn.distributed.graph import names as naming
 from hdnn.distributed.graph.graph import Graph, Links, alone, from_edges, links_of, shown
 from hdnn.errors import HDNNError, SparsityError, quoted
 
-KEYS = ("nodes", "edges", "R", "T", "sizes")
+KEYS = ("nodes", "edges", "R", "T", "sizes", "names", "columns")
 LARGEST_FILE = 2**27  # bytes
 PIECE = 2**20  # bytes that are read at once
 LARGEST_TEXT = 2**24  # bytes that tomllib reads, which takes some ten seconds
@@ -46,6 +50,8 @@ class GraphPatterns:
     T: Links
     S: Links | None
     sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    columns: dict[str, int] = field(default_factory=dict)  # of a table, with their nodes
 
     @property
     def nodes(self) -> int:
@@ -53,7 +59,7 @@ class GraphPatterns:
 
     def graph(self) -> Graph:
         """The same as a graph, if the locality condition holds."""
-        return Graph(self.R, self.T, self.S, self.sizes)
+        return Graph(self.R, self.T, self.S, self.sizes, self.names)
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
@@ -131,7 +137,10 @@ def patterns_of(table: dict[str, Any], name: str = "the graph") -> GraphPatterns
         raise SparsityError(
             f"{name} has {quoted(unknown[0])}, but only {', '.join(KEYS)} are known."
         )
+    names = naming.names_of(table, name)
+    table = naming.numbered(table, names, name)
     nodes = _nodes(table, name)
+    columns = naming.columns_of(table, names, nodes, name)
     S = _pairs(table, "edges", nodes, name) if "edges" in table else None
     if S is None and "R" not in table:
         raise SparsityError(f"{name} has neither edges nor R; give one of them.")
@@ -144,7 +153,7 @@ def patterns_of(table: dict[str, Any], name: str = "the graph") -> GraphPatterns
             raise SparsityError(f"{name} has a T but no R; R = [] links nobody.")
         R = _designed(S, sizes, name)
     T = _pattern(table, "T", nodes, name) if "T" in table else alone(nodes)
-    return GraphPatterns(R, T, S, sizes)
+    return GraphPatterns(R, T, S, sizes, names, columns)
 
 
 def table_of(patterns: GraphPatterns) -> dict[str, Any]:
@@ -157,6 +166,11 @@ def table_of(patterns: GraphPatterns) -> dict[str, Any]:
     if alone(patterns.nodes) != patterns.T:
         table["T"] = _short(patterns.T)
     table["sizes"] = patterns.sizes[0] if alike else list(patterns.sizes)
+    if patterns.names:
+        table["names"] = list(patterns.names)
+    if patterns.columns:
+        called = patterns.names or range(patterns.nodes)
+        table["columns"] = {column: called[node] for column, node in patterns.columns.items()}
     return table
 
 
@@ -164,11 +178,17 @@ def to_toml(table: dict[str, Any]) -> str:
     """The text of a file that has this table."""
     lines = []
     for key, value in table.items():
-        text = f"{key} = {value}"
+        if isinstance(value, dict):
+            continue
+        text = f"{key} = {toml_value(value)}"
         if len(text) > 100 and isinstance(value, list):
             whole = any(isinstance(row, list) and len(row) != 2 for row in value)
             text = f"{key} = [\n{_wrapped(value, 1 if whole else 8)}]"
         lines.append(text)
+    for key, value in table.items():  # tables come last
+        if isinstance(value, dict):
+            lines += ["", f"[{key}]"]
+            lines += [f"{toml_value(name)} = {toml_value(one)}" for name, one in value.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -194,12 +214,14 @@ def _short(links: Links) -> list[list[int]]:
 
 def _wrapped(rows: list[Any], count: int) -> str:
     parts = (rows[k : k + count] for k in range(0, len(rows), count))
-    return "".join(f"    {', '.join(map(str, part))},\n" for part in parts)
+    return "".join(f"    {', '.join(map(toml_value, part))},\n" for part in parts)
 
 
 def _nodes(table: dict[str, Any], name: str) -> int:
     if "nodes" not in table:
-        raise SparsityError(f"{name} does not say how many nodes there are; add e.g. nodes = 8.")
+        raise SparsityError(
+            f"{name} does not say how many nodes there are; add e.g. nodes = 8, or their names."
+        )
     nodes = table["nodes"]
     if not _whole(nodes, 1, MOST_NODES):
         raise SparsityError(

@@ -117,11 +117,17 @@ class Graph:
     of H1. R and T are one pattern or one a layer, given as binary matrices or as tuples of
     neighbours; T is the identity by default. Where S is given, it is symmetric and the locality
     condition T R^T R + R^T R T <= S is checked (eq:sparsity_invariance). Messages travel along
-    the links of R and T only.
+    the links of R and T only. `names` of the nodes, if there are any, are used in messages and in
+    the names of files.
     """
 
     def __init__(
-        self, R: Any, T: Any = None, S: Any = None, sizes: int | Sequence[int] | None = None
+        self,
+        R: Any,
+        T: Any = None,
+        S: Any = None,
+        sizes: int | Sequence[int] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.R = _patterns("R", R)
         self.nodes = len(self.R[0])
@@ -143,7 +149,11 @@ class Graph:
             raise SparsityError(f"there are {len(sizes)} sizes, but the graph has {self.nodes}.")
         if not ({*map(type, sizes)} <= {int} and min(sizes) >= 1):
             sizes = [positive_int("the size of a node", size) for size in sizes]
-        self.sizes = tuple(sizes)
+        self.sizes, self.names = tuple(sizes), tuple(names)
+        if self.names and len(self.names) != self.nodes:
+            raise SparsityError(
+                f"there are {len(self.names)} names, but the graph has {self.nodes} nodes."
+            )
         if self.S is not None:
             _check_symmetric("S", self.S, "because messages travel both ways; use S + S^T")
             self._check_local(self.S)
@@ -185,19 +195,23 @@ class Graph:
                 beyond.update((i, k) for i, k, _, _ in found.pairs)
                 reason = reason or found.why
         if beyond:
-            raise locality.broken(sorted(beyond), reason)
+            raise locality.broken(sorted(beyond), reason, label=self.label)
 
     def tree(self, root: int = 0) -> Tree:
         """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
-        return tree_of(self.used, self.S, root)
+        return tree_of(self.used, self.S, root, self.called(root))
 
     def key(self, node: int) -> str:
         """What the files of a node are called by."""
-        return f"{node:05d}"
+        return self.names[node] if self.names else f"{node:05d}"
 
     def called(self, node: int) -> str:
         """How a node is called in a sentence."""
-        return f"node {node}"
+        return f"node {self.label(node)}"
+
+    def label(self, node: int) -> str:
+        """The name of a node, or its number."""
+        return self.names[node] if self.names else str(node)
 
     def digest(self) -> str:
         """The same for equal graphs only."""
@@ -229,7 +243,7 @@ class Graph:
         return cls(from_edges(rows * columns, edges), sizes=size)
 
 
-def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
+def tree_of(used: Links, S: Links | None = None, root: int = 0, called: str = "") -> Tree:
     """A breadth-first tree of the links in use, or of S where those do not reach all nodes."""
     for links in (used, S):
         if links is not None:
@@ -237,7 +251,8 @@ def tree_of(used: Links, S: Links | None = None, root: int = 0) -> Tree:
             if min(depth) >= 0:
                 return Tree(root, tuple(parent), tuple(depth))
     raise SparsityError(
-        f"the graph is not connected: not all nodes can be reached from node {root} along "
+        f"the graph is not connected: not all nodes can be reached from "
+        f"{called or f'node {root}'} along "
         "R, T or S, so they cannot learn together; add links."
     )
 

@@ -32,6 +32,11 @@ def parts_here() -> int:
     return processes // replicas
 
 
+def number_here() -> int:
+    """The number of this process, from the environment: parts of the first replica come first."""
+    return world().rank if _by_mpi() else _whole("HDNN_PART", _whole("RANK", 0))
+
+
 class Process(NamedTuple):
     """The connections to other parts of the graph, and to the same part in other replicas."""
 
@@ -50,7 +55,7 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
     parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)
     if parts * replicas == 1 and "HDNN_STORE" not in os.environ:
         return Process(Local(), Replicas())
-    number = _whole("HDNN_PART", _whole("RANK", 0))
+    number = number_here()
     if not 0 <= number < parts * replicas:
         raise OptionError(f"HDNN_PART must lie in 0 .. {parts * replicas - 1}, but is {number}.")
     store = _store(number, parts * replicas, timeout)

@@ -212,8 +212,8 @@ class GraphNetwork:
                     value, every = value[:, :, columns], value
                     if value.count_nonzero() < every.count_nonzero():
                         raise SparsityError(
-                            f"{name} links node {node} to nodes that R does not; only a K in "
-                            "BlkSprs(R) fits."
+                            f"{name} links {self.plan.graph.called(node)} to nodes that R does "
+                            "not; only a K in BlkSprs(R) fits."
                         )
                 block.copy_(value)
         self._mask()
@@ -302,7 +302,8 @@ class GraphNetwork:
                     links[:, :, [c for k in T[i] for c in self._own(k)]] = 0
                     if bool(links.any()):
                         raise SparsityError(
-                            f"X or J links node {i} to nodes that T does not; add those links to T."
+                            f"X or J links {graph.called(i)} to nodes that T does not; add those "
+                            "links to T."
                         )
 
     def _M(self, turn: Turn, adjoint: bool) -> Tensor | None:

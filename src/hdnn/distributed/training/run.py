@@ -206,6 +206,8 @@ def train(
         "replicas": replicas.count,
         "seed": config.seed,
     }
+    if graph.names:
+        metrics["names"] = list(graph.names)
     if progress.loss:
         metrics |= {"epochs": len(progress.loss), "loss": progress.loss[-1]}
     for part, samples in (("train", train_set), ("test", test_set)):
@@ -308,8 +310,8 @@ def name_of(plan: Plan, replicas: Replicas | None = None) -> Callable[[int], str
     def name(part: int) -> str:
         nodes = plan.nodes_of[part]
         if len(nodes) == 1:
-            return f"node {nodes[0]}{where}"
-        shown = ", ".join(map(str, nodes[:4])) + (", .." if len(nodes) > 4 else "")
+            return f"{plan.graph.called(nodes[0])}{where}"
+        shown = ", ".join(map(plan.graph.label, nodes[:4])) + (", .." if len(nodes) > 4 else "")
         return f"part {part} (nodes {shown}){where}"
 
     return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,22 @@ class StrangeError(CheckpointError):
 
 
 class Shards:
-    """The shards of some nodes in a folder; `training` says what they are shards of."""
+    """The shards of some nodes in a folder; `training` says what they are shards of.
 
-    def __init__(self, folder: Path, nodes: tuple[int, ...], training: str) -> None:
-        self.folder, self.nodes, self.training = folder, nodes, training
+    `key` is what the folder of a node is called by.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: tuple[int, ...],
+        training: str,
+        key: Callable[[int], str] = "{:05d}".format,
+    ) -> None:
+        self.folder, self.nodes, self.training, self.key = folder, nodes, training, key
 
     def _home(self, node: int) -> Path:
-        return self.folder / f"node-{node:05d}"
+        return self.folder / f"node-{self.key(node)}"
 
     def _file(self, node: int, step: int) -> Path:
         return self._home(node) / f"step-{step:010d}.safetensors"
@@ -90,7 +100,7 @@ class Shards:
             )
         if data is not None and note.get("data", data) != data:  # which earlier versions lack
             raise StrangeError(
-                f"{path} belongs to a training with other data of node {node}; choose another "
+                f"{path} belongs to a training with other data of this node; choose another "
                 "folder, or the same data."
             )
         return tensors, note

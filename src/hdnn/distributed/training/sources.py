@@ -40,19 +40,20 @@ def file_of(home: Path, graph: Graph, node: int) -> Path:
 def of_function(net: GraphNetwork, features: Callable[[int], Tensor], t: Tensor | None) -> Samples:
     """From a function that returns the features (samples, own) of a node: first p, then q."""
     found: Tensor | None = None
+    called = net.plan.graph.called
     for node in net.part.nodes:
         values = torch.as_tensor(features(node))
         rows = net.rows_of(node)
         if values.ndim != 2 or values.shape[1] != len(rows):
             raise DataError(
-                f"node {node} owns {len(rows)} features, but its data have shape "
+                f"{called(node)} owns {len(rows)} features, but its data have shape "
                 f"{tuple(values.shape)}, not (samples, {len(rows)})."
             )
         if found is None:
             found = torch.zeros(net.rows, len(values), dtype=net.dtype)
         elif found.shape[1] != len(values):
             raise DataError(
-                f"node {node} has {len(values)} samples, but others have {found.shape[1]}."
+                f"{called(node)} has {len(values)} samples, but others have {found.shape[1]}."
             )
         found[rows] = values.T.to(net.dtype)
     assert found is not None

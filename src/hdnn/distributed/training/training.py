@@ -124,7 +124,7 @@ class Training:
         shake_hands(self.transport, net.plan, {**own, **(facts or {})}, name)
         training = repr([net.plan.graph.digest(), net.plan.tree.root, sorted(own.items())])
         kept = () if folder is None else self.part.nodes
-        self.shards = Shards(folder or Path(), kept, training)
+        self.shards = Shards(folder or Path(), kept, training, net.plan.graph.key)
 
     def _check_data(self, head: Head, t: Tensor | None) -> None:
         x, rows = self.x, self.net.rows
