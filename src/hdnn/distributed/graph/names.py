@@ -49,26 +49,20 @@ def names_of(table: dict[str, Any], where: str) -> tuple[str, ...]:
 
 def numbered(table: dict[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
     """The same table with numbers in place of names."""
-    found = dict(table)
-    if names:
-        found["nodes"] = len(names)
+    if not names:
+        return table
+    found = {**table, "nodes": len(names)}
     for key in LISTED:
         rows = table.get(key)
-        if isinstance(rows, list) and any(isinstance(row, list) and has_text(row) for row in rows):
-            found[key] = [
-                [
-                    number(end, names, f"{key} of {where}") if isinstance(end, str) else end
-                    for end in row
-                ]
-                if isinstance(row, list)
-                else row
-                for row in rows
-            ]
+        if isinstance(rows, list):
+            found[key] = [_numbers(row, names, f"{key} of {where}") for row in rows]
     return found
 
 
-def has_text(row: list[Any]) -> bool:
-    return any(isinstance(end, str) for end in row)
+def _numbers(row: Any, names: Sequence[str], what: str) -> Any:
+    if not isinstance(row, list):
+        return row
+    return [number(end, names, what) if isinstance(end, str) else end for end in row]
 
 
 def number(node: str | int, names: Sequence[str], where: str) -> int:
