@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -197,3 +198,82 @@ def test_the_integral_of_silu_and_softplus_agree_with_their_closed_forms():
     x = torch.tensor([-700.0], dtype=torch.float64)
     assert float(activations.get("softplus").integral(x)) == pytest.approx(-(math.pi**2) / 12)
     assert float(activations.get("silu").integral(x)) == pytest.approx(math.pi**2 / 12)
+
+
+# What `register` checks
+
+
+def changed(**parts) -> Activation:
+    """An arctangent of which something is wrong."""
+    return dataclasses.replace(bump("mine"), **parts)
+
+
+@pytest.mark.parametrize("name", [*activations.names(), "arctan"])
+def test_all_known_activations_pass_the_check_of_register(name, registered):
+    assert activations.check(activations.get(name)) is None
+
+
+KINKED = Activation(
+    "leaky",
+    lambda x: torch.where(x > 0, x, 0.1 * x),
+    lambda x: torch.where(x > 0, 1.0, 0.1).to(x.dtype),
+    lambda x: 0.5 * x * torch.where(x > 0, x, 0.1 * x),
+    0.1,
+    1.0,
+)
+SHARP = Activation(
+    "sharp",
+    lambda x: torch.tanh(1e3 * x),
+    lambda x: 1e3 / torch.cosh((1e3 * x).clamp(-300, 300)) ** 2,
+    lambda x: activations.get("tanh").integral(1e3 * x) / 1e3,
+    0.0,
+    1e3,
+)
+
+
+@pytest.mark.parametrize("sound", [KINKED, SHARP], ids=lambda sound: sound.name)
+def test_kinks_and_sharp_turns_are_fine(sound):
+    assert activations.check(sound) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"slope": lambda x: 1.001 / (1 + x * x)},
+            r"at x = .* the slope is given as 1.001, but .* 1 ",
+        ),
+        (
+            {"slope": lambda x: -1 / (1 + x * x)},
+            "the slope is given as -1, but sigma has the slope 1",
+        ),
+        (
+            {"integral": lambda x: torch.atan(x)},
+            "sigma is .*, but the integral given has the slope",
+        ),
+        ({"integral": lambda x: bump("a").integral(x) + 1}, "must be 0 at 0, but is 1 there"),
+        ({"s_max": 0.9}, "s_max is given as 0.9, but the slope goes up to 1, at x = "),
+        ({"s_max": 2.0}, "s_max is given as 2.0, but the largest slope .* is 1; give the tightest"),
+        ({"s_min": 0.1}, "s_min is given as 0.1, but the slope goes down to"),
+        ({"s_min": -1.0}, "s_min is given as -1.0, but the smallest slope"),
+        ({"s_max": math.nan}, "s_max is given as nan"),
+        ({"s_max": math.inf}, "s_max is given as inf"),
+        ({"sigma": lambda x: torch.exp(x), "slope": torch.exp}, "sigma is inf at x = .*finite"),
+        ({"sigma": torch.sign, "slope": torch.zeros_like}, "the slope is given as 0, but sigma"),
+        ({"sigma": lambda x: x.sum()}, r"sigma must give a tensor .* but gives float64 \(\)"),
+        ({"slope": lambda x: 1.0}, "slope must give a tensor of the shape .* but gives float"),
+        ({"sigma": lambda x: x.float()}, "but gives float32"),
+        ({"integral": None}, "integral fails for a float64 tensor"),
+        ({"name": ""}, "needs a name"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_said(wrong, words):
+    before = activations.names()
+    with pytest.raises(OptionError, match=words):
+        activations.register(changed(**wrong))
+    assert activations.names() == before
+
+
+def test_only_activations_are_registered():
+    with pytest.raises(OptionError, match="register takes a hdnn"):
+        activations.register(torch.tanh)
