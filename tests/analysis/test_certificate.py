@@ -226,7 +226,7 @@ def test_units_whose_states_are_not_finite_are_not_computed():
         unit.K_p.mul_(1e6)
         unit.K_q.mul_(1e6)
     y, none = Random(0)(2, 4, 3, 3).abs(), torch.zeros(2, dtype=torch.bool)
-    found = image_certificate._unit_certificate(unit.double().eval(), y, F64, "images", none)
+    found = image_certificate.unit_certificate(unit.double().eval(), y, F64, "images", none)
     assert (found.status, found.holds, found.computed) == ("not computed", None, 0)
     whole = image_certificate.Certificates("net", (found,))
     assert "not finite" in whole.unknown
@@ -242,7 +242,7 @@ def test_lanczos_that_has_not_seen_norm_1_yet_breaks_nothing(monkeypatch):
         torch.manual_seed(seed)
         unit = hdnn.HamiltonianUnit(4, 2, network="h2", step=0.05, dtype=F64).eval()
         y = Random(seed)(1, 4, 24, 24)  # 2304 entries: too many for the whole matrix
-        found = image_certificate._unit_certificate(unit, y, F64, "images", none)
+        found = image_certificate.unit_certificate(unit, y, F64, "images", none)
         assert not found.broken
         seen.add(found.holds)
     assert seen == {True, None}

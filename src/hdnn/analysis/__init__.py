@@ -8,7 +8,7 @@ from hdnn.analysis.bounds import (
     bsm_bound_paper,
     gradient_bounds,
 )
-from hdnn.analysis.certificate import Certificate, Guarantee, certify, guarantee
+from hdnn.analysis.certificate import Certificate, Guarantee, guarantee
 from hdnn.analysis.continuous import ContinuousNetwork
 from hdnn.analysis.extremes import (
     Extremes,
@@ -17,6 +17,7 @@ from hdnn.analysis.extremes import (
     unit_extremes,
 )
 from hdnn.analysis.monitor import GradientMonitor, GradientWarning
+from hdnn.analysis.parts import PartCertificates, certify
 from hdnn.analysis.sensitivity import (
     backward_sensitivity,
     layer_sensitivity,
@@ -46,6 +47,7 @@ __all__ = [
     "GradientMonitor",
     "GradientWarning",
     "Guarantee",
+    "PartCertificates",
     "backward_sensitivity",
     "bounds",
     "bsm_bound_continuous",

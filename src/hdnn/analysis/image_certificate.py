@@ -90,7 +90,7 @@ def certify_images(
         return Certificates(name, ())
     device = next(model.parameters()).device
     twin = exact(model).to(device).eval()
-    x = (_random(twin) if x is None else x.detach()).to(next(twin.parameters()))
+    x = (random_images(twin) if x is None else x.detach()).to(next(twin.parameters()))
     if isinstance(model, MNISTNet) and model.net is not None:
         assert isinstance(twin, MNISTNet)
         y = _pixels(twin, x, samples)
@@ -108,11 +108,11 @@ def certify_images(
         hook.remove()
     where = f"{points}, norms by Lanczos from below"
     dtype, lost = next(model.parameters()).dtype, lost_in_own_dtype(model, x)
-    parts = (_unit_certificate(unit, y, dtype, where, lost) for unit, y in seen)
+    parts = (unit_certificate(unit, y, dtype, where, lost) for unit, y in seen)
     return Certificates(name, tuple(parts))
 
 
-def _random(model: Any) -> Tensor:
+def random_images(model: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     size = (model.stem.in_channels, model.size, model.size)
     return torch.randn(IMAGES, *size, generator=generator)
@@ -155,7 +155,7 @@ class MeasuredUnit(Measured):
         return holds, doubt
 
 
-def _unit_certificate(
+def unit_certificate(
     unit: HamiltonianUnit, y: Tensor, dtype: torch.dtype, points: str, lost: Tensor
 ) -> Certificate:
     promise = guarantee(unit)

@@ -1,0 +1,259 @@
+"""Certificates of the Hamiltonian parts of any module: each of the part alone, none of the whole.
+
+What lies between the parts, a linear layer for instance, may shrink gradients as it likes, so that
+nothing can be said of a module that holds such parts. Each part is certified at the states that it
+is given when the module runs on some inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hdnn.analysis import certificate
+from hdnn.analysis.certificate import SAMPLES, Certificate
+from hdnn.analysis.copies import copied, exact, lost_in_own_dtype
+from hdnn.analysis.image_certificate import IMAGES, random_images, unit_certificate
+from hdnn.base.files import finite
+from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+from hdnn.model import Model
+from hdnn.models import ImageModel
+from hdnn.networks import HamiltonianUnit, Network
+
+
+@dataclass(frozen=True)
+class PartCertificates:
+    """The certificates of the Hamiltonian parts of a module, by their names.
+
+    They say nothing of the module as a whole. `missing` are the parts that could not be certified,
+    with the reason, and `others` the kinds of modules outside of all parts, which are not covered.
+    """
+
+    module: str
+    parts: dict[str, Certificate]
+    missing: dict[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Certificate:
+        if name not in self.parts:
+            why = self.missing.get(name, f"there are {', '.join(self.parts) or 'none'}")
+            raise OptionError(f"there is no certificate of a part {name!r}: {why}.")
+        return self.parts[name]
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """What is promised but does not hold numerically."""
+        return tuple(f"{name}: {word}" for name, one in self.parts.items() for word in one.broken)
+
+    @property
+    def unknown(self) -> str:
+        """What could not be computed, and why; nothing where all could."""
+        found = {name: one.unknown for name, one in self.parts.items() if one.unknown}
+        return "; ".join(f"{name}: {why}" for name, why in (found | self.missing).items())
+
+    @property
+    def summary(self) -> str:
+        """What they say in plain words."""
+        count = len(self.parts) + len(self.missing)
+        holding = sum(one.status == "holds" for one in self.parts.values())
+        each = [f"{name}: {one.verdict}." for name, one in self.parts.items()]
+        each += [f"{name}: NOT CERTIFIED, because {why}." for name, why in self.missing.items()]
+        start = (
+            f"The guarantee holds in {holding} of {count} Hamiltonian part{'s' * (count != 1)} of "
+            f"this {self.module}. Of the module as a whole nothing is said"
+        )
+        outside = f": {', '.join(self.others)} may shrink gradients" if self.others else ""
+        return "\n".join([f"{start}{outside}.", *each])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "module": self.module,
+            "summary": self.summary,
+            "broken": list(self.broken),
+            "unknown": self.unknown,
+            "not_certified": self.missing,
+            "not_covered": list(self.others),
+            "certificates": {name: one.to_dict() for name, one in self.parts.items()},
+        }
+
+    def to_json(self) -> str:
+        """One JSON object; a number that is beyond float64 is null."""
+        return json.dumps(finite(self.to_dict()), indent=2)
+
+    def __str__(self) -> str:
+        return "\n\n\n".join([self.summary, *(f"{n}: {one}" for n, one in self.parts.items())])
+
+
+@overload
+def certify(  # pyright: ignore[reportOverlappingOverload]
+    model: Model | Network,
+    y: Tensor | None = None,
+    *,
+    samples: int = SAMPLES,
+    points: str = "",
+    seed: int = 0,
+) -> Certificate: ...
+
+
+@overload
+def certify(
+    model: nn.Module, y: Any = None, *, samples: int = SAMPLES, points: str = "", seed: int = 0
+) -> PartCertificates: ...
+
+
+def certify(
+    model: nn.Module, y: Any = None, *, samples: int = SAMPLES, points: str = "", seed: int = 0
+) -> Certificate | PartCertificates:
+    """Check the promise of a network, or of each Hamiltonian part inside any module.
+
+    Always in float64: the weights are certified, apart from rounding in the network's own dtype.
+    Points at which the network itself overflows in its own dtype count as not computed.
+
+    Args:
+        model: a `hdnn.Model` or a network, for one `Certificate`. Any other module is searched for
+            networks and units of hdnn, for `PartCertificates`, which say nothing of the whole.
+        y: where to look: inputs of a model, states of a network, or inputs of any other module, as
+            it takes them (a tensor, a tuple of arguments, or a dict of named ones). The module runs
+            on them once, in evaluation mode, and each part is certified at the states that it gets.
+            By default networks are certified at random states, and units not at all.
+        samples: the most states (for a unit: images, at most 3) to look at.
+        points: what the certificate calls them.
+        seed: of random states.
+    """
+    if isinstance(model, (Model, Network)):
+        options: dict[str, Any] = {"samples": samples, "points": points, "seed": seed}
+        return certificate.certify(model, y, **options)
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            "certify takes a hdnn.Model, a network of hdnn, or a module that holds some, but got "
+            f"{type(model).__name__}."
+        )
+    found = dict(hamiltonian_parts(model))
+    if not found:
+        raise OptionError(
+            "certify takes a hdnn.Model, a network of hdnn, or a module that holds some, but this "
+            f"{type(model).__name__} holds no network and no unit of hdnn."
+        )
+    samples, states = positive_int("samples", samples), None
+    if y is None and isinstance(model, ImageModel):
+        y, points = random_images(model).to(next(model.parameters())), points or "random images"
+    if y is not None:
+        states = states_of(model, y, found)
+    parts, missing = {}, {}
+    for name, part in found.items():
+        try:
+            seen = None if states is None else states[name]
+            parts[name] = _certified(part, seen, samples, points, seed)
+        except HDNNError as error:
+            missing[name] = str(error).rstrip(".")
+    kinds = Counter(_kind(one) for one in _outside(model, found) if not [*one.children()])
+    others = tuple(f"{kind} x {k}" if k > 1 else kind for kind, k in kinds.items())
+    return PartCertificates(_kind(model), parts, missing, others)
+
+
+def hamiltonian_parts(model: nn.Module) -> Iterator[tuple[str, Network | HamiltonianUnit]]:
+    """The networks and units inside a module, by their names."""
+    for name, part in model.named_modules():
+        if isinstance(part, (Network, HamiltonianUnit)):
+            yield name or _kind(part), part
+
+
+def states_of(
+    model: nn.Module, inputs: Any, parts: Mapping[str, nn.Module]
+) -> dict[str, list[Tensor]]:
+    """The states that each part is given, in all calls of it, when a copy of the module runs."""
+    try:
+        twin = copied(model)
+    except Exception:  # something in it cannot be copied
+        twin = model
+    mine = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
+    seen: dict[str, list[Tensor]] = {name: [] for name in parts}
+    hooks = [
+        mine[id(part)].register_forward_pre_hook(partial(_record, seen[name]), with_kwargs=True)
+        for name, part in parts.items()
+    ]
+    try:
+        with torch.no_grad(), evaluating(twin), torch.compiler.set_stance("force_eager"):
+            if isinstance(inputs, Mapping):
+                twin(**inputs)
+            else:
+                twin(*inputs) if isinstance(inputs, (tuple, list)) else twin(inputs)
+    except HDNNError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"this {_kind(model)} does not run on y ({type(error).__name__}: {error}); give y as "
+            "the module takes it: a tensor, a tuple of arguments, or a dict of named ones."
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _record(seen: list[Tensor], part: nn.Module, args: Any, named: dict[str, Any]) -> None:
+    seen += [y.detach() for y in (*args, *named.values()) if isinstance(y, Tensor)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A module in evaluation mode, and each part of it as it was afterwards."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _certified(
+    part: Network | HamiltonianUnit,
+    states: list[Tensor] | None,
+    samples: int,
+    points: str,
+    seed: int,
+) -> Certificate:
+    if states is None:
+        if isinstance(part, HamiltonianUnit):
+            raise DataError("a unit is certified at images: give inputs of the module as y")
+        points = points or "random states, because no inputs were given"
+        return certificate.certify(part, samples=samples, points=points, seed=seed)
+    states = [y for y in states if y.numel()]
+    if not states:
+        raise DataError("the module did not call it for these inputs")
+    if not all(bool(y.isfinite().all()) for y in states):
+        raise DataError("the states that it is given are not finite")
+    points = points or "states that it is given in the module"
+    if isinstance(part, Network):
+        y = torch.cat([one.reshape(-1, part.features).cpu() for one in states])
+        return certificate.certify(part, _spread(y, samples), samples=samples, points=points)
+    y = _spread(states[0], min(samples, IMAGES))
+    where, lost = f"{points}, norms by Lanczos from below", lost_in_own_dtype(part, y)
+    dtype, twin = next(part.parameters()).dtype, exact(part).eval()
+    return unit_certificate(twin, y.to("cpu", torch.float64), dtype, where, lost)
+
+
+def _spread(y: Tensor, count: int) -> Tensor:
+    """No more than so many rows, spread evenly over all."""
+    return y[torch.linspace(0, len(y) - 1, min(count, len(y))).round().long()]
+
+
+def _outside(model: nn.Module, parts: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """All modules that are no part, and not inside of one."""
+    inside = {id(inner) for part in parts.values() for inner in part.modules()}
+    return [one for one in model.modules() if id(one) not in inside and one is not model]
+
+
+def _kind(module: nn.Module) -> str:
+    return parametrize.type_before_parametrizations(module).__name__
