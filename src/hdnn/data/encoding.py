@@ -58,7 +58,15 @@ def learn(
     """
     choose("missing", missing, GAPS)
     chosen, categorical = np.arange(table.rows) if rows is None else rows, set(categorical)
-    return [_learn(table, name, chosen, weight, name in categorical, missing) for name in names]
+    found, wrong = [], {}
+    for name in names:
+        try:
+            found.append(_learn(table, name, chosen, weight, name in categorical, missing))
+        except DataError as error:
+            wrong[name] = error
+    if wrong:
+        raise _all_wrong(wrong)
+    return found
 
 
 def encode(
@@ -127,36 +135,13 @@ def is_plain(encoded: Sequence[Encoded]) -> bool:
     return all(column["kind"] == "number" and column["gaps"] != "seen" for column in encoded)
 
 
-def remarks(table: Table, encoded: Sequence[Encoded], x: np.ndarray) -> list[str]:
-    """What a person should know of the columns; `x` are the inputs of the rows learned from."""
-    texts = [c for c in encoded if c["kind"] == "categories"]
-    gaps = [c for c in encoded if c["kind"] == "number" and c["gaps"] == "seen"]
-    empty = [c for c in encoded if c["kind"] == "nothing" and not c["values"]]
-    same = [c for c in encoded if c["constant"] and c["gaps"] != "seen"]
-    same += [c for c in encoded if c["kind"] == "nothing" and c["values"]]
-    said = []
-    if texts:
-        many = [f"{short(c['name'])} ({len(c['values'])})" for c in texts]
-        said.append(f"columns taken as categories: {_some(many)}.")
-    if gaps:
-        fills = [f"{short(c['name'])} ({c['fill']:.4g})" for c in gaps]
-        said.append(
-            "missing values are filled by the median, and one more input says where: "
-            f"{_some(fills)}."
-        )
-    if empty:
-        said.append(f"columns without any value are left out: {_some(_names(empty))}.")
-    if same:
-        said.append(
-            f"columns that are the same in every row tell nothing and are ignored: "
-            f"{_some(_names(same))}."
-        )
-    for first, second in _duplicates(encoded, x)[:8]:
-        said.append(
-            f"columns {short(first)} and {short(second)} are the same in every row, and one is "
-            f"enough; {table.without(second)}."
-        )
-    return said
+def _all_wrong(wrong: dict[str, DataError]) -> DataError:
+    """The first error, with the names of all other columns that cannot be used."""
+    (_, first), *others = wrong.items()
+    if not others:
+        return first
+    too = listed(name for name, _ in others)
+    return type(first)(f"{first} Not usable as they are either: {too}.")
 
 
 def _learn(
@@ -171,7 +156,7 @@ def _learn(
     column = table.column(name)
     gaps = cells.find_gaps(column)
     if missing == "refuse" and gaps.any():
-        raise table.missing(name, int(gaps.argmax()))
+        raise table.gap(name, int(gaps.argmax()))
     seen = rows[~gaps[rows]]
     where = "refused" if missing == "refuse" else "seen" if len(seen) < len(rows) else "none"
     found = Encoded(
@@ -206,15 +191,15 @@ def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> 
         return True
     half, some = len(values) / 2, len(values) / 4
     drop, insist = table.without(name), table.insist(name)
-    for like, what in (
-        (cells.looks_like_date, "dates or times; turn them into numbers, such as days since one"),
-        (cells.looks_dressed, "numbers that are not written plainly; write them as 1234.5"),
+    for like, what, advice in (
+        (cells.looks_like_date, "a date or time", "turn it into numbers (such as days)"),
+        (cells.looks_dressed, "a number that is not written plainly", "write it like 1234.5"),
     ):
         row = next((i for i, value in enumerate(values) if like(value)), None)
         if row is not None and sum(map(like, values)) > half and sum(numeric) < some:
             raise DataError(
-                f"{table.place(name, int(seen[row]))}: {short(values[row])} and most others are "
-                f"{what}, or {drop}, or {insist} if they are categories."
+                f"{table.place(name, int(seen[row]))}: {short(values[row])} is {what}, as most of "
+                f"the column; {advice}, {drop}, or {insist} if each is a category."
             )
     for row, value in enumerate(values):
         if not numeric[row] and not isinstance(value, (str, bytes, bool, np.bool_)):
@@ -252,10 +237,10 @@ def _median(numbers: np.ndarray, weight: np.ndarray | None) -> float:
 def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
     name, fill = column["name"], column["fill"]
     gaps = cells.find_gaps(table.column(name))
-    if fill is None or column["gaps"] == "refused":
-        x[:, 0] = table.numbers(name)
-        return []
-    x[:, 0] = np.where(gaps, fill, table.numbers(name, gaps))
+    x[:, 0] = table.numbers(name, gaps)
+    if gaps.any() and (fill is None or column["gaps"] == "refused"):
+        raise table.gap(name, int(gaps.argmax()))
+    x[gaps, 0] = fill
     notes = []
     if column["gaps"] == "seen":
         x[:, 1] = gaps
@@ -273,7 +258,7 @@ def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) ->
     name, values = column["name"], table.column(column["name"])
     gaps = cells.find_gaps(values)
     if gaps.any() and column["gaps"] == "refused":
-        raise table.missing(name, int(gaps.argmax()))
+        raise table.gap(name, int(gaps.argmax()))
     as_text: Callable[[Any], str] = cells.plain_number if column["numeric"] else cells.text
     position = {value: i for i, value in enumerate(column["values"])}
     texts = [None if gap else as_text(v) for v, gap in zip(values, gaps, strict=True)]
@@ -297,29 +282,6 @@ def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) ->
             "learned from: it counts as none of the known categories."
         )
     return notes
-
-
-def _duplicates(encoded: Sequence[Encoded], x: np.ndarray) -> list[tuple[str, str]]:
-    """Pairs of columns that become the same inputs, and are not constant."""
-    first: dict[bytes, str] = {}
-    pairs, start = [], 0
-    for column in encoded:
-        part = x[:, start : start + width(column)]
-        start += width(column)
-        if column["constant"] or not width(column):
-            continue
-        known = first.setdefault(np.ascontiguousarray(part).tobytes(), column["name"])
-        if known != column["name"]:
-            pairs.append((known, column["name"]))
-    return pairs
-
-
-def _names(columns: Iterable[Encoded]) -> list[str]:
-    return [short(column["name"]) for column in columns]
-
-
-def _some(words: list[str]) -> str:
-    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
 def _rows(count: int) -> str:

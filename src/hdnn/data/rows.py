@@ -11,11 +11,12 @@ import difflib
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class Table:
     columns: dict[str, Any]  # lists of cells; an array has arrays of numbers too
     lines: list[int]  # where each row stands in a CSV; empty for a Parquet file
 
+    filling: ClassVar[str] = "--missing fill"
+
     @property
     def rows(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -64,11 +67,11 @@ class Table:
 
     def without(self, name: str) -> str:
         """How to leave a column out."""
-        return f"leave the column out with --drop {name}"
+        return f"leave the column out with --drop {shlex.quote(name)}"
 
     def insist(self, name: str) -> str:
         """How to say that a column holds categories."""
-        return f"say --categorical {name}"
+        return f"say --categorical {shlex.quote(name)}"
 
     def column(self, name: str) -> Any:
         """The values of one column, or an error that suggests the nearest name."""
@@ -156,6 +159,13 @@ class Table:
             f"{self.place(name, row)}: the value is missing; remove the row or fill it in."
         )
 
+    def gap(self, name: str, row: int) -> DataError:
+        """The error for a missing value of an input, which could be filled."""
+        return DataError(
+            f"{self.place(name, row)}: the value is missing; remove the row, fill it in, or train "
+            f"with {self.filling}."
+        )
+
     def place(self, name: str, row: int) -> str:
         """A cell as messages name it."""
         return f"{self.path}, {self.where(row)}, {self.label(name)}"
@@ -166,6 +176,8 @@ class Frame(Table):
     """The columns of an array or a data frame in Python; names of unnamed ones are positions."""
 
     named: bool = True
+
+    filling: ClassVar[str] = 'missing="fill"'
 
     def where(self, row: int) -> str:
         return f"row {row} (counted from 0)"

@@ -17,6 +17,7 @@ from hdnn.data.encoding import FEW as FEW
 from hdnn.data.encoding import GAPS as GAPS
 from hdnn.data.encoding import Encoded
 from hdnn.data.encoding import TableWarning as TableWarning
+from hdnn.data.remarks import remarks
 from hdnn.data.rows import BOOLEANS as BOOLEANS
 from hdnn.data.rows import MISSING as MISSING
 from hdnn.data.rows import WHOLE as WHOLE
@@ -95,8 +96,7 @@ class Columns:
             raise DataError(f"{table.path} has no column besides {target!r} that tells anything.")
         x, unusual = encoding.encode(table, encoded)
         if notes is not None:
-            learned = x if rows is None else x[rows]
-            notes += [*encoding.remarks(table, encoded, learned), *unusual]
+            notes += [*remarks(table, encoded, x, rows), *unusual]
         one, zero = [1.0] * len(names), [0.0] * len(names)
         return cls(task, target, names, zero, one, classes, encoding=encoded), x, t
 

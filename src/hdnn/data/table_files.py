@@ -149,7 +149,10 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     before: dict[str, int] = {}
     for index, name in enumerate(names, 1):
         if not name:
-            raise DataError(f"{path}: column {index} has no name in the first line.")
+            raise DataError(
+                f"{path}: column {index} has no name in the first line; name it, or leave it out "
+                "(pandas does so by to_csv(index=False))."
+            )
         if name in before:
             raise DataError(
                 f"{path}: columns {before[name]} and {index} have the same name, {name!r}; "

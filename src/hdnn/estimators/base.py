@@ -160,6 +160,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             )
             if not sum(map(encoding.width, self.columns_)):
                 raise DataError("X has no column that tells anything: all are empty or constant.")
+            frames.tell(table, self.columns_, aloud=bool(self.verbose))
         if not whole:  # further rows may differ
             self.columns_ = [Encoded(**{**one, "constant": False}) for one in self.columns_]
 

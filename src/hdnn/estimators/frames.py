@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
@@ -11,7 +13,8 @@ import numpy as np
 from sklearn.utils.validation import validate_data
 
 from hdnn.data import encoding
-from hdnn.data.encoding import Encoded
+from hdnn.data.encoding import Encoded, TableWarning
+from hdnn.data.remarks import remarks
 from hdnn.data.rows import Frame, listed
 from hdnn.errors import OptionError, quoted
 
@@ -76,6 +79,17 @@ def encoded(X: np.ndarray, names: Any, columns: Sequence[Encoded]) -> tuple[np.n
             X[:, [*constant]] = [*constant.values()]
         return X, []
     return encoding.encode(frame(X, names), columns)
+
+
+def tell(table: Frame, columns: Sequence[Encoded], *, aloud: bool) -> None:
+    """Warn of empty columns; all that a person should know goes to stderr where it is wanted."""
+    empty = [c["name"] for c in columns if c["kind"] == "nothing" and not c["values"]]
+    if empty:
+        text = f"X has columns without any value, which are left out: {listed(empty)}."
+        warnings.warn(text, TableWarning, stacklevel=5)
+    if aloud and sys.stderr is not None:
+        for note in remarks(table, columns, encoding.encode(table, columns)[0]):
+            sys.stderr.write(f"note: {note}\n")
 
 
 def _named(one: Any, names: list[str], named: bool) -> str:

@@ -77,14 +77,14 @@ class TableConfig(BaseConfig):
     categorical: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "column of whole numbers that are categories, or of very many texts "
+            "help": "column whose numbers are categories, or whose many texts or dates are "
             "(may be repeated)",
             "panel": "Data",
         },
     )
     missing: str = _data(
         "fill",
-        "values of columns: fill (default; by the median, and an input says where) or refuse",
+        "values: fill (default: by the median, and one more input says where) or refuse",
         choices=table.GAPS,
     )
     task: str = _data("auto", "auto (default), classification or regression", choices=table.TASKS)

@@ -210,6 +210,7 @@ class TableTask(OwnTask):
             "features": self.config.features,
             "train_rows": len(problem.t_train),
             "test_rows": len(problem.t_test),
+            "notes": problem.notes,
             **self._stopping(),
             **scores(self.model, problem),
             "evaluation": evaluated(self.model, problem),
