@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("people")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("hdnn.app.pictures.drawn", lambda *_: {"pictures": {}})
+        patch.setitem(sys.modules, "matplotlib", None)
         Path("people.csv").write_text(people())
         Path("new.csv").write_text("age,town,member,grade\n?,Basel,,9\n30,Bern,true,01\n")
         flags = ["--data", "people.csv", "--target", "kind", "--categorical", "grade"]

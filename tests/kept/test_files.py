@@ -154,6 +154,8 @@ def test_a_pickled_estimator_predicts_the_same(name):
     assert estimator.history_.loss == known["loss"]
     assert estimator.certificate_.verdict == known["verdict"]
     predictions = estimator.predict(new)
+    with pytest.raises(ValueError, match="the value is missing"):
+        estimator.predict(np.full_like(new, np.nan))
     if name == "classifier":
         assert predictions.tolist() == known["predictions"]
         found = torch.from_numpy(estimator.predict_proba(new))

@@ -252,13 +252,10 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _checked(self, X: Any, *, reset: bool, **options: Any) -> Any:
         """X as scikit-learn checks it, with y if it is among the options."""
-        gaps = self.missing == "fill" and (reset or hasattr(self, "columns_"))
-        return frames.checked(self, X, reset=reset, gaps=gaps, **options)
+        return frames.checked(self, X, reset=reset, gaps=self.missing == "fill", **options)
 
     def _encoded(self, X: np.ndarray) -> np.ndarray:
         """The inputs of all samples; a warning says what is unlike those learned from."""
-        if not hasattr(self, "columns_"):  # pickled by a version that knew numbers only
-            return X.astype(np.float64)
         x, notes = frames.encoded(X, getattr(self, "feature_names_in_", None), self.columns_)
         for note in notes:
             warnings.warn(f"X: {note}", TableWarning, stacklevel=5)
@@ -308,6 +305,9 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             self.model_ = restore(description, tensors)
             self.model_.load_state_dict(tensors, assign=True)
             self.model_.net.engine = self.engine
+        if "model_" in state and "columns_" not in state:  # of a version that knew numbers only
+            names = state.get("feature_names_in_", range(state["n_features_in_"]))
+            self.columns_ = frames.numbers(names)
 
 
 def _seed(random_state: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ def categories(X: Any, table: Frame, categorical: Any) -> list[str]:
     if given.dtype == bool and given.shape == (len(names),):
         return [*found, *np.array(names, object)[given]]
     return [*found, *(_named(one, names, table.named) for one in categorical)]
+
+
+def numbers(names: Iterable[Any]) -> list[Encoded]:
+    """Columns of numbers that may not be missing."""
+    plain = {"kind": "number", "gaps": "refused", "fill": None, "constant": False}
+    return [Encoded(name=str(name), values=[], numeric=False, **plain) for name in names]
 
 
 def encoded(X: np.ndarray, names: Any, columns: Sequence[Encoded]) -> tuple[np.ndarray, list[str]]:
