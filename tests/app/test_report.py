@@ -5,13 +5,19 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from hdnn.__main__ import main
+from hdnn.analysis import evaluation
 from hdnn.app import report, reproduced
 from hdnn.app.configs.table import TableConfig
+from hdnn.app.onpage.command import command
+from hdnn.app.onpage.run import RunOnPage
+from hdnn.app.onpage.values import interval, percent
 from hdnn.app.runs import Run, write_json
 from hdnn.errors import CheckpointError
 
@@ -258,3 +264,166 @@ def test_the_page_has_colours_for_the_dark():
     names = set(re.findall(r"(--\w+):", light))
     assert names == set(re.findall(r"(--\w+):", dark))
     assert set(re.findall(r"var\((--\w+)\)", style)) <= names
+
+
+# What the page says of predictions
+
+
+def of_classes(rows=60, classes="abc"):
+    random = np.random.default_rng(0)
+    chances, true = random.dirichlet([1.0] * len(classes), rows), random.integers(0, 2, rows)
+    return {"part": "test", **evaluation.of_classes(true, chances, classes, usual=1)}
+
+
+def words_of(run):
+    return " ".join("".join(Page(report.page([run])).text).split())
+
+
+def test_the_score_comes_first_and_says_what_it_means(make):
+    found = {"test_accuracy": 0.5, "test_rows": 60, "target": "kind", "inputs": 4}
+    run = make("run", metrics={**found, "task": "classification", "evaluation": of_classes()})
+    words = words_of(run)
+    assert "50.00% of 60 test rows predicted right" in words
+    assert "Always saying “b” would be right in" in words
+    assert "Predicts “kind”, one of 3 classes (a, b, c), from 4 columns of swiss_roll." in words
+    for name in ("precision", "recall", "F1", "Confusion matrix", "Calibration error (ECE)"):
+        assert name in words
+
+
+def test_a_confusion_matrix_has_a_frame_around_what_is_right(make):
+    given = of_classes()
+    page = Page(report.page([make("run", metrics={"evaluation": given})]))
+    right = [attrs for tag, attrs in page.tags if tag == "td" and attrs.get("class") == "right"]
+    assert len(right) == 3
+    shown = RunOnPage(make("again", metrics={"evaluation": given})).predictions.confusion
+    assert [[int(count) for count, _, _ in row] for row in shown[1]] == given["confusion"]
+
+
+def test_many_classes_have_a_list_of_mistakes(make):
+    names = [f"class {k}" for k in range(70)]
+    words = words_of(make("run", metrics={"evaluation": of_classes(500, names)}))
+    assert "Most frequent mistakes" in words
+    assert "10 classes with fewer rows are left out" in words
+    assert "Confusion matrix" not in words
+
+
+def test_values_are_drawn_against_true_ones(make):
+    true = np.linspace(0, 10, 500)
+    given = {"part": "test", **evaluation.of_values(true, true + np.sin(9 * true))}
+    found = {"test_r2": 0.9, "test_rmse": 0.7, "test_rows": 500, "task": "regression"}
+    words = words_of(make("run", metrics={**found, "target": "size", "evaluation": given}))
+    assert "R² 0.9 on 500 test rows (1 is perfect, 0 is no better than the mean)" in words
+    assert "200 of 500 rows are shown" in words
+    assert "Half of the errors lie between" in words
+    assert "predicted size" in words
+
+
+def test_runs_without_rows_to_test_with_say_so(make):
+    given = {**of_classes(), "part": "train"}
+    words = words_of(make("run", metrics={"train_accuracy": 0.75, "evaluation": given}))
+    assert "75.00% of the rows trained on predicted right" in words
+    assert "on 60 training rows" in words
+    assert "95% interval)" not in words
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        3,
+        {},
+        {"by_class": 3, "confusion": [[1]], "calibration": []},
+        {"by_class": [{}, 3], "confusion": [["x", None]], "calibration": {"bins": [{}, 1]}},
+        {"by_class": [{"class": EVIL}], "confusion": [[10**400]], "usual": {"class": EVIL}},
+        {"calibration": {"error": 1, "bins": [{"confidence": 1, "accuracy": 7, "rows": 1}]}},
+        {"points": [[1], [1, "x"], 3, [1, 1]], "residuals": {"edges": [0, 0], "counts": [3]}},
+        {"points": [], "residuals": {"edges": [1], "counts": [1], "quantiles": 3}},
+        {"accuracy": 2.0, "rows": 0, "classes": "many"},
+    ],
+)
+def test_an_odd_evaluation_makes_a_page_all_the_same(make, given):
+    text = report.page([make("odd", metrics={"evaluation": given})])
+    Page(text)
+    assert "<script" not in text
+
+
+# What it says of training, gradients and the run itself
+
+
+def test_held_out_rows_have_curves_and_a_best_epoch(make):
+    run = make("run")
+    entries = [
+        {"epoch": e, "loss": 1 / e, "accuracy": 0.9, "validation_loss": 1 / e + (e > 5)}
+        | {"validation_score": 0.5 + 0.01 * e}
+        for e in range(1, 11)
+    ]
+    run.log_file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    found = RunOnPage(run)
+    assert found.best_epoch == 5
+    assert [line.name for line, _ in found.loss.lines] == ["loss", "loss on held-out rows"]
+    assert len(found.wrong.lines) == 2
+    assert found.loss.upright is not None
+    assert "Dotted: the best epoch on held-out rows" in words_of(run)
+    assert RunOnPage(make("without")).loss.upright is None
+
+
+def test_the_certificate_is_a_sentence_and_theorems_are_behind_a_fold(make):
+    text = report.page([make("run")])
+    said = text.index("some direction of the gradient keeps at least its full size: the smallest")
+    assert said < text.index("Norms from 1.01") < text.index("<details><summary>Theorem")
+    assert text.index("<details><summary>Theorem") < text.index("A bound &lt;= 7: holds.")
+    assert "cannot vanish" not in text
+
+
+def test_a_linear_network_is_said_to_be_linear(make):
+    certified = certificate(linear=True, idle=True, smallest_norm=1.0, largest_norm=1.0)
+    words = words_of(make("run", metrics={"certificate": certified}))
+    assert "The network is linear" in words
+    assert "1 (linear)" in words
+
+
+def test_what_was_not_computed_is_never_said_to_hold(make):
+    certified = certificate(holds=None, unknown="the norms, because a state is NaN")
+    text = report.page([make("run", metrics={"certificate": certified})])
+    assert "COULD NOT BE COMPUTED" in text
+    assert "NOT KNOWN" in text
+    assert "1: holds" not in text
+
+
+def test_columns_are_the_options_that_differ(make):
+    runs = [RunOnPage(make("one")), RunOnPage(make("two", seed=1, learning_rate=0.01))]
+    shown = report.Overview(runs)
+    assert shown.head[:4] == ["run", "test accuracy", "learning rate", "seed"]
+    assert [rest[:2] for _, _, rest in shown.rows] == [["0.05", "0"], ["0.01", "1"]]
+    assert ("layers", "4") in shown.common
+    alone = report.Overview(runs[:1])
+    assert alone.differing == []
+    other = RunOnPage(make("three", data="double_moons", epochs=3))
+    assert report.Overview([*runs, other]).differing == ["data", "learning_rate", "seed"]
+    assert "epochs" not in dict(report.Overview([*runs, other]).common)
+
+
+def test_the_command_repeats_the_run(make, tmp_path):
+    table = tmp_path / "a table.csv"
+    table.write_text("x,y,kind\n" + "".join(f"{k},{k % 3},{'ab'[k % 2]}\n" for k in range(40)))
+    flags = ["--data", str(table), "--target", "kind", "--epochs", "2", "--drop", "y", "--quiet"]
+    out = tmp_path / "runs" / "made"
+    assert main(["train", *flags, "--layers", "2", "--features", "4", "--out", str(out)]) == 0
+    run = Run(out)
+    words = shlex.split(command(run, run.metrics()))
+    assert words[:2] == ["hdnn", "train"]
+    assert words[-2:] == ["--out", f"{out}-again"]
+    assert "--learning-rate" not in words
+    assert main([*words[1:], "--quiet"]) == 0
+    assert Run(f"{out}-again").config() == run.config()
+    again = Run(f"{out}-again").metrics()
+    assert again["evaluation"] == run.metrics()["evaluation"]
+    assert command(run, {"processes": 2}).startswith("torchrun --nproc-per-node 2 -m hdnn train ")
+
+
+def test_small_numbers_are_not_rounded_to_all_or_nothing():
+    assert percent(0.9999999) == "99.9%"
+    assert percent(1) == "100.0%"
+    assert percent(None) == "–"
+    low, high = interval(1.0, 10)
+    assert high == 1
+    assert 0.6 < low < 0.8

@@ -17,6 +17,7 @@ from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
 
 SMALL = 1e-4  # relative to how much the outputs vary
+IDLE = 1e-2  # relative: layers of a linear network that change less pass their input on
 FEWEST = 10  # samples, all different, from which linearity is concluded
 
 
@@ -46,7 +47,7 @@ def linearity(model: Model | Network, seen: MeasuredNetwork) -> tuple[bool | Non
     slope = slopes.mean(0)
     rest = outputs - x @ slope.mT
     linear = _is_small(slopes - slope, slope) and _is_small(_centred(rest), _centred(outputs))
-    same = _is_small(Phi - eye, eye) and _is_small(slope - W[:, inputs], slope)
+    same = _is_small(Phi - eye, eye, IDLE) and _is_small(slope - W[:, inputs], slope, IDLE)
     return linear, linear and same
 
 
@@ -60,10 +61,10 @@ def _centred(values: Tensor) -> Tensor:
     return values - values.mean(0)
 
 
-def _is_small(part: Tensor, whole: Tensor) -> bool:
+def _is_small(part: Tensor, whole: Tensor, share: float = SMALL) -> bool:
     """Whether numbers are small beside others, and these are not all zero."""
     size = whole.abs().max().item()
-    return size > 0 and part.abs().max().item() <= SMALL * size
+    return size > 0 and part.abs().max().item() <= share * size
 
 
 def _without_weights(net: Network) -> bool:

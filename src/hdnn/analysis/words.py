@@ -56,7 +56,7 @@ def linear_text(told: Mapping[str, Any]) -> str:
     if told.get("idle") is not True:
         does = "act as one and the same matrix"
     return (
-        f"The network is linear: its layers {does}, to within 0.01%, at {where(told)}. "
+        f"The network is linear, to within 0.01% at {where(told)}: its layers {does}. "
         "A linear model would do the same."
     )
 

@@ -1,29 +1,33 @@
-"""One HTML page of runs: tables, curves and certificates, with nothing outside of the file.
+"""One HTML page of runs: scores, tables, curves and certificates, with nothing outside of the file.
 
-Here is what the page says of each run; how it looks is in `report.html.jinja`. Files may hold
-anything: what cannot be read is reported, and the rest is shown.
+What the page says of each run is in `onpage`; here is what it says of all of them. How it looks is
+in `report.html.jinja`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hdnn
 from hdnn.app import reproduced, results
-from hdnn.app.reproduced import Picture
+from hdnn.app.onpage.run import RunOnPage
+from hdnn.app.onpage.values import NONE, score, text
 from hdnn.app.runs import Run
 from hdnn.app.runs import find_runs as find_runs
-from hdnn.app.svg_curves import Curve, Line, curve
-from hdnn.errors import HDNNError, require
+from hdnn.errors import require
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 TESTED = ("test_accuracy", "test_r2", "test_rmse")  # the first that there is compares runs
-# Colours of Okabe and Ito, safe for colour-blind readers; lines differ in their dashes too.
-BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
+NAMED = {"test_accuracy": "test accuracy", "test_r2": "test R²", "test_rmse": "test rmse"}
+# Options that say what a run is, which come first; and those that are no column of their own,
+# because they say nothing of the result or follow from the target.
+FIRST = ("data", "target", "network", "layers")
+COMMON = (*FIRST, "features", "epochs")
+ASIDE = ("device", "task")
 
 
 def page(runs: Sequence[Run], folder: Path | None = None) -> str:
@@ -42,7 +46,9 @@ def page(runs: Sequence[Run], folder: Path | None = None) -> str:
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         version=hdnn.__version__,
         runs=shown,
-        over_seeds=_over_seeds(shown),
+        title=_title(shown),
+        overview=Overview(shown),
+        over_seeds=OverSeeds(shown),
         pages=[] if folder is None else reproduced.pages(folder),
         pictures=[] if folder is None else reproduced.pictures(folder),
     )
@@ -63,222 +69,129 @@ def short_names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(folder, common or ".") for folder in folders]
 
 
-class RunOnPage:
-    """The results of a run so far; `anchor` is its place on the page."""
+class Overview:
+    """The table of all runs: the score first, then the options in which they differ."""
 
-    def __init__(self, run: Run, anchor: str = "", short: str = "") -> None:
-        self.run = run
-        self.anchor = anchor
-        self.name, self.short = str(run.folder), short
-        self.faults: list[str] = []
-        self.config: str = self._read(run.config_text, "")
-        self.options: dict[str, Any] = self._read(run.options, {})
-        self.log, wrong = self._read(run.log_and_faults, ([], 0))
-        if wrong:
-            self.faults.append(f"{run.log_file} has {wrong} lines that hdnn did not write.")
-        self.metrics: dict[str, Any] = self._read(run.metrics, {}) if run.complete else {}
-        self.certificates = _certificates(self.metrics)
-
-    def _read(self, make: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return make()
-        except (HDNNError, OSError) as error:
-            self.faults.append(str(error))
-            return otherwise
-
-    @property
-    def note(self) -> str:
-        if self.faults:
-            return f"damaged: {' '.join(self.faults)}"
-        return "" if self.run.complete else "not complete"
-
-    @property
-    def overview(self) -> list[str]:
-        """The row of the first table, after the name."""
-        options, metrics = self.options, self.metrics
-        norms = [one.smallest for one in self.certificates if one.smallest is not None]
-        return [
-            Path(str(options.get("data", ""))).name,
-            str(options.get("network", "")),
-            *(_value(options.get(name)) for name in ("layers", "features")),
-            *(_value(metrics.get(name)) for name in ("parameters", "epochs")),
-            _score(metrics, "train"),
-            _score(metrics, "test"),
-            _value(min(norms, default=None)),
-            _value(metrics.get("training_seconds")),
-        ]
-
-    @property
-    def about(self) -> str:
-        if not self.metrics:
-            return ""
-        what = "images" if "train_images" in self.metrics else "rows"
-        train, test = (_value(self.metrics.get(f"{part}_{what}")) for part in ("train", "test"))
-        network = self.metrics.get("network", "")
-        return f"{network}; {train} training {what}, {test} test {what}"
-
-    @property
-    def training(self) -> Curve | None:
-        """Loss and wrong labels against the epoch."""
-        epochs = [e for e in self._logged("epoch") if e is not None]
-        if len(epochs) != len(self.log) or not epochs:
-            return None
-        lines = [Line("loss", epochs, self._logged("loss"), BLUE)]
-        if any(w is not None for w in self.wrong):
-            lines.append(Line("fraction of wrong labels", epochs, self.wrong, RED, "6 4"))
-        test = _complements(self._logged("test_accuracy"))
-        if any(w is not None for w in test):
-            lines.append(Line("the same on test images", epochs, test, GREEN, "8 3 2 3"))
-        return curve(lines, "epoch")
-
-    @property
-    def wrong(self) -> list[float | None]:
-        """The fraction of wrong labels after each epoch, on the training data."""
-        return _complements(self._logged("accuracy"))
-
-    def _logged(self, name: str) -> list[float | None]:
-        return [_number(entry.get(name)) for entry in self.log]
-
-    @property
-    def picture(self) -> Picture | None:
-        """The decision regions; the other pictures of a run show what the curves show."""
-        file = self.run.folder / "decision_regions.png"
-        return reproduced.picture(file, "Decision regions", "Test points on the predicted classes.")
-
-    @property
-    def no_certificate_because(self) -> str:
-        return str(self.metrics.get("no_certificate_because") or "")
-
-
-class CertificateOnPage:
-    """A certificate as it was written to the metrics of a run; `unit` names the part it is for."""
-
-    def __init__(self, given: dict[str, Any], unit: str) -> None:
-        self.given = given
-        self.unit = unit
-        self.smallest = _number(given.get("smallest_norm"))
-        self.samples = _value(given.get("samples"))
-        self.why = str(given.get("guarantee", ""))
-        holds = given.get("holds")
-        if holds is None and given.get("unknown"):
-            self.verdict, self.why = "unknown", str(given["unknown"])
-        else:
-            self.verdict = "holds" if holds is True else "broken" if holds is False else "none"
-
-    @property
-    def sentences(self) -> list[str]:
-        """Whether it is symplectic, and its bounds."""
-        found = []
-        defect = _number(self.given.get("symplectic_defect"))
-        if defect is not None:
-            symplectic = self.given.get("symplectic")
-            word = "yes" if symplectic is True else "NO" if symplectic is False else "not promised"
-            found.append(
-                f"Symplectic: {word}, norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
+    def __init__(self, runs: list[RunOnPage]) -> None:
+        options = [_options(one) for one in runs]
+        self.differing = differing(options)
+        self.head = ["run", _measure(runs), *map(_words, self.differing)]
+        self.head += ["on training rows", "smallest norm", "seconds"]
+        self.rows = [
+            (
+                one,
+                one.test or NONE,
+                [
+                    *(text(given.get(name)) for name in self.differing),
+                    score(one.metrics, "train"),
+                    one.smallest,
+                    text(one.metrics.get("training_seconds")),
+                ],
             )
-        texts = [str(bound["text"]) for bound in _dicts(self.given, "bounds") if bound.get("text")]
-        return found + [text[0].upper() + text[1:] for text in texts]
-
-    @property
-    def ranges(self) -> list[list[str]]:
-        """Smallest and largest norm of several layers each."""
-        return [
-            [
-                " to ".join(dict.fromkeys(_value(part.get(end)) for end in ("from", "to"))),
-                _value(part.get("smallest")),
-                _value(part.get("largest")),
-            ]
-            for part in _dicts(self.given, "ranges")
+            for one, given in zip(runs, options, strict=True)
+        ]
+        columns = zip(*(rest for _, _, rest in self.rows), strict=True)
+        self.wordy = [any(map(_is_words, column)) for column in columns]
+        known = [given for given in options if given]
+        values = {name: {text(given.get(name)) for given in known} for name in COMMON}
+        self.common = [
+            (_words(name), value)
+            for name in COMMON
+            if len(values[name]) == 1 and (value := values[name].pop())
         ]
 
-    @property
-    def norms(self) -> Curve | None:
-        """The norms of dy_N/dy_j against j."""
-        by_layer = self.given.get("by_layer")
-        if not isinstance(by_layer, dict):
-            return None
-        names = {"largest": (RED, "6 4"), "median": (BLUE, ""), "smallest": (GREEN, "8 3 2 3")}
-        layers = [_number(j) for j in _list(by_layer, "layers")]
-        x = [j for j in layers if j is not None]
-        lines = []
-        for name, (colour, dash) in names.items():
-            y = [_number(norm) for norm in _list(by_layer, name)]
-            if x and len(x) == len(layers) == len(y):
-                lines.append(Line(name, x, y, colour, dash))
-        return curve(lines, "layer j", level=1.0) if lines else None
 
-
-def _certificates(metrics: dict[str, Any]) -> list[CertificateOnPage]:
-    """The certificates of a run: one, or one for each Hamiltonian part of an image classifier."""
-    several, one = _dicts(metrics, "certificates"), metrics.get("certificate")
-    if not several:
-        several = [one] if isinstance(one, dict) and one else []
-    units = [f"Unit {k}. " if len(several) > 1 else "" for k in range(1, len(several) + 1)]
-    return [CertificateOnPage(one, unit) for one, unit in zip(several, units, strict=True)]
-
-
-def _over_seeds(runs: list[RunOnPage]) -> list[list[str]]:
+class OverSeeds:
     """Mean and spread of runs that differ in nothing but their seed."""
-    groups: dict[tuple[Any, ...], list[RunOnPage]] = {}
-    for one in runs:
-        if one.metrics and one.options:
-            alike = {k: v for k, v in one.options.items() if k not in ("seed", "device")}
-            groups.setdefault(tuple((k, str(v)) for k, v in alike.items()), []).append(one)
-    rows = []
-    for group in groups.values():
-        summary = results.spread([one.metrics for one in group])
-        name = next((name for name in TESTED if name in summary), None)
-        if name is None or summary[name]["runs"] < 2:
-            continue
-        options, (count, *figures) = group[0].options, summary[name].values()
-        rows.append(
+
+    def __init__(self, runs: list[RunOnPage]) -> None:
+        groups: dict[tuple[Any, ...], list[RunOnPage]] = {}
+        for one in runs:
+            if one.metrics and one.options:
+                alike = {k: v for k, v in one.options.items() if k not in ("seed", *ASIDE)}
+                groups.setdefault(tuple((k, str(v)) for k, v in alike.items()), []).append(one)
+        found = []
+        for group in groups.values():
+            summary = results.spread([one.metrics for one in group])
+            name = next((name for name in TESTED if name in summary), None)
+            if name is not None and summary[name]["runs"] >= 2:
+                found.append((group, name, summary[name]))
+        options = [
+            {k: v for k, v in _options(group[0]).items() if k != "seed"} for group, _, _ in found
+        ]
+        self.differing = differing(options)
+        self.head = ["runs", "mean", "std", "smallest", "largest", "measure", "seeds"]
+        self.head += map(_words, self.differing)
+        self.rows = [
             [
-                Path(str(options["data"])).name,
-                str(options["network"]),
-                name.removeprefix("test_"),
-                _value(options["layers"]),
-                _value(count),
-                *(results.measure_text(name, value) for value in figures),
+                _group_name(group),
+                *(results.measure_text(name, spread[key]) for key in ("mean", "std")),
+                *(results.measure_text(name, spread[key]) for key in ("smallest", "largest")),
+                NAMED[name],
+                text(spread["runs"]),
+                *(text(given.get(option)) for option in self.differing),
             ]
-        )
-    return rows
+            for (group, name, spread), given in zip(found, options, strict=True)
+        ]
 
 
-# Values from files, which may hold anything
+def differing(options: Sequence[dict[str, Any]]) -> list[str]:
+    """The options that tell runs apart.
+
+    Data, target, network and layers count wherever they differ; all others where they do among
+    runs for the same target of the same data, because defaults depend on the data.
+    """
+    names = dict.fromkeys([*FIRST, *(name for given in options for name in given)])
+    same: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for given in options:
+        problem = tuple(text(given.get(name)) for name in FIRST[:2])
+        same.setdefault((*problem, *given), []).append(given)  # of one kind, by names of options
+
+    def differs(name: str, runs: Sequence[dict[str, Any]]) -> bool:
+        return len({text(given[name]) for given in runs if name in given}) > 1
+
+    return [
+        name
+        for name in names
+        if name not in ASIDE
+        and any(differs(name, runs) for runs in ([options] if name in FIRST else same.values()))
+    ]
 
 
-def _complements(fractions: list[float | None]) -> list[float | None]:
-    return [None if value is None else 1 - value for value in fractions]
+def _options(run: RunOnPage) -> dict[str, Any]:
+    """The options of a run, with the name of the data for their path."""
+    given = dict(run.options)
+    if "data" in given:
+        given["data"] = run.data
+    return given
 
 
-def _list(given: dict[str, Any], name: str) -> list[Any]:
-    value = given.get(name)
-    return value if isinstance(value, list) else []
+def _measure(runs: list[RunOnPage]) -> str:
+    """The name of the score that compares runs, if it is the same for all."""
+    names = {next((m for m in TESTED if one.metrics.get(m) is not None), None) for one in runs}
+    names -= {None}
+    return NAMED[names.pop() or ""] if len(names) == 1 else "test"
 
 
-def _dicts(given: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [one for one in _list(given, name) if isinstance(one, dict)]
+def _is_words(cell: str) -> bool:
+    return re.match(r"[A-Za-z]", cell) is not None and not cell.startswith(("R²", "rmse"))
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _value(value: Any) -> str:
-    number = _number(value)
-    if number is None:
-        return "" if value is None else str(value)
-    return str(value) if isinstance(value, int) else f"{number:.4g}"
+def _title(runs: list[RunOnPage]) -> str:
+    """What the page is about: the data and the target, if these are the same for all."""
+    about = {(one.data, one.target) for one in runs if one.options}
+    if len(about) != 1:
+        return "Runs"
+    data, target = about.pop()
+    many = "Runs" if len(runs) > 1 else "A run"
+    return f"{many} on {data}" + (f": {target}" if target else "")
 
 
-def _score(metrics: dict[str, Any], part: str) -> str:
-    for name, word in (("accuracy", ""), ("r2", "R² "), ("rmse", "rmse ")):
-        value = metrics.get(f"{part}_{name}")
-        if value is not None:
-            return word + results.measure_text(name, value)
-    return ""
+def _group_name(group: list[RunOnPage]) -> str:
+    """What the names of runs that differ in their seed have in common."""
+    common = os.path.commonprefix([one.short for one in group])
+    return re.sub(r"[-/_]*(seed-)?\d*$", "", common) or common or group[0].data

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
+# Colours of Okabe and Ito, safe for colour-blind readers; lines differ in their dashes too.
+BLUE, RED, GREEN = "var(--blue)", "var(--red)", "var(--green)"
 FLAT = 5e-3  # of their size: values that differ by less are drawn as a flat line
 
 Piece = list[tuple[float, float]]  # points of a line without a gap
@@ -33,6 +35,7 @@ class Curve:
     marks: list[tuple[float, str]]
     marks_across: list[tuple[float, str]]
     level: float | None  # where a line goes all the way across
+    upright: float | None = None  # and all the way up
 
     width: ClassVar = 380
     height: ClassVar = 240
@@ -46,21 +49,30 @@ class Curve:
         return f"{', '.join(line.name for line, _ in self.lines)} against the {self.label}"
 
 
-def curve(lines: list[Line], label: str, *, level: float | None = None) -> Curve | None:
-    """Lines over one axis, logarithmic upwards where nothing is negative; None without values.
+def curve(
+    lines: list[Line],
+    label: str,
+    *,
+    level: float | None = None,
+    upright: float | None = None,
+    linear: bool = False,
+) -> Curve | None:
+    """Lines over one axis; None without values.
 
-    There, zeros are at the lower edge.
+    Upwards it is logarithmic where nothing is negative, with zeros at the lower edge, unless it is
+    to be `linear`: then it begins at 0.
     """
     points = [y for line in lines for y in line.y if y is not None]
     if not points:
         return None
     positive = [y for y in points if y > 0]
-    log = len(positive) == len([y for y in points if y != 0]) and bool(positive)
-    shown = positive if log else points
-    low, high = min(shown), max(shown)
-    if level is not None:
-        low, high = min(low, level), max(high, level)
-    log = log and high > 3 * low  # a smaller range is easier to read on a linear axis
+    log = len(positive) == len([y for y in points if y != 0]) and bool(positive) and not linear
+    ends = [*(positive if log else points), *([] if level is None else [level])]
+    if linear:
+        ends.append(0.0)
+    if log and max(ends) <= 3 * min(ends):  # a smaller range is easier to read on a linear axis
+        log, ends = False, [*ends, *points]
+    low, high = min(ends), max(ends)
     if log and len(points) > len(positive):
         low = max(low / 2, 5e-324)
     if high - low < FLAT * abs(high):  # the curve would show nothing but rounding
@@ -91,6 +103,7 @@ def curve(lines: list[Line], label: str, *, level: float | None = None) -> Curve
         [(down(mark), f"{mark:g}") for mark in heights],
         [(across(mark), f"{mark:g}") for mark in marks(x_low, x_high, whole=True)],
         None if level is None else down(level),
+        None if upright is None else across(upright),
     )
 
 

@@ -195,7 +195,8 @@ class TableTask(OwnTask):
         self.model = model.to("cpu")
 
     def certify(self) -> Certificate:
-        return analysis.certify(self.model, self.problem.points)
+        where = "test points" if len(self.problem.x_test) else "training points"
+        return analysis.certify(self.model, self.problem.points, points=where)
 
     def note(self) -> dict[str, Any]:
         return {"columns": runfiles.fingerprint(self.columns or self.problem.columns)}

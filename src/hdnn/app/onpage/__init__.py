@@ -1,0 +1,1 @@
+"""What the report says of a run: its scores, its predictions, its training and its gradients."""
