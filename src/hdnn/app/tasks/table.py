@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
-from hdnn.analysis import Certificate, evaluation
+from hdnn.analysis import Certificate
 from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.common import DTYPES
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run, points_columns
 from hdnn.app.tasks.answers import Answer
+from hdnn.app.tasks.evaluated import evaluated
 from hdnn.app.tasks.task import OwnTask
 from hdnn.base.memory import check_memory
 from hdnn.base.portable import portable
@@ -214,7 +215,12 @@ class TableTask(OwnTask):
             "notes": problem.notes,
             **self._stopping(),
             **scores(self.model, problem),
-            "evaluation": evaluated(self.model, problem),
+            "evaluation": evaluated(
+                self.model,
+                problem.columns,
+                {"train": (problem.x_train, problem.t_train)}
+                | {"test": (problem.x_test, problem.t_test)},
+            ),
             "certificate": certified.to_dict(),
         }
 
@@ -283,30 +289,6 @@ def scores(model: Model, problem: Problem) -> dict[str, float]:
         if len(t) > 1 and spread > 0:
             found[f"{part}_r2"] = 1 - (error / spread).item()
     return found
-
-
-@torch.no_grad()
-def evaluated(model: Model, problem: Problem) -> dict[str, Any]:
-    """How good the predictions are for the test rows, or if there are none for those trained on."""
-    columns, tested = problem.columns, len(problem.x_test) > 0
-    x, t = (problem.x_test, problem.t_test) if tested else (problem.x_train, problem.t_train)
-    found = torch.cat([model(some) for some in x.split(4096)])
-    part = {"part": "test" if tested else "train"}
-    if not columns.classes:
-        values, true = (
-            y.double().reshape(-1).numpy() * columns.target_scale + columns.target_mean
-            for y in (found, t)
-        )
-        return part | evaluation.of_values(true, values)
-    head = model.head
-    assert isinstance(head, (SigmoidHead, SoftmaxHead))
-    return part | evaluation.of_classes(
-        t.numpy(),
-        head.probabilities(found).double().numpy(),
-        columns.classes,
-        found=head.predict(found).numpy(),
-        usual=int(torch.bincount(problem.t_train).argmax()),
-    )
 
 
 def load_columns(run: Run, model: object) -> tuple[Model, table.Columns]:

@@ -1,0 +1,41 @@
+"""How good the predictions of a trained model are, for the metrics of its run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.analysis import evaluation
+from hdnn.data.table import Columns
+from hdnn.heads import SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+
+PART = 4096  # rows that are predicted together
+
+
+@torch.no_grad()
+def evaluated(
+    model: Model, columns: Columns, parts: dict[str, tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
+    """What there is to say of the "test" rows, or if there are none of those to "train" on."""
+    part = "test" if len(parts["test"][0]) else "train"
+    x, t = parts[part]
+    found = torch.cat([model(some) for some in x.split(PART)])
+    if not columns.classes:
+        values, true = (
+            y.double().reshape(-1).numpy() * columns.target_scale + columns.target_mean
+            for y in (found, t)
+        )
+        return {"part": part, **evaluation.of_values(true, values)}
+    head = model.head
+    assert isinstance(head, (SigmoidHead, SoftmaxHead))
+    told = evaluation.of_classes(
+        t.numpy(),
+        head.probabilities(found).double().numpy(),
+        columns.classes,
+        found=head.predict(found).numpy(),
+        usual=int(torch.bincount(parts["train"][1]).argmax()),
+    )
+    return {"part": part, **told}
