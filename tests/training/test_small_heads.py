@@ -35,18 +35,23 @@ def case(kind, n, c, B, seed, dtype, weighted, scale=1.0):
     st.integers(1, 40),
     st.integers(0, 1000),
     st.booleans(),
-    st.sampled_from(["newton", "adam"]),
+    st.sampled_from(["newton", "adam", "joint"]),
     st.sampled_from([0.1, 1.0, 10.0]),
 )
 @settings(max_examples=60)
 def test_small_heads_are_those_of_the_plain_solvers(kind, n, c, B, seed, weighted, method, scale):
     head, y, t, weight = case(kind, n, c, B, seed, torch.float64, weighted, scale)
-    assert small_heads.usable(head, y)
+    assert small_heads.usable(head, y, method)
     small = small_heads.SmallHead(head)
     other, *_ = case(kind, n, c, B, seed, torch.float64, weighted, scale)
     if method == "newton":
         found = output.Outcome(*small.newton(y, t, weight, 1e-2, 10))
         output.newton(other, y, t, weight, 1e-2, 10)
+    elif method == "joint":
+        found = output.Output(head, method, 1e-2, 0.025, y).solve(y, t, weight)
+        output.outcome(other, y, t, weight, joint=True)
+        for a, b in zip(head.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
     else:
         found = output.Outcome(*small.adam([(y, t, weight)], 1e-2, 0.025, 10, B))
         output.adam(other, [(y, t, weight)], 1e-2, 0.025, 10)
@@ -73,12 +78,36 @@ def test_adam_goes_from_minibatch_to_minibatch_as_the_plain_one_does(kind):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-def test_large_heads_and_other_kinds_are_left_to_pytorch():
+@pytest.mark.parametrize(
+    ("classes", "features", "batch", "newton", "joint"),
+    [
+        (2, 15, 10**6, True, True),
+        (3, 32, 64, True, True),
+        (3, 32, 200, False, True),
+        (10, 32, 64, False, True),
+        (10, 128, 190, False, True),
+        (10, 128, 200, False, False),
+    ],
+)
+def test_large_heads_are_left_to_pytorch(classes, features, batch, newton, joint):
+    y = torch.zeros(1, features).expand(batch, -1)
+    for solver, wanted in (("newton", newton), ("adam", newton), ("joint", joint)):
+        assert small_heads.usable(hdnn.SoftmaxHead(features, classes), y, solver) is wanted
+
+
+def test_other_kinds_are_left_to_pytorch():
     y = torch.zeros(3, 10)
-    assert not small_heads.usable(hdnn.SoftmaxHead(10, 10), y)
-    assert not small_heads.usable(hdnn.LinearHead(10, 1), y)
-    assert not small_heads.usable(hdnn.SigmoidHead(10), y.bfloat16())
-    assert not small_heads.usable(hdnn.SigmoidHead(10), y.to("meta"))
+    assert not small_heads.usable(hdnn.LinearHead(10, 1), y, "newton")
+    assert not small_heads.usable(hdnn.SigmoidHead(10), y.bfloat16(), "newton")
+    assert not small_heads.usable(hdnn.SigmoidHead(10), y.to("meta"), "newton")
+
+
+def test_a_frozen_output_layer_gets_no_gradient():
+    head, y, t, weight = case("softmax", 3, 3, 20, 0, torch.float64, True)
+    head.bias.requires_grad_(False)
+    output.Output(head, "joint", 1e-2, 0.025, y).solve(y, t, weight)
+    assert head.bias.grad is None
+    assert head.weight.grad is not None
 
 
 def test_float32_heads_stay_float32():

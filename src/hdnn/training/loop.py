@@ -166,7 +166,8 @@ class _Training:
         self.batches = math.ceil(len(x) / self.batch)
         self.hidden = HiddenLayers(model, self.y_0[: self.batch], options, members)
         self.generator = torch.Generator().manual_seed(options["seed"])
-        self.output = Output(self.head, self.solver, options["ridge"], self.rate, self.y_0)
+        batch = self.y_0[: self.batch]
+        self.output = Output(self.head, self.solver, options["ridge"], self.rate, batch)
         self.history = History()
         self.epoch = self.k = 0  # the position of the training
         self.sums = [0.0, 0.0]  # of loss and accuracy, in this epoch

@@ -40,13 +40,18 @@ class Output:
 
     def __init__(self, head: Head, solver: str, ridge: float, rate: float, y: Tensor) -> None:
         self.head, self.solver, self.ridge, self.rate = head, solver, ridge, rate
-        self.small = small_heads.SmallHead(head) if small_heads.usable(head, y) else None
+        usable = small_heads.usable(head, y, solver)
+        self.small = small_heads.SmallHead(head) if usable else None
 
     def solve(self, y: Tensor, t: Tensor, weight: Tensor | None = None) -> Outcome:
         """Find the output layer for these features, and what the loss is with it."""
         part, solver = (y, t, weight), self.solver
         if solver == "joint":
-            return outcome(self.head, *part, joint=True)
+            if self.small is None:
+                return outcome(self.head, *part, joint=True)
+            found, gradient = self.small.joint(*part)
+            put_gradient(self.head, torch.from_numpy(gradient))
+            return Outcome(*found)
         # Adam starts from zero each time: a rate that falls would leave it there.
         steps, options = MINIBATCH_STEPS[solver], (self.ridge, self.rate)
         if self.small is not None:
@@ -148,13 +153,19 @@ def outcome(
     problem = OutputProblem(head, y, t, weight, y.dtype)
     scores = problem.scores(weights_of(head))
     residual = problem.residual(scores)
-    if joint and head.weight.requires_grad:
-        gradient = residual.T @ problem.A
-        head.weight.grad, head.bias.grad = gradient[:, :-1].contiguous(), gradient[:, -1].clone()
+    if joint:
+        put_gradient(head, residual.T @ problem.A)
     correct = 0.0
     if not isinstance(head, RegressionHead):
         correct = float((head.predict(scores) == t).double().mean())
     return Outcome(float(problem.loss(scores)), correct, residual @ head.weight)
+
+
+def put_gradient(head: Head, gradient: Tensor) -> None:
+    """Set the gradients of W and b, if they are trained."""
+    for p, g in ((head.weight, gradient[:, :-1]), (head.bias, gradient[:, -1])):
+        if p.requires_grad:
+            p.grad = g.to(p.dtype).contiguous()
 
 
 def weights_of(head: Head) -> Tensor:

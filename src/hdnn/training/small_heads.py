@@ -18,22 +18,26 @@ from torch import Tensor
 from hdnn.engine import jit
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 
-MOST = 32  # weights, past which matrix products by BLAS are faster
+# Past these, matrix products by BLAS are faster (measured on two kinds of x86 CPUs).
+ALWAYS = 32  # weights that are solved here whatever the batch
+MOST = 128  # weights, and
+MOST_OF_HESSIAN = 1_000_000  # batch times weights squared, that Newton steps are made here for
+MOST_OF_GRADIENT = 250_000  # batch times weights, that losses and gradients are computed here for
 SIGMOID, SOFTMAX, REGRESSION = range(3)
 KINDS = {SigmoidHead: SIGMOID, SoftmaxHead: SOFTMAX, RegressionHead: REGRESSION}
 
 Found = tuple[float, float, Tensor]  # loss, fraction of correct classes, gradient in the features
 
 
-def usable(head: torch.nn.Module, y: Tensor) -> bool:
-    """Whether a head is small enough, on the CPU, and numba is there."""
-    return (
-        type(head) in KINDS
-        and y.device.type == "cpu"
-        and y.dtype in (torch.float32, torch.float64)
-        and head.weight.numel() + head.bias.numel() <= MOST  # pyright: ignore
-        and jit.installed()
-    )
+def usable(head: torch.nn.Module, y: Tensor, solver: str) -> bool:
+    """Whether a head is small enough for batches like y, on the CPU, and numba is there."""
+    if type(head) not in KINDS or y.device.type != "cpu" or not jit.installed():
+        return False
+    weights: int = head.weight.numel() + head.bias.numel()  # pyright: ignore
+    few = weights <= MOST and len(y) * weights**2 <= MOST_OF_HESSIAN
+    if solver == "joint":
+        few = len(y) * weights <= MOST_OF_GRADIENT
+    return y.dtype in (torch.float32, torch.float64) and (weights <= ALWAYS or few)
 
 
 class SmallHead:
@@ -73,6 +77,14 @@ class SmallHead:
             loss, correct, count = _kernels()[1](*given, state, gradient, count, *options)
         return self._found(state[0], loss, correct, gradient)
 
+    def joint(self, y: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Found, Any]:
+        """What is found with the weights as they are, and the gradient in them (c, n + 1)."""
+        given, gradient = self._given(y, t, weight)
+        W, G = np.empty(self.shape), np.empty(self.shape)
+        W[:, :-1], W[:, -1] = self.weight, self.bias
+        loss, correct = _kernels()[2](*given, W, G, gradient)
+        return (loss, correct, torch.from_numpy(gradient)), G
+
     def _given(self, y: Tensor, t: Tensor, weight: Tensor | None) -> tuple[tuple[Any, ...], Any]:
         """Features, targets, weights of the samples and the kind of head; room for a gradient."""
         features, targets = y.numpy(), t.numpy().reshape(len(y), -1)
@@ -89,12 +101,12 @@ PARTS += ("_finish", "_hessian", "_solve")
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
-    """The two solvers, compiled."""
+def _kernels() -> tuple[Any, Any, Any]:
+    """The solvers, compiled."""
     here = globals()
     for name in PARTS:
         here[name] = jit.compiled(here[name])
-    return jit.compiled(_newton), jit.compiled(_adam)
+    return jit.compiled(_newton), jit.compiled(_adam), jit.compiled(_joint)
 
 
 # A minibatch lies feature by feature, so that every loop over samples is one of vectors: A (d, B)
@@ -217,17 +229,18 @@ def _finish(A, T, share, W, gradient, kind, low, S, R):  # pragma: kernel
     (c, B), n = S.shape, A.shape[0] - 1
     _scores(A, W, S)
     _residual(S, T, share, kind, R)
-    correct = 0
+    correct, g = 0, np.empty(n)
     for i in range(B):
         if kind == SIGMOID:
             correct += (S[0, i] > 0) == (T[0, i] > 0.5)
         elif kind == SOFTMAX:
             correct += T[S[:, i].argmax(), i] > 0.5
+        g[:] = 0.0
+        for k in range(c):
+            for j in range(n):
+                g[j] += R[k, i] * W[k, j]
         for j in range(n):
-            g = 0.0
-            for k in range(c):
-                g += R[k, i] * W[k, j]
-            gradient[low + i, j] = g
+            gradient[low + i, j] = g[j]
     return _loss(S, T, share, kind), correct / B
 
 
@@ -262,6 +275,17 @@ def _adam(
         if batch >= total:
             loss, correct = _finish(A, T, share, W, gradient, kind, low, S, R)
     return loss, correct, count
+
+
+def _joint(y, targets, weights, kind, W, G, gradient):  # pragma: kernel
+    """Loss, fraction of correct classes, and the gradients in W and in the features."""
+    B, (c, d) = len(y), W.shape
+    A, T, share = np.empty((d, B)), np.empty((c, B)), np.empty(B)
+    _take(y, targets, weights, kind, 0, A, T, share)
+    S, R = np.empty((c, B)), np.empty((c, B))
+    found = _finish(A, T, share, W, gradient, kind, 0, S, R)
+    _gradient(A, R, W, 0.0, G)
+    return found
 
 
 def _hessian(A, S, share, kind, H, P, w):  # pragma: kernel

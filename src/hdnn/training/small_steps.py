@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hdnn.engine import jit
 
-MOST = 20_000  # weights, up to which one thread is enough
+MOST = 200_000  # weights, up to which one thread is enough
 
 
 def usable(parameters: list[Any]) -> bool:
@@ -53,9 +53,10 @@ def _smooth(p, g, scale):  # pragma: kernel
 def _adam(p, g, m, v, rate, decay, b1, b2, eps, k):  # pragma: kernel
     """Step k of Adam, counted from 1; returns |g|^2."""
     first, second = rate / (1 - b1**k), 1 / math.sqrt(1 - b2**k)
-    square = 0.0
+    square = 0.0  # summed in a loop of its own, so that the other one is one of vectors
     for i in range(p.size):
         square += g[i] * g[i]
+    for i in range(p.size):
         d = g[i] + decay * p[i]
         m[i] += (1 - b1) * (d - m[i])
         v[i] = b2 * v[i] + (1 - b2) * d * d
