@@ -23,43 +23,47 @@ if TYPE_CHECKING:
     from hdnn.estimators import HDNNClassifier as HDNNClassifier
     from hdnn.estimators import HDNNRegressor as HDNNRegressor
 
-# Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.
-_collecting = gc.isenabled()
-gc.disable()
-try:
-    from hdnn import (
-        activations,
-        analysis,
-        data,
-        engine,
-        functional,
-        heads,
-        interconnection,
-        models,
-        operators,
-        regularization,
-        sparsity,
-        training,
-    )
-    from hdnn.errors import HDNNError
-    from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
-    from hdnn.model import Model
-    from hdnn.networks import (
-        H1,
-        H2,
-        MLP,
-        MS1,
-        MS2,
-        MS3,
-        HamiltonianNet,
-        HamiltonianUnit,
-        ImplicitH2,
-    )
-    from hdnn.serialization import load, save
-    from hdnn.sparsity import Sparsity
-finally:
-    if _collecting:
-        gc.enable()
+# The command line imports what a command needs; any other program has everything at once, also the
+# operators that files written by `torch.export` ask for.
+if TYPE_CHECKING or not interrupted.is_command():
+    # Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.
+    _collecting = gc.isenabled()
+    gc.disable()
+    try:
+        from hdnn import (
+            activations,
+            analysis,
+            data,
+            engine,
+            functional,
+            heads,
+            interconnection,
+            models,
+            operators,
+            regularization,
+            sparsity,
+            training,
+        )
+        from hdnn.errors import HDNNError
+        from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
+        from hdnn.model import Model
+        from hdnn.networks import (
+            H1,
+            H2,
+            MLP,
+            MS1,
+            MS2,
+            MS3,
+            HamiltonianNet,
+            HamiltonianUnit,
+            ImplicitH2,
+        )
+        from hdnn.serialization import load, save
+        from hdnn.sparsity import Sparsity
+
+    finally:
+        if _collecting:
+            gc.enable()
 
 __all__ = [
     "H1",
@@ -103,12 +107,20 @@ _SUBMODULES = (
 _ESTIMATORS = ("HDNNClassifier", "HDNNRegressor")
 
 
+# Where in the command line, which imports them late, the other names come from.
+_HOMES = ("networks", "heads", "model", "serialization", "sparsity", "errors")
+
+
 def __getattr__(name: str) -> object:
     """A part of hdnn that is imported late, or an error that says where to look instead."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name in _ESTIMATORS:
         return getattr(importlib.import_module(f"{__name__}.estimators"), name)
+    known = name in _SUBMODULES or name in __all__
+    if known and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    if known:
+        homes = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
+        return next(getattr(home, name) for home in homes if hasattr(home, name))
     raise AttributeError(f"module 'hdnn' has no attribute {name!r}{_hint(name)}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hdnn.base import interrupted
+from hdnn.base import interrupted, launched
 from hdnn.errors import MissingExtraError, require
 
 
@@ -15,10 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require("typer", extra="cli")
         require("rich", extra="cli")
         from hdnn.app import cli
-        from hdnn.training.processes import torchrun
 
-        interrupted.imported()
-        return torchrun.leave(cli.main(arguments))
+        code = cli.main(arguments)
+        if launched.several():
+            from hdnn.training.processes import torchrun
+
+            return torchrun.leave(code)
+        return code
     except MissingExtraError as error:
         interrupted.say(str(error))
         return 2

@@ -80,6 +80,32 @@ def test_python_m_hdnn_shows_help_with_examples():
     assert "hdnn demo" in done.stdout
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.argv = ["hdnn", *{arguments!r}]
+from hdnn.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 0, "to neighbours only"),
+        (["--help"], 0, "examples:"),
+        (["--version"], 0, f"hdnn {hdnn.__version__}"),
+        (["trian"], 2, "No such command 'trian'. Did you mean 'train'?"),
+        (["--nothing"], 2, "No such option: --nothing"),
+    ],
+)
+def test_help_and_wrong_commands_need_no_torch(arguments, code, words):
+    script = WITHOUT_TORCH.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_names_the_extra(missing, monkeypatch, capsys):
     for name in [m for m in sys.modules if m.split(".")[0] in (missing, "hdnn.app.cli")]:
@@ -112,7 +138,7 @@ def test_ctrl_c_while_the_program_is_imported_is_one_line(tmp_path):
     assert interrupted_import(tmp_path, "-m", "hdnn", "info") == said
     assert interrupted_import(tmp_path, "-mhdnn", "info") == said
     script = tmp_path / "hdnn"
-    script.write_text("from hdnn.__main__ import main\n")
+    script.write_text("import sys\nfrom hdnn.__main__ import main\nsys.exit(main())\n")
     assert interrupted_import(tmp_path, str(script), "info") == said
 
 

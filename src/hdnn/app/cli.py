@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import importlib.util
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import ModuleType
 from typing import Annotated, Any
 
 from hdnn import __version__
-from hdnn.app import options, terminal
-from hdnn.app.commands import (
-    bench,
-    certify,
-    demo,
-    graph,
-    info,
-    launch,
-    predict,
-    report,
-    reproduce,
-    train,
-)
+from hdnn.app import commands, options, terminal
 from hdnn.app.options import typer
+from hdnn.base import interrupted, launched
 from hdnn.errors import HDNNError
-from hdnn.training.processes import torchrun
 
 HELP = "Very deep networks whose gradients provably do not vanish."
+# Each is a file in `commands`, and imported when it is wanted: a list of all must not take long.
+COMMANDS = (
+    *("demo", "train", "predict", "certify", "reproduce", "bench", "report", "info", "graph"),
+    "launch",
+)
+PASS_ON = ("reproduce", "bench")  # what they do not know
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 
@@ -43,16 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The base class of typer's errors about flags, from the click that it depends on or bundles.
     wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
     with warnings.catch_warnings():
-        if torchrun.is_first():
+        if launched.is_first():
             warnings.showwarning = lambda message, *_: terminal.say(f"warning: {message}")
         else:
             warnings.showwarning = lambda *_: None
         try:
-            code = typer.main.get_command(_app()).main(given, "hdnn", standalone_mode=False)
+            code = program().main(given, "hdnn", standalone_mode=False)
             _flush()
         except wrong_flags as error:
             if given[0] == "train":
-                torchrun.speak_as_one()
+                launched.speak_as_one()
             context = getattr(error, "ctx", None)
             hint = f"see {context.command_path} --help" if context else "see hdnn --help"
             message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,42 +88,89 @@ def _explained(error: BaseException) -> int:
     )
 
 
-def _app() -> typer.Typer:
+def program() -> Any:
     """The program, of all commands."""
     app = typer.Typer(
+        cls=_group(),
         epilog=_examples("hdnn demo", "hdnn train --data swiss_roll --network h2 --layers 64"),
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(help=HELP)(_program)
-    _add(app, demo, "demo")
-    _add(app, train, "train")
-    _add(app, predict, "predict")
-    _add(app, certify, "certify")
-    _add(app, reproduce, "reproduce", passes_on=True)
-    _add(app, bench, "bench", passes_on=True)
-    _add(app, report, "report")
-    _add(app, info, "info")
-    group = typer.Typer(help=graph.HELP, epilog=_examples(*graph.EXAMPLES), no_args_is_help=False)
-    for function in (graph.check, graph.design, graph.draw):
-        examples = _examples(*graph.EXAMPLES_OF[function])
-        group.command(epilog=examples)(_guarded(function))
-    app.add_typer(group, name="graph")
-    _add(app, launch, "launch")
-    return app
+    found: Any = typer.main.get_command(app)
+    found.commands = Commands.fromkeys(COMMANDS)
+    return found
 
 
-def _add(app: typer.Typer, module: ModuleType, name: str, *, passes_on: bool = False) -> None:
-    """Make the function of that name a command, with the examples beside it under its help.
+class Commands(dict[str, Any]):
+    """Commands by their names, made when they are first asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        if super().__getitem__(name) is None:
+            self[name] = _command(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+
+def _group() -> Any:
+    """The class of the program, which lists its commands without importing them."""
+
+    core = importlib.import_module("typer.core")
+
+    class Program(core.TyperGroup):
+        listing = False
+
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            self.listing = True
+            super().format_help(ctx, formatter)
+            self.listing = False
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if self.listing:
+                return core.TyperCommand(cmd_name, help=_about(cmd_name))
+            return super().get_command(ctx, cmd_name)
+
+    return Program
+
+
+def _about(name: str) -> str:
+    """What a command says of itself, read from its file."""
+    found: Any = importlib.util.find_spec(f"{commands.__name__}.{name}")
+    for node in ast.parse(found.loader.get_source(found.name)).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HELP":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"the command {name} says nothing of itself")
+
+
+def _command(name: str) -> Any:
+    """A command, with the examples in its file under its help.
 
     Where its module names configs, their fields are its options.
     """
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if passes_on else {}
+    module = importlib.import_module(f"{commands.__name__}.{name}")
+    plain: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
+    if hasattr(module, "EXAMPLES_OF"):  # several commands under one name
+        about = {"help": module.HELP, "epilog": _examples(*module.EXAMPLES)}
+        app = typer.Typer(name=name, **about, **plain, no_args_is_help=False)
+        for function, examples in module.EXAMPLES_OF.items():
+            app.command(epilog=_examples(*examples))(_guarded(function))
+        return typer.main.get_group(app)
+    app = typer.Typer(**plain)
     command = _guarded(getattr(module, name))
     if hasattr(module, "CONFIGS"):
         command.__signature__ = options.signature(*module.CONFIGS)  # pyright: ignore
-    app.command(epilog=_examples(*module.EXAMPLES), context_settings=settings)(command)
+    passes_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+    settings = passes_on if name in PASS_ON else {}
+    app.command(name, epilog=_examples(*module.EXAMPLES), context_settings=settings)(command)
+    return typer.main.get_command(app)
 
 
 def _examples(*examples: str) -> str:
@@ -158,6 +201,7 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> int:
         try:
+            interrupted.imported()
             for name in given.keys() & PLACES:
                 given[name] = terminal.at_home(given[name])
             code = function(*args, **given) or 0

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hdnn.base import launched
 from hdnn.base.files import finite
 from hdnn.errors import CheckpointError, readable
-from hdnn.training.processes import torchrun
 
 LONGEST = 700  # characters of a message
 
@@ -29,7 +29,9 @@ class StoppedError(Exception):
 
 
 def fail(message: object, code: int = 2) -> int:
-    if torchrun.is_as_one():
+    if launched.is_as_one():
+        from hdnn.training.processes import torchrun
+
         torchrun.last_word(message, say)
     else:
         say(message)

@@ -17,7 +17,7 @@ from typing import Any
 def _expect() -> None:
     """End the program at Ctrl-C, if it is the command line that is being started."""
     alone = threading.current_thread() is threading.main_thread()
-    if alone and _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if alone and is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
@@ -29,7 +29,7 @@ def imported() -> None:
 
 def ended() -> None:
     """All output is written: ignore Ctrl-C while Python shuts down."""
-    if threading.current_thread() is threading.main_thread() and _is_command():
+    if threading.current_thread() is threading.main_thread() and is_command():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -50,7 +50,7 @@ def _end(*_: Any) -> None:
     os._exit(exit_code())  # nothing is open yet, and an unfinished import cannot be cleaned up
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Whether this is `hdnn ..` or `python -m hdnn ..`, rather than a program that imports hdnn."""
     called, given = sys.argv[:1], sys.orig_argv
     if called == ["-m"]:  # while Python looks for the module

@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hdnn.base.launched import is_as_one as is_as_one
+from hdnn.base.launched import is_first as is_first
+from hdnn.base.launched import several, speak_alone, speak_as_one
 from hdnn.base.portable import pack, unpack
 from hdnn.errors import OptionError, TrainingError
 from hdnn.training.processes import meeting
@@ -31,18 +34,7 @@ GRACE = 3.0  # seconds for the first process to report why all of them end
 LATE = 30.0  # seconds that a failing process waits for the others to start
 PAUSE = 0.02  # seconds between two looks at the store
 
-_known: dict[str, Any] = {}  # the store, once found, and whether one process reports for all
-
-
-def several() -> bool:
-    """Whether this is one of several processes, as torchrun says in the environment."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return rank.isdecimal() and size.isdecimal() and int(size) > 1
-
-
-def is_first() -> bool:
-    """Whether this process is the one that writes and speaks."""
-    return not several() or int(os.environ["RANK"]) == 0
+_known: dict[str, Any] = {}  # the store, once found, and whether a process has failed
 
 
 class OneProcess:
@@ -174,19 +166,10 @@ def joined() -> Iterator[Processes]:
         processes.leave_together()
         signal.signal(signal.SIGTERM, before)
         _known.clear()
+        speak_alone()
     finally:  # after an error the handler stays, for the signal of torchrun
         if processes is not None:
             processes.close()
-
-
-def speak_as_one() -> None:
-    """From here on, one of several processes reports why all of them end."""
-    _known["as one"] = several()
-
-
-def is_as_one() -> bool:
-    """Whether a failure is to be reported by `last_word`."""
-    return _known.get("as one", False)
 
 
 def last_word(message: object, say: Callable[[object], None]) -> None:
