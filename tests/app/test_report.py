@@ -402,12 +402,14 @@ def test_columns_are_the_options_that_differ(make):
     assert "epochs" not in dict(report.Overview([*runs, other]).common)
 
 
-def test_the_command_repeats_the_run(make, tmp_path):
+@pytest.mark.parametrize("network", ["h2", "mlp"])
+def test_the_command_repeats_the_run(network, tmp_path):
     table = tmp_path / "a table.csv"
     table.write_text("x,y,kind\n" + "".join(f"{k},{k % 3},{'ab'[k % 2]}\n" for k in range(40)))
     flags = ["--data", str(table), "--target", "kind", "--epochs", "2", "--drop", "y", "--quiet"]
     out = tmp_path / "runs" / "made"
-    assert main(["train", *flags, "--layers", "2", "--features", "4", "--out", str(out)]) == 0
+    flags += ["--network", network, "--layers", "2", "--features", "4"]
+    assert main(["train", *flags, "--out", str(out)]) == 0
     run = Run(out)
     words = shlex.split(command(run, run.metrics()))
     assert words[:2] == ["hdnn", "train"]

@@ -100,6 +100,11 @@ class Columns:
         one, zero = [1.0] * len(names), [0.0] * len(names)
         return cls(task, target, names, zero, one, classes, encoding=encoded), x, t
 
+    @property
+    def used(self) -> int:
+        """How many columns of a table the inputs are made of."""
+        return sum(encoding.width(one) > 0 for one in self.encoding) or len(self.names)
+
     def standardised(self, x: np.ndarray, t: np.ndarray) -> Self:
         """The same columns, with the means and spreads of these rows."""
         (mean, scale), (centre, spread) = _moments(x), _moments(t[:, None].astype(float))

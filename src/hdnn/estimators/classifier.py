@@ -23,7 +23,8 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
     """A deep Hamiltonian network for two or more classes.
 
     y_0 is the standardised table placed among zeros, y_N goes to a linear output layer. With the
-    default network `norm(dy_N/dy_j) >= 1` at any depth: gradients do not vanish.
+    default network `norm(dy_N/dy_j) >= 1` at any depth: from every layer on, some direction of the
+    gradient keeps at least its full size.
 
     Args:
         network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "ms1", "ms2", "ms3",

@@ -11,7 +11,7 @@ from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.errors import HDNNError
 
-NEEDED = ("data", "target", "network")  # what defaults may depend on
+NEEDED = ("data", "target", "network")  # what defaults may depend on: always said
 
 
 def command(run: Run, metrics: dict[str, Any]) -> str:
@@ -27,7 +27,7 @@ def command(run: Run, metrics: dict[str, Any]) -> str:
     if isinstance(processes, int) and processes > 1:
         words = ["torchrun", "--nproc-per-node", str(processes), "-m", *words]
     for name, value in given.items():
-        if name in NEEDED[:2] or value != usual.get(name):
+        if name in NEEDED or value != usual.get(name):
             words += _flags(f"--{name.replace('_', '-')}", value)
     words += ["--out", f"{run.folder}-again"]
     return shlex.join(words)

@@ -20,6 +20,7 @@ from hdnn.app.onpage.values import (
 )
 from hdnn.app.svg_charts import Chart, histogram, with_diagonal
 
+PARTS = {"train": "training", "validation": "held-out"}
 MOST = 60  # classes in the table, those with most rows
 DEEPEST = 45  # per cent of colour in a cell of the confusion matrix
 
@@ -31,9 +32,10 @@ class Predictions:
         self.given = entry(metrics, "evaluation")
         self.what = "image" if "train_images" in metrics else "row"
         self.target = text(metrics.get("target"))
-        self.tested = self.given.get("part") != "train"
-        part = "test " if self.tested else "training "
-        self.rows = counted(self.given.get("rows"), f"{part}{self.what}")
+        part = str(self.given.get("part"))
+        self.tested = part != "train"
+        word = PARTS.get(part, "test")
+        self.rows = counted(self.given.get("rows"), f"{word} {self.what}")
         self.classes = dicts(self.given, "by_class")
 
     def __bool__(self) -> bool:
@@ -49,7 +51,9 @@ class Predictions:
         if right is not None and 0 <= right <= 1 and rows is not None and rows > 0 and self.tested:
             low, high = interval(right, rows)
             others = f"Other {self.what}s of the same kind would give"
-            found.append(f"{others} {percent(low)} to {percent(high)} (95% interval).")
+            digits = 2 if high > 0.99 else 1
+            low, high = percent(low, digits), percent(high, digits)
+            found.append(f"{others} {low} to {high} (95% interval).")
         usual = entry(self.given, "usual")
         if number(usual.get("accuracy")) is not None:
             always = f"Always saying “{text(usual.get('class'))}”"

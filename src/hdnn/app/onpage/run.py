@@ -10,7 +10,7 @@ from hdnn.app import reproduced, results
 from hdnn.app.onpage.certificate import certificates
 from hdnn.app.onpage.command import command
 from hdnn.app.onpage.predictions import Predictions
-from hdnn.app.onpage.values import NONE, counted, number, score, text
+from hdnn.app.onpage.values import NONE, counted, listed, number, score, text
 from hdnn.app.reproduced import Picture
 from hdnn.app.runs import Run
 from hdnn.app.svg_curves import BLUE, GREEN, RED, Curve, Line, curve
@@ -67,13 +67,17 @@ class RunOnPage:
         """What it predicts, from what, in a sentence."""
         kind = self.metrics.get("task") or self.options.get("task")
         classes = number(self.predictions.given.get("classes"))
-        what = f"“{self.target}”" if self.target else "a class"
+        what = f"“{self.target}”, " if self.target else ""
         if classes:
-            what += f", one of {classes:g} classes ({self._classes()}),"
-        elif kind in ("classification", "regression"):
-            what += ", a class," if kind == "classification" else ", a number,"
-        inputs = number(self.metrics.get("inputs"))
-        source = f"{inputs:g} columns of {self.data}" if inputs else self.data
+            what += f"one of {classes:g} classes ({self._classes()}),"
+        else:
+            what += "a number," if kind == "regression" else "a class,"
+        columns, inputs = (number(self.metrics.get(name)) for name in ("columns", "inputs"))
+        source = self.data
+        if inputs:
+            source = f"{counted(columns or inputs, 'column')} of {self.data}"
+        if columns and inputs != columns:
+            source += f" ({inputs:g} inputs)"
         return f"Predicts {what} from {source}." if source else ""
 
     def _classes(self) -> str:
@@ -88,15 +92,24 @@ class RunOnPage:
             return ""
         train, test = (_count(self.metrics, part, self.what) for part in ("train", "test"))
         network = self.metrics.get("network", "")
-        rows = f"{train} training {self.what}s, {test} test {self.what}s"
-        return f"{network}; {rows}{self._trained()}"
+        rows = f"; {train} training {self.what}s, {test} test {self.what}s" if train else ""
+        return f"{network}{rows}{self._trained()}"
 
     def _trained(self) -> str:
         epochs, seconds = (self.metrics.get(name) for name in ("epochs", "training_seconds"))
         if number(epochs) is None:
             return ""
         took = "" if number(seconds) is None else f" in {text(seconds)} s"
-        return f"; trained for {counted(epochs, 'epoch')}{took}"
+        kept = number(self.metrics.get("kept_epoch"))
+        which = (
+            f", of which the model of epoch {kept:g} was kept" if kept not in (None, epochs) else ""
+        )
+        return f"; trained for {counted(epochs, 'epoch')}{took}{which}"
+
+    @property
+    def notes(self) -> list[str]:
+        """What became of the columns, if there is something to know."""
+        return [str(note) for note in listed(self.metrics, "notes")]
 
     # How good it is
 
@@ -106,15 +119,15 @@ class RunOnPage:
 
     @property
     def headline(self) -> tuple[str, str] | None:
-        """The score on the test rows, and what it is; otherwise the one on those trained on."""
-        for part in ("test", "train"):
+        """The score on the test rows, or without such rows on others, and what it is."""
+        for part, word in PARTS.items():
             found = score(self.metrics, part)
             if not found:
                 continue
             rows = _count(self.metrics, part, self.what)
-            where = (
-                f"{rows} {PARTS[part]} {self.what}s" if part == "test" else "the rows trained on"
-            )
+            where = " ".join(filter(None, (rows, word.replace(" ", "-"), f"{self.what}s")))
+            if part == "train":
+                where = f"the {self.what}s trained on"
             means = f"of {where} predicted right"
             if f"{part}_accuracy" not in self.metrics:
                 means = f"on {where} (1 is perfect, 0 is no better than the mean)"
@@ -152,10 +165,7 @@ class RunOnPage:
     @property
     def best_epoch(self) -> float | None:
         """Of the lowest held-out loss, if rows were held out."""
-        known = number(self.metrics.get("best_epoch"))
         losses = self._logged("validation_loss")
-        if known:
-            return known
         kept = [
             (loss, epoch)
             for epoch, loss in zip(self.epochs, losses, strict=False)

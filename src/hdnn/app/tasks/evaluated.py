@@ -19,8 +19,8 @@ PART = 4096  # rows that are predicted together
 def evaluated(
     model: Model, columns: Columns, parts: dict[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Any]:
-    """What there is to say of the "test" rows, or if there are none of those to "train" on."""
-    part = "test" if len(parts["test"][0]) else "train"
+    """What there is to say of the first part of the data that has rows; the last was trained on."""
+    part = next(name for name, (x, _) in parts.items() if len(x))
     x, t = parts[part]
     found = torch.cat([model(some) for some in x.split(PART)])
     if not columns.classes:
@@ -36,6 +36,6 @@ def evaluated(
         head.probabilities(found).double().numpy(),
         columns.classes,
         found=head.predict(found).numpy(),
-        usual=int(torch.bincount(parts["train"][1]).argmax()),
+        usual=int(torch.bincount([*parts.values()][-1][1]).argmax()),
     )
     return {"part": part, **told}

@@ -56,6 +56,14 @@ class Problem:
     t_validation: Tensor | None = None
 
     @property
+    def parts(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rows and targets of each part of the data, some of which may be empty."""
+        found = {"test": (self.x_test, self.t_test)}
+        if self.x_validation is not None and self.t_validation is not None:
+            found["validation"] = self.x_validation, self.t_validation
+        return {**found, "train": (self.x_train, self.t_train)}
+
+    @property
     def points(self) -> Tensor:
         """What a certificate is taken at: the rows to test with, if there are any."""
         return self.x_test if len(self.x_test) else self.x_train
@@ -207,6 +215,7 @@ class TableTask(OwnTask):
         return {
             "task": problem.columns.task,
             "target": problem.columns.target,
+            "columns": problem.columns.used,
             "inputs": len(problem.columns.names),
             "network": repr(self.model.net),
             "features": self.config.features,
@@ -215,12 +224,7 @@ class TableTask(OwnTask):
             "notes": problem.notes,
             **self._stopping(),
             **scores(self.model, problem),
-            "evaluation": evaluated(
-                self.model,
-                problem.columns,
-                {"train": (problem.x_train, problem.t_train)}
-                | {"test": (problem.x_test, problem.t_test)},
-            ),
+            "evaluation": evaluated(self.model, problem.columns, problem.parts),
             "certificate": certified.to_dict(),
         }
 
@@ -271,13 +275,8 @@ class TableTask(OwnTask):
 def scores(model: Model, problem: Problem) -> dict[str, float]:
     """Accuracy; or root mean square error, in units of the target, and R^2."""
     columns, found = problem.columns, {}
-    parts = {
-        "train": (problem.x_train, problem.t_train),
-        "validation": (problem.x_validation, problem.t_validation),
-        "test": (problem.x_test, problem.t_test),
-    }
-    for part, (x, t) in parts.items():
-        if x is None or t is None or not len(x):
+    for part, (x, t) in reversed(problem.parts.items()):
+        if not len(x):
             continue
         y = torch.cat([model.predict(some) for some in x.split(4096)])
         if columns.classes:
