@@ -30,7 +30,7 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "ms1", "ms2", "ms3",
             or "mlp".
         layers: N.
-        features: n, the width of the network; by default twice that of the table, within limits.
+        features: n, the width of the network; by default twice the number of inputs, within limits.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together; a step is T/N. Not for "mlp".
         epochs: passes over the data.
@@ -46,6 +46,10 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             their loss has not fallen by more than `tol` for `n_iter_no_change` epochs, and keep the
             best model. Their loss, not their score, because probabilities that are too sure show
             there first. `partial_fit` takes one epoch, and holds nothing out.
+        categorical: names or positions of columns whose numbers are categories; texts, and
+            categories of pandas, are so by themselves (see docs/tables.md).
+        missing: "fill" missing values by the median, with one more input that says where; or
+            "refuse" them.
         engine: how the layers run, never what they compute (see `hdnn.engine`).
         device: where to train, "cpu" or "cuda".
         random_state: seed of initial weights and order of samples; as in scikit-learn, None takes
