@@ -252,7 +252,11 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def _checked(self, X: Any, *, reset: bool, **options: Any) -> Any:
         """X as scikit-learn checks it, with y if it is among the options."""
-        return frames.checked(self, X, reset=reset, gaps=self.missing == "fill", **options)
+        return frames.checked(self, X, reset=reset, gaps=self._fills, **options)
+
+    @property
+    def _fills(self) -> bool:
+        return isinstance(self.missing, str) and self.missing == "fill"
 
     def _encoded(self, X: np.ndarray) -> np.ndarray:
         """The inputs of all samples; a warning says what is unlike those learned from."""
@@ -281,7 +285,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = self.missing == "fill"
+        tags.input_tags.allow_nan = self._fills
         tags.input_tags.categorical = True
         return tags
 
