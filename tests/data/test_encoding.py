@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdnn.data import encoding, rows, table
+from hdnn.data import cells, encoding, table
 from hdnn.data.encoding import encode, input_names, learn
 from hdnn.data.rows import Frame, Table
 from hdnn.data.table import Columns
@@ -55,11 +55,11 @@ def test_missing_values_are_filled_and_said_by_an_input():
     "gap", [None, math.nan, np.float32("nan"), Decimal("nan"), np.datetime64("NaT"), "", "N/A"]
 )
 def test_all_kinds_of_missing_values_are_seen(gap):
-    assert rows.is_missing(gap)
+    assert cells.is_missing(gap)
     pd = pytest.importorskip("pandas")
-    assert rows.is_missing(pd.NA)
-    assert rows.is_missing(pd.NaT)
-    assert not any(map(rows.is_missing, ["no", 0, False, [], {}, np.zeros(2), "0"]))
+    assert cells.is_missing(pd.NA)
+    assert cells.is_missing(pd.NaT)
+    assert not any(map(cells.is_missing, ["no", 0, False, [], {}, np.zeros(2), "0"]))
 
 
 @given(st.data())
@@ -154,7 +154,7 @@ def test_dates_are_refused_in_a_sentence(day):
 
 @pytest.mark.parametrize("word", ["20-29", "1.2.3", "May", "10-K", "3rd", "A1", "1st Jan", "12:x"])
 def test_other_texts_are_no_dates(word):
-    assert not rows.looks_like_date(word)
+    assert not cells.looks_like_date(word)
     assert learned(a=[word, "b", "b"])[0][0]["kind"] == "categories"
 
 
@@ -165,7 +165,7 @@ def test_numbers_that_are_not_written_plainly_are_no_categories(amount):
 
 
 @pytest.mark.parametrize(
-    ("cells", "words"),
+    ("given_cells", "words"),
     [
         (["1", "2", "n/a", "abc"], "line 5, column 'a': 'abc' is not a number; mend it, or leave"),
         (["1", "abc"], "--categorical a if it holds categories"),
@@ -177,11 +177,11 @@ def test_numbers_that_are_not_written_plainly_are_no_categories(amount):
         ([f"{i % 300}!" for i in range(9000)], "300 different texts in 9000 rows"),
     ],
 )
-def test_columns_that_are_neither_numbers_nor_categories_are_refused(cells, words):
+def test_columns_that_are_neither_numbers_nor_categories_are_refused(given_cells, words):
     with pytest.raises(DataError, match=words):
-        learned(a=cells)
+        learned(a=given_cells)
     if "different" in words:
-        read = of(a=cells)
+        read = of(a=given_cells)
         assert encoding.width(learn(read, ["a"], categorical=["a"])[0]) >= 10
 
 

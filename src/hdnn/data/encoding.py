@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 
 from hdnn.base.memory import check_memory
-from hdnn.data import rows as cells
+from hdnn.data.cells import Cells, looks_dressed, looks_like_date, remembered
 from hdnn.data.rows import Table, listed, short
 from hdnn.errors import DataError, choose
 
@@ -153,65 +153,64 @@ def _learn(
     missing: str,
 ) -> Encoded:
     """What a column is."""
-    column = table.column(name)
-    gaps = cells.find_gaps(column)
-    if missing == "refuse" and gaps.any():
-        raise table.gap(name, int(gaps.argmax()))
-    seen = rows[~gaps[rows]]
+    cells = table.cells(name)
+    if missing == "refuse" and cells.gaps.any():
+        raise table.gap(name, int(cells.gaps.argmax()))
+    seen = rows[~cells.gaps[rows]]
     where = "refused" if missing == "refuse" else "seen" if len(seen) < len(rows) else "none"
     found = Encoded(
         name=name, kind="nothing", gaps=where, fill=None, constant=False, values=[], numeric=False
     )
     if not len(seen):
         return found
-    is_array = isinstance(column, np.ndarray)
-    values: Any = column[seen] if is_array else [column[row] for row in seen]
-    if not named and (is_array or _is_number(table, name, values, seen)):
-        numbers = table.numbers(name, gaps)[seen]
+    if not named and _is_number(table, name, cells, seen):
+        numbers = table.numbers(name, gaps=True)[seen]
         found["kind"] = "number"
         found["fill"] = _median(numbers, None if weight is None else weight[seen])
         found["constant"] = bool((numbers == numbers[0]).all())
         return found
-    numeric = is_array or all(cells.number(v) is not None for v in values)
-    texts = {*map(cells.plain_number if numeric else cells.text, values)}
+    numeric = not (cells.other | cells.words)[seen].any()
+    every = cells.texts(numeric)
+    texts = {every[row] for row in seen.tolist()}
     if not named:
-        _check_categories(table, name, len(texts), len(seen), values[0])
+        _check_categories(table, name, len(texts), seen)
     found["values"], found["numeric"] = sorted(texts, key=float if numeric else str), numeric
     if len(texts) > 1 or where == "seen":
         found["kind"] = "categories"
     return found
 
 
-def _is_number(table: Table, name: str, values: list[Any], seen: np.ndarray) -> bool:
+def _is_number(table: Table, name: str, cells: Cells, seen: np.ndarray) -> bool:
     """Whether a column holds numbers, and not categories; an error if it is neither."""
-    if all(map(cells.is_boolean, values)):
+    if cells.words[seen].all() or not (cells.other | cells.words)[seen].any():
         return True
-    numeric = [cells.number(value) is not None for value in values]
-    if all(numeric):
-        return True
-    half, some = len(values) / 2, len(values) / 4
+    others = seen[(cells.other | cells.words)[seen]].tolist()
+    values = [cells.values[row] for row in others]
     drop, insist = table.without(name), table.insist(name)
+    half, some = len(seen) / 2, len(seen) / 4
+    numeric = len(seen) - len(others)
     for like, what, advice in (
-        (cells.looks_like_date, "a date or time", "turn it into numbers (such as days)"),
-        (cells.looks_dressed, "a number that is not written plainly", "write it like 1234.5"),
+        (looks_like_date, "a date or time", "turn it into numbers (such as days)"),
+        (looks_dressed, "a number that is not written plainly", "write it like 1234.5"),
     ):
-        row = next((i for i, value in enumerate(values) if like(value)), None)
-        if row is not None and sum(map(like, values)) > half and sum(numeric) < some:
+        alike = [*map(remembered(like), values)]
+        if sum(alike) > half and numeric < some:
+            row = others[alike.index(True)]
             raise DataError(
-                f"{table.place(name, int(seen[row]))}: {short(values[row])} is {what}, as most of "
-                f"the column; {advice}, {drop}, or {insist} if each is a category."
+                f"{table.place(name, row)}: {short(cells.values[row])} is {what}, as most of the "
+                f"column; {advice}, {drop}, or {insist} if each is a category."
             )
-    for row, value in enumerate(values):
-        if not numeric[row] and not isinstance(value, (str, bytes, bool, np.bool_)):
-            raise table.wrong(name, int(seen[row]), drop)
-    if sum(numeric) >= some:
-        advice = f"{drop}, or {insist} if it holds categories"
-        raise table.wrong(name, int(seen[numeric.index(False)]), advice)
+    for row, value in zip(others, values, strict=True):
+        if not isinstance(value, (str, bytes)):
+            raise table.wrong(name, row, drop)
+    if numeric >= some:
+        raise table.wrong(name, others[0], f"{drop}, or {insist} if it holds categories")
     return False
 
 
-def _check_categories(table: Table, name: str, count: int, rows: int, example: Any) -> None:
+def _check_categories(table: Table, name: str, count: int, seen: np.ndarray) -> None:
     """Refuse texts that hardly ever repeat: names, numbers of orders, remarks."""
+    rows, example = len(seen), table.column(name)[int(seen[0])]
     if count <= MOST and not count > max(FEW, rows / 2) and not 10 <= count == rows:
         return
     raise DataError(
@@ -236,8 +235,8 @@ def _median(numbers: np.ndarray, weight: np.ndarray | None) -> float:
 
 def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
     name, fill = column["name"], column["fill"]
-    gaps = cells.find_gaps(table.column(name))
-    x[:, 0] = table.numbers(name, gaps)
+    gaps = table.cells(name).gaps
+    x[:, 0] = table.numbers(name, gaps=True)
     if gaps.any() and (fill is None or column["gaps"] == "refused"):
         raise table.gap(name, int(gaps.argmax()))
     x[gaps, 0] = fill
@@ -255,13 +254,12 @@ def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> lis
 
 
 def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
-    name, values = column["name"], table.column(column["name"])
-    gaps = cells.find_gaps(values)
+    name, cells = column["name"], table.cells(column["name"])
+    gaps = cells.gaps
     if gaps.any() and column["gaps"] == "refused":
         raise table.gap(name, int(gaps.argmax()))
-    as_text: Callable[[Any], str] = cells.plain_number if column["numeric"] else cells.text
     position = {value: i for i, value in enumerate(column["values"])}
-    texts = [None if gap else as_text(v) for v, gap in zip(values, gaps, strict=True)]
+    texts = cells.texts(column["numeric"])
     found = np.array([-1 if t is None else position.get(t, -1) for t in texts])
     known = np.flatnonzero(found >= 0)
     x[known, found[known]] = 1.0

@@ -13,16 +13,17 @@ from typing import Any, Self
 import numpy as np
 
 from hdnn.data import encoding
+from hdnn.data.cells import BOOLEANS as BOOLEANS
+from hdnn.data.cells import MISSING as MISSING
+from hdnn.data.cells import WHOLE as WHOLE
+from hdnn.data.cells import number
 from hdnn.data.encoding import FEW as FEW
 from hdnn.data.encoding import GAPS as GAPS
 from hdnn.data.encoding import Encoded
 from hdnn.data.encoding import TableWarning as TableWarning
 from hdnn.data.remarks import remarks
-from hdnn.data.rows import BOOLEANS as BOOLEANS
-from hdnn.data.rows import MISSING as MISSING
-from hdnn.data.rows import WHOLE as WHOLE
 from hdnn.data.rows import Table as Table
-from hdnn.data.rows import number, short
+from hdnn.data.rows import short
 from hdnn.data.table_files import CSV as CSV
 from hdnn.data.table_files import LONGEST as LONGEST
 from hdnn.data.table_files import MOST_CELLS as MOST_CELLS
