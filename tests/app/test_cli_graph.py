@@ -45,6 +45,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launched, "cores", lambda: 64)
     write("ring8.toml", nodes=8, edges=TWO_STEPS, R=RING)
     write("tight.toml", nodes=8, edges=RING, R=RING)
     write("plain.toml", nodes=8, edges=RING)
@@ -439,7 +440,7 @@ def test_a_ring_is_started_and_its_traffic_summed_up(monkeypatch, capsys):
     assert config == json.loads(Config(graph=ring_table(8), layers=4).text())
     assert capsys.readouterr().out.splitlines() == [
         "network         h2 of 4 layers on swiss_roll",
-        "graph           8 nodes in 8 processes",
+        "graph           8 nodes in 8 processes on 64 cores",
         "trained         50 epochs in 12.3 s, restarts: 1",
         "train accuracy  99.00%",
         "test accuracy   98.00%",

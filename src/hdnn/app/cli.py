@@ -161,7 +161,11 @@ def _command(name: str) -> Any:
         about = {"help": module.HELP, "epilog": _examples(*module.EXAMPLES)}
         app = typer.Typer(name=name, **about, **plain, no_args_is_help=False)
         for function, examples in module.EXAMPLES_OF.items():
-            app.command(epilog=_examples(*examples))(_guarded(function))
+            command = _guarded(function)
+            if function in (configs := getattr(module, "CONFIGS_OF", {})):
+                fields = options.with_fields(function, configs[function])
+                command.__signature__ = fields  # pyright: ignore
+            app.command(epilog=_examples(*examples))(command)
         return typer.main.get_group(app)
     app = typer.Typer(**plain)
     command = _guarded(getattr(module, name))

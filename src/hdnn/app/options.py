@@ -5,6 +5,7 @@ Annotations are read when the program is built, so that commands can be imported
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +61,13 @@ def signature(*configs: type) -> Signature:
                     annotation=Annotated[kind, about],
                 )
     return Signature([*found.values()])
+
+
+def with_fields(function: Any, config: type) -> Signature:
+    """The signature of a command whose **options are the fields of a config."""
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    plain = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
+    return Signature([*plain, *signature(config).parameters.values()])
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

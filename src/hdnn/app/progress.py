@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ class TrainingBar:
             self.open(words)
         elif self.on:
             course = f"epoch {news['epoch']}/{self.epochs}"
+            if "seconds_left" in news and news["epoch"] < self.epochs:
+                course += f", {time_text(news['seconds_left'])} left"
             values = _values(news["loss"], news.get("accuracy"), course)
             self.show(news["epoch"], self.epochs, values)
 
@@ -103,12 +106,22 @@ class TrainingBar:
             progress.TextColumn(escape(self.title)),
             progress.BarColumn(bar_width=None),
             progress.TextColumn("{task.fields[values]}"),
-            progress.TimeRemainingColumn(),
+            *([] if self.epochs else [progress.TimeRemainingColumn()]),  # a graph tells it itself
             console=Console(stderr=True),
             transient=True,
         )
         self.task = self.progress.add_task("", total=steps, values="")
         self.progress.start()
+
+
+def time_text(seconds: float) -> str:
+    """A time in a few words, such as 40 s or 1 h 5 min."""
+    seconds = max(0, math.ceil(seconds))
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes = math.ceil(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{minutes} min" if not hours else f"{hours} h {rest} min" if rest else f"{hours} h"
 
 
 def _values(loss: float, accuracy: float | None, course: str) -> str:

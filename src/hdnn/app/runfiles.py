@@ -5,8 +5,6 @@ A file that was edited or damaged is refused in one sentence that names it, and 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
@@ -126,11 +124,6 @@ def read_columns(path: Path) -> Columns:
     return Columns.from_json(given, path)
 
 
-def fingerprint(columns: Columns) -> str:
-    """A digest by which a model recognises the columns that it was trained on."""
-    return hashlib.sha256(json.dumps(columns.to_json(), sort_keys=True).encode()).hexdigest()
-
-
 def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, known: Any) -> None:
     """Refuse columns that are not those of the model, if it has their fingerprint."""
     classes = len(columns.classes)
@@ -145,7 +138,7 @@ def check_columns(path: Path, columns: Columns, inputs: int, head: LinearHead, k
             f"columns and {classes} classes, but the model {inputs} inputs and "
             f"{head.outputs} outputs."
         )
-    if known is not None and known != fingerprint(columns):
+    if known is not None and known != columns.digest():
         raise CheckpointError(
             f"{path} is not the one that the model of this run was trained with: it was edited, or "
             "is of another run; put the old one back."

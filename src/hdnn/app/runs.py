@@ -154,6 +154,10 @@ class Run:
         nodes, sizes = config.graph.get("nodes"), config.graph.get("sizes", 1)
         content = json.dumps(config.graph, sort_keys=True).encode()
         found |= {**training_options(config), "nodes": nodes}
+        with suppress(HDNNError, OSError):  # a table that was shared out to the nodes
+            shared = read_json(Path(config.data) / "nodes.json")
+            if isinstance(shared, dict):
+                found |= {name: str(shared[name]) for name in ("data", "target") if name in shared}
         if isinstance(nodes, int):
             found["features"] = 2 * (sum(sizes) if isinstance(sizes, list) else sizes * nodes)
         return found | {"graph": hashlib.sha256(content).hexdigest()[:12]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import re
@@ -106,6 +108,13 @@ class Columns:
         """How many columns of a table the inputs are made of."""
         return sum(encoding.width(one) > 0 for one in self.encoding) or len(self.names)
 
+    @property
+    def sources(self) -> list[str]:
+        """For each input, the column that it is made of."""
+        if not self.encoding:
+            return self.names
+        return [one["name"] for one in self.encoding for _ in range(encoding.width(one))]
+
     def standardised(self, x: np.ndarray, t: np.ndarray) -> Self:
         """The same columns, with the means and spreads of these rows."""
         (mean, scale), (centre, spread) = _moments(x), _moments(t[:, None].astype(float))
@@ -154,6 +163,11 @@ class Columns:
         """All fields; without an encoding as earlier versions wrote it."""
         found = asdict(self)
         return found if self.encoding else {k: v for k, v in found.items() if k != "encoding"}
+
+    def digest(self) -> str:
+        """The same for equal columns only."""
+        content = json.dumps(self.to_json(), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @classmethod
     def from_json(cls, given: Any, path: Path) -> Self:

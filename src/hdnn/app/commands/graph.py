@@ -1,4 +1,4 @@
-"""`hdnn graph`: look at a graph, design its patterns, draw it."""
+"""`hdnn graph`: look at a graph, design its patterns, draw it, share out a table to its nodes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hdnn.app import graphs, progress, terminal
-from hdnn.app.options import argument, json_flag, option, overwrite_flag
+from hdnn.app.configs.common import plain_name
+from hdnn.app.configs.graph import TableData
+from hdnn.app.options import argument, given, json_flag, option, overwrite_flag
+from hdnn.app.tasks import split as node_files
 from hdnn.base.files import write_atomically
 from hdnn.distributed.graph.file import patterns_of, read_table, table_of, to_toml
 from hdnn.distributed.graph.graph import Graph
 from hdnn.errors import OptionError, choose
 from hdnn.plotting.graphs import graph_picture
 
-HELP = "Look at a graph, design its patterns, draw it. A graph is a TOML file: nodes, edges .."
+HELP = (
+    "Look at a graph, design its patterns, draw it, share out a table to its nodes. A graph is a "
+    "TOML file: nodes, edges .."
+)
 EXAMPLES = ("hdnn graph check ring8.toml", "hdnn graph draw ring8.toml")
 SHOWN = 10  # pairs of nodes that break the locality condition
 PICTURES = ("png", "svg", "pdf")
@@ -51,9 +57,9 @@ def design(
         table = read_table(file)
         # The patterns in the file are ignored: they are to be found anew.
         edges = {key: value for key, value in table.items() if key not in ("R", "T")}
-        given = patterns_of({**edges, "R": []} if "edges" in edges else table, file)
+        known = patterns_of({**edges, "R": []} if "edges" in edges else table, file)
         choose("keep", keep, graphs.KEEP)
-        found = graphs.design(given, keep)
+        found = graphs.design(known, keep)
         result = {"file": file, "keep": keep, **graphs.check(found)}
     text = "".join(f"# {line}\n" for line in _design_text(result).splitlines())
     text += to_toml(table_of(found))
@@ -66,6 +72,37 @@ def design(
         sys.stdout.write(text)
     else:
         print(f"{_design_text(result)}\n{path}")
+
+
+def split(
+    file: Annotated[str, _file()],
+    data: Annotated[str, option("FILE.csv or FILE.parquet with a header")],
+    out: Annotated[str | None, option("new folder (default: DATA-nodes)")] = None,
+    seed: Annotated[int, option("of the choice of rows to test with")] = 0,
+    overwrite: Annotated[bool, option("replace that folder's node files", "--overwrite")] = False,
+    as_json: Annotated[bool, json_flag()] = False,
+    **options: Any,
+) -> None:
+    """Make a file for each node of a table, with the columns that the graph gives to it."""
+    home = Path(out or f"{plain_name(data, 'data')}-nodes")
+    node_files.check_free(home, overwrite)
+    with progress.waiting("reading"):
+        table = read_table(file)
+        asked = {**given(options), "data": data, "seed": seed}
+        found = node_files.split(
+            patterns_of(table, file), asked, where=file, sized="sizes" in table
+        )
+        found.patterns.graph().tree()
+    terminal.say_notes([*found.notes])
+    node_files.clear(home)
+    found.write(home)
+    told = {**found.facts(), "out": str(home), "graph": str(home / "graph.toml")}
+    if as_json:
+        print(terminal.json_text(told))
+        return
+    rows = [(name, ", ".join(own) or "nothing") for name, own in told["inputs"].items()]
+    go_on = f"hdnn launch --graph {told['graph']} --data {home}"
+    terminal.print_text(terminal.rows_text([("node", "inputs"), *rows, ("next", go_on)]))
 
 
 def draw(
@@ -137,11 +174,13 @@ def _design_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+CONFIGS_OF: dict[Any, type] = {split: TableData}
 EXAMPLES_OF = {
     check: ("hdnn graph check ring8.toml", "hdnn graph check ring8.toml --json | jq .local"),
     design: (
         "hdnn graph design ring8.toml",
         "hdnn graph design ring8.toml --keep both --out designed.toml",
     ),
+    split: ("hdnn graph split plant.toml --data log.csv --target fault --out nodes",),
     draw: ("hdnn graph draw ring8.toml", "hdnn graph draw ring8.toml --out ring.svg"),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from hdnn.app import progress, results
 from hdnn.app.configs.flags import GraphTraining, LaunchFlags
+from hdnn.app.configs.graph import TableData
 from hdnn.app.options import given
 from hdnn.app.tasks import graph
 from hdnn.app.tasks.launched import LaunchedTask
@@ -15,9 +16,10 @@ from hdnn.distributed.training.run import Config
 EXAMPLES = (
     "hdnn launch --nodes 8 --data swiss_roll --layers 4",
     "hdnn launch --graph grid.toml --parts 4 --data double_circles",
+    "hdnn launch --graph plant.toml --data log.csv --target fault",
     "hdnn launch --resume --out runs/ring8-swiss_roll-h2-4-0",
 )
-CONFIGS = (Config, GraphTraining, LaunchFlags)
+CONFIGS = (Config, TableData, GraphTraining, LaunchFlags)
 
 
 def launch(**options: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, make_dataclass
+from typing import Any, get_type_hints
 
 from hdnn import activations
-from hdnn.app.configs.common import plain_name
+from hdnn.app.configs.common import plain_name, plain_text
+from hdnn.app.configs.table import TableConfig
 from hdnn.app.graphs import block_entries
+from hdnn.base.config import BaseConfig
 from hdnn.base.memory import check_memory
-from hdnn.data import planar
+from hdnn.data import planar, table
 from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_table, table_of
 from hdnn.distributed.graph.graph import Graph, from_edges, transposed, union
 from hdnn.distributed.training import run
@@ -22,6 +24,29 @@ MOST_TRAINED = 200_000  # nodes: each process walks over all of them before it b
 PADDED = 2 * 10**7  # entries of a product with K, if every node had as many links as the busiest
 FIELDS = tuple(field.name for field in fields(run.Config) if field.metadata)
 OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
+
+
+_TYPES = get_type_hints(TableConfig)
+# How a table becomes inputs, which is shared out to nodes: the options of `hdnn train` for it.
+TableData = make_dataclass(
+    "TableData",
+    [
+        (each.name, _TYPES[each.name], each)
+        for each in fields(TableConfig)
+        if each.name in ("target", "drop", "categorical", "missing", "task", "test_fraction")
+    ],
+    bases=(BaseConfig,),
+    kw_only=True,
+    frozen=True,
+)
+TABLE = tuple(each.name for each in fields(TableData))
+
+
+def is_table(data: str | None) -> bool:
+    """Whether data for a graph are a table rather than a planar set or a folder of node files."""
+    if data is None or data in planar.SETS or os.path.isdir(data):
+        return False
+    return table.is_file_name(data)
 
 
 def config_of_graph(table: dict[str, Any], given: dict[str, Any]) -> run.Config:
@@ -41,9 +66,10 @@ def training_options(config: run.Config) -> dict[str, Any]:
     return check_options(**known)
 
 
-def run_name(graph: str, config: run.Config) -> str:
-    """The name of the run's folder, such as ring8-swiss_roll-h2-4-0."""
-    names = (plain_name(place, "graph") for place in (graph, config.data))
+def run_name(graph: str, config: run.Config, target: str | None = None) -> str:
+    """The name of the run's folder: ring8-swiss_roll-h2-4-0, or plant-log-fault-h2-4-0."""
+    names = [plain_name(place, "graph") for place in (graph, config.data)]
+    names += [] if target is None else [plain_text(target, "target")]
     return "-".join([*names, config.network, str(config.layers), str(config.seed)])
 
 

@@ -7,7 +7,9 @@ the weights, and the root writes the folder: see `hdnn.distributed.training.run`
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,18 +22,21 @@ from hdnn.app.configs.flags import TIMEOUT, LaunchFlags
 from hdnn.app.configs.graph import (
     FIELDS,
     OPTIONS,
+    TABLE,
     checked_graph,
     config_of_graph,
+    is_table,
     run_name,
     table_for,
     training_options,
 )
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run, usable_folder, write_json
-from hdnn.app.tasks import nodes
+from hdnn.app.tasks import nodes, split
+from hdnn.app.tasks.split import Split
 from hdnn.app.tasks.task import Task, go_on, known_metrics
 from hdnn.base.config import types_of
-from hdnn.base.files import read_json
+from hdnn.base.files import read_json, write_atomically
 from hdnn.base.search import components
 from hdnn.base.threads import one_thread
 from hdnn.data import planar
@@ -64,6 +69,7 @@ class GraphTask(Task):
         self.save_every: int | None = options.get("save_every")
         self.plan = Plan(graph, partition(graph, positive_int("parts", self.parts())))
         self.metrics: dict[str, Any] = {}
+        self.split: Split | None = None  # a table that is to be shared out
 
     def parts(self) -> int:
         """How many processes share the nodes."""
@@ -79,7 +85,9 @@ class GraphTask(Task):
 
     def load(self, processes: Processes, bar: TrainingBar) -> None:
         """Look at the data, which the owners of the nodes will read, and at the graph."""
-        if parts_here() == 1 and self.config.data not in planar.SETS:
+        if self.split is not None:
+            terminal.say_notes([*self.split.notes])
+        elif parts_here() == 1 and self.config.data not in planar.SETS:
             _check_folder(Path(self.config.data), self.graph)
         if torchrun.is_first():
             _warn(self.graph)
@@ -94,6 +102,9 @@ class GraphTask(Task):
         stack.enter_context(locked(run.folder))
         if self.overwrite:
             replaced.clear(run)
+        if self.split is not None:
+            self.split.write(run.folder / "data")
+            write_atomically(run.folder / "config.json", self.config.text().encode())
 
     def certify(self) -> None:
         """`write` does so, where the root has brought all weights together."""
@@ -142,7 +153,7 @@ class PartTask(GraphTask):
             self.metrics = worker.work(
                 self.config,
                 out=run.folder,
-                resume=self.resume,
+                resume=self.resume or self.split is not None,  # which has written the config
                 timeout=self.timeout,
                 save_every=self.save_every,
                 tell=bar.tell,
@@ -154,7 +165,7 @@ class PartTask(GraphTask):
 
 def asked(kind: type[SomeTask], given: dict[str, Any]) -> tuple[SomeTask, Run]:
     """The training on a graph that the options of a command ask for, and its folder."""
-    known = (*FIELDS, *OPTIONS)
+    known = (*FIELDS, *OPTIONS, *(TABLE if is_table(given.get("data")) else ()))
     replaced.check_options(given.get("overwrite"), given.get("resume"))
     for name in given:
         if name not in known and name not in types_of(LaunchFlags):
@@ -166,15 +177,22 @@ def asked(kind: type[SomeTask], given: dict[str, Any]) -> tuple[SomeTask, Run]:
         raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout}.")
     if save_every < 1:
         raise OptionError(f"save-every must be a whole number >= 1, but got {save_every}.")
-    config, run = _config_and_run(given, {k: v for k, v in given.items() if k in known})
+    config, run, split = _config_and_run(given, {k: v for k, v in given.items() if k in known})
     if "overwrite" in given and parts_here() == 1:  # else the root does so
         replaced.check(run)
     source = given.get("graph") or ("the ring" if "nodes" in given else str(run.config_file))
-    return kind(config, checked_graph(config, source), given), run
+    task = kind(config, checked_graph(config, source), given)
+    task.split = split
+    return task, run
 
 
-def _config_and_run(given: dict[str, Any], options: dict[str, Any]) -> tuple[Config, Run]:
-    """The config of a new training, or of the one to resume if it is the same, and its folder."""
+def _config_and_run(
+    given: dict[str, Any], options: dict[str, Any]
+) -> tuple[Config, Run, Split | None]:
+    """The config of a new training, or of the one to resume if it is the same, and its folder.
+
+    And the table that is to be shared out, if the data are one.
+    """
     graph, nodes, out = (given.get(name) for name in ("graph", "nodes", "out"))
     run = None if out is None else Run(out)
     table = {} if graph is None and nodes is None else {"graph": table_for(graph, nodes)}
@@ -183,15 +201,38 @@ def _config_and_run(given: dict[str, Any], options: dict[str, Any]) -> tuple[Con
     config = None
     if table:
         config = config_of_graph(table["graph"], options)
-        run = run or Run(Path("runs") / run_name(graph or f"ring{nodes}", config))
+        name = run_name(graph or f"ring{nodes}", config, options.get("target"))
+        run = run or Run(Path("runs") / name)
     assert run is not None
+    of_table, shared = is_table(options.get("data")), None
     if "resume" in given and run.exists:
         if run.kind != Config.kind:
             raise CheckpointError(f"{run.folder} holds a run, but no training on a graph.")
+        if of_table:
+            split.check_same(run, options)
+            options = {k: v for k, v in options.items() if k not in ("data", *TABLE)}
+            table = _as_sized(table, run)
         config = run.resumed({**table, **options})
+    elif of_table and config is not None:
+        if parts_here() > 1:
+            raise OptionError(
+                "several processes need a file for each node: make them by hdnn graph split."
+            )
+        shared = split.for_run(run, graph, table["graph"], options)
+        sizes = list(shared.patterns.sizes)
+        home = os.path.abspath(run.folder / "data")
+        config = replace(config, data=home, graph={**table["graph"], "sizes": sizes})
     if not isinstance(config, Config):
         raise CheckpointError(f"{run.folder} holds no training on a graph to resume.")
-    return config, run
+    return config, run, shared
+
+
+def _as_sized(table: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The same graph, with the sizes that its nodes got from their columns in a run."""
+    known = run.config()
+    if not table or not isinstance(known, Config) or "sizes" not in known.graph:
+        return table
+    return {"graph": {**table["graph"], "sizes": known.graph["sizes"]}}
 
 
 def _certified(run: Run) -> dict[str, Any]:
@@ -224,16 +265,21 @@ def _check_folder(home: Path, graph: Graph) -> None:
         known = ", ".join(planar.SETS)
         raise DataError(f"{home} is neither one of {known} nor a folder of node files.")
     classes = read_json(home / "classes.json")
-    if not isinstance(classes, int) or isinstance(classes, bool) or not 2 <= classes <= 10**6:
-        raise DataError(f"{home / 'classes.json'} must hold the number of classes, such as 2.")
+    if type(classes) is not int or not (classes == 0 or 2 <= classes <= 10**6):
+        raise DataError(
+            f"{home / 'classes.json'} must hold the number of classes, such as 2, or 0 for values."
+        )
     for part in ("train", "test"):
         if part == "test" and not (home / part).is_dir():
             continue
         _, labels = read(home / part / LABELS)
         t = labels.get("t")
-        if t is None or t.ndim != 1 or not len(t) or t.is_floating_point() or t.is_complex():
+        if classes == 0:
+            if t is None or not t.is_floating_point() or t.numel() != len(t) or not len(t):
+                raise DataError(f"{home / part / LABELS} must hold numbers t, one a sample.")
+        elif t is None or t.ndim != 1 or not len(t) or t.is_floating_point() or t.is_complex():
             raise DataError(f"{home / part / LABELS} must hold whole numbers t, one a sample.")
-        if int(t.min()) < 0 or int(t.max()) >= classes:
+        if classes and (int(t.min()) < 0 or int(t.max()) >= classes):
             raise DataError(
                 f"labels must lie in 0 .. {classes - 1}, but {home / part / LABELS} has "
                 f"{int(t.min())} .. {int(t.max())}."
@@ -259,10 +305,12 @@ def _shape(file: Path) -> list[int]:
 
 def _text(result: dict[str, Any]) -> str:
     """The metrics and the traffic, as small tables for people."""
-    parts, nodes = result["parts"], result["nodes"]
+    parts, nodes, data = result["parts"], result["nodes"], result.get("table") or result["data"]
     by, epochs = f"{parts} process{'es' * (parts != 1)}", result.get("epochs", 0)
+    if (cores := result.get("cores")) is not None:
+        by += f" on {cores} core{'s' * (cores != 1)}"
     rows = [
-        ("network", f"{result['network']} of {result['layers']} layers on {result['data']}"),
+        ("network", f"{result['network']} of {result['layers']} layers on {data}"),
         ("graph", f"{nodes} node{'s' * (nodes != 1)} in {by}"),
         ("trained", f"{epochs} epoch{'s' * (epochs != 1)} in {result['seconds']:.1f} s"),
     ]

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from hdnn.app import terminal
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
 from hdnn.app.tasks.graph import GraphTask
 from hdnn.app.tasks.task import go_on, interrupted
 from hdnn.app.terminal import StoppedError
+from hdnn.base.cores import cores
 from hdnn.distributed.launch import Ended, launch
 from hdnn.distributed.training.run import name_of
 from hdnn.errors import OptionError
@@ -42,9 +44,25 @@ class LaunchedTask(GraphTask):
         if parts is None and nodes > PROCESSES:
             raise OptionError(
                 f"a process for each of {nodes} nodes may be more than this machine can hold; say "
-                "how many with --parts."
+                f"how many with --parts, such as --parts {self._fitting()} for its "
+                f"{_counted(cores(), 'core')}."
             )
         return nodes if parts is None else parts
+
+    def _fitting(self) -> int:
+        """How many parts keep all cores busy, and none of them waiting for its turn."""
+        return max(1, min(cores() // self.options.get("replicas", 1), self.graph.nodes))
+
+    def proposal(self) -> str:
+        """What would be quicker, if more processes than cores were not asked for."""
+        count = self.options.get("replicas", 1) * self.plan.parts
+        fitting = self._fitting()
+        if count <= cores() or "parts" in self.options or fitting == self.plan.parts:
+            return ""
+        return (
+            f"note: {count} processes, one for each node, share {_counted(cores(), 'core')} and "
+            f"will wait for each other; --parts {fitting} gives the same results sooner."
+        )
 
     def claim(self, run: Run, stack: ExitStack) -> None:
         meeting.check_loopback()  # before there is a folder
@@ -54,6 +72,8 @@ class LaunchedTask(GraphTask):
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
     ) -> None:
         how = go_on(run, "launch")
+        if bar.wanted and (proposal := self.proposal()):
+            terminal.say(proposal)
         try:
             ended = self._start(run, bar)
         except KeyboardInterrupt as error:
@@ -66,7 +86,7 @@ class LaunchedTask(GraphTask):
         if ended.code:
             raise StoppedError(f"the training stopped: {told}; {how}", 1)
         metrics = json.loads(ended.output.strip().splitlines()[-1])
-        self.metrics = {**metrics, "restarts": ended.restarts}
+        self.metrics = {**metrics, "restarts": ended.restarts, "cores": cores()}
 
     def _start(self, run: Run, bar: TrainingBar) -> Ended:
         """Start all processes, and wait for their end."""
@@ -80,7 +100,7 @@ class LaunchedTask(GraphTask):
             command += ["--out", os.path.abspath(run.folder), "--timeout", str(self.timeout)]
             if self.save_every is not None:
                 command += ["--save-every", str(self.save_every)]
-            bar.open(f"starting {count} process{'es' * (count != 1)}")
+            bar.open(f"starting {_counted(count, 'process')} on {_counted(cores(), 'core')}")
             return launch(
                 count,
                 command,
@@ -90,6 +110,11 @@ class LaunchedTask(GraphTask):
                 show=bar.tell,
                 environment={"HDNN_REPLICAS": str(replicas), "HDNN_TRANSPORT": "gloo"},
             )
+
+
+def _counted(count: int, what: str) -> str:
+    many = "es" if what.endswith("s") else "s"
+    return f"{count} {what}{many if count != 1 else ''}"
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def answer(run: Run, model: object, data: str, proba: bool) -> Answer:
     true = None
     if (home / sources.LABELS).is_file():
         true = read(home / sources.LABELS)[1].get("t")
-        true = None if true is None or len(true) != len(y) else true.numpy()
+        true = None if true is None or len(true) != len(y) else true.reshape(-1).numpy()
     columns = run.columns() if run.columns_file.exists() else None
     target = "class" if columns is None else columns.target
     if not isinstance(net.head, (SigmoidHead, SoftmaxHead)):
@@ -64,6 +64,8 @@ def answer(run: Run, model: object, data: str, proba: bool) -> Answer:
 def certify(run: Run, model: object, data: str | None, *, samples: int) -> Certificate:
     """The certificate of a run on a graph at its own samples, or at those that are named."""
     own = run.config().data
+    if own not in planar.SETS and not Path(own).is_dir() and (run.folder / "data").is_dir():
+        own = str(run.folder / "data")  # the folder was moved
     if data is None and own in planar.SETS:
         points = planar.load(own, seed=run.config().seed).x_test
         model, _ = table.load_columns(run, model)

@@ -208,7 +208,7 @@ class TableTask(OwnTask):
         return analysis.certify(self.model, self.problem.points, points=where)
 
     def note(self) -> dict[str, Any]:
-        return {"columns": runfiles.fingerprint(self.columns or self.problem.columns)}
+        return {"columns": (self.columns or self.problem.columns).digest()}
 
     def measured(self, certified: Certificate) -> dict[str, Any]:
         problem = self.problem

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from hdnn import serialization
 from hdnn._version import __version__
-from hdnn.analysis import evaluation
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.files import as_path, finite, write_atomically
 from hdnn.data import planar
@@ -30,14 +30,15 @@ from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import SHEARS, GraphNetwork
 from hdnn.distributed.training import sources
 from hdnn.distributed.training.log import EpochLog
+from hdnn.distributed.training.scores import scored
 from hdnn.distributed.training.shards import make_folder
+from hdnn.distributed.training.sources import Inputs
 from hdnn.distributed.training.training import Training
 from hdnn.distributed.transport import Local, Transport
 from hdnn.errors import CheckpointError, DataError, OptionError
-from hdnn.heads import Augment, SigmoidHead, SoftmaxHead
+from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet
-from hdnn.serialization import save
 from hdnn.sparsity import Sparsity
 
 DENSE = 1024  # features, up to which one network of all nodes is made as well
@@ -70,7 +71,8 @@ class Config(BaseConfig):
     graph: dict[str, Any]  # as in a graph file
     data: str = _data(
         "swiss_roll",
-        "swiss_roll (default), double_moons, double_circles, or a folder of node files",
+        "swiss_roll (default), double_moons, double_circles, a folder of node files, or FILE.csv "
+        "or FILE.parquet if the graph has columns",
     )
     network: str = _network("h2", "h1, h2 (default), verlet or yoshida4", choices=NETWORKS)
     layers: int = _network(4, "their number N (default: 4)")
@@ -159,6 +161,7 @@ def train(
     owner = partition(graph, transport.parts) if owner is None else owner
     net = build(config, graph, owner, transport)
     train_set, test_set, classes = _samples(config, net)
+    table = None if config.data in planar.SETS else sources.inputs_of(config.data)
     facts = {
         "data": config.data if config.data in planar.SETS else "folder",
         "order": [train_set.order, "" if test_set is None else test_set.order],
@@ -166,7 +169,9 @@ def train(
         "init": [config.init, config.gain],
     }
     generator = torch.Generator().manual_seed(config.seed + 1)
-    if classes == 2:
+    if classes == 0:
+        head = RegressionHead(net.features, 1, generator=generator, dtype=net.dtype)
+    elif classes == 2:
         head = SigmoidHead(net.features, generator=generator, dtype=net.dtype)
     else:
         head = SoftmaxHead(net.features, classes, generator=generator, dtype=net.dtype)
@@ -206,6 +211,9 @@ def train(
         "replicas": replicas.count,
         "seed": config.seed,
     }
+    if table is not None:
+        about = {"task": table.columns.task, "target": table.columns.target, "table": table.source}
+        metrics |= {**about, "inputs": len(table.placement)}
     if graph.names:
         metrics["names"] = list(graph.names)
     if progress.loss:
@@ -215,10 +223,7 @@ def train(
             state, _ = net.forward(net.split(samples.x), keep=False)
             scores = training.head.scores(net.join(state))
             if samples.t is not None:
-                found = head.predict(scores)
-                metrics[f"{part}_accuracy"] = (found == samples.t).double().mean().item()
-                told = _evaluated(head, scores, samples.t, classes)
-                metrics["evaluation"] = {"part": part, **told}
+                metrics |= scored(part, head, scores, samples.t, table and table.columns)
     traffic = training.traffic()
     whole = training.assemble(dense(config, graph, net) if net.features <= DENSE else None)
     metrics["seconds"] = round(time.perf_counter() - start, 2)
@@ -231,7 +236,12 @@ def train(
             metrics["parameters"] = sum(
                 p.numel() for p in (*whole.parameters(), *head.parameters())
             )
-            save(_model(config, whole, head, net), home / "model.safetensors")
+            if table is not None:
+                columns = json.dumps(table.columns.to_json(), indent=2)
+                write_atomically(home / "columns.json", f"{columns}\n".encode())
+            note = None if table is None else {"columns": table.columns.digest()}
+            model = _model(config, whole, head, net, table)
+            serialization.write(model, home / "model.safetensors", note)
         write_atomically(home / "metrics.json", json.dumps(finite(metrics), indent=1).encode())
     return metrics
 
@@ -241,22 +251,20 @@ def _told(
 ) -> None:
     """What the root does after an epoch: write it to the log, and tell it."""
     if log is not None:
-        log.write({k: v for k, v in news.items() if k != "step"})
+        log.write({k: v for k, v in news.items() if k not in ("step", "seconds_left")})
     if tell is not None:
         tell(news)
 
 
-def _evaluated(head: Any, scores: torch.Tensor, t: torch.Tensor, classes: int) -> dict[str, Any]:
-    """How good the predictions are, in detail."""
-    chances, found = head.probabilities(scores).detach().double(), head.predict(scores)
-    names = [str(k) for k in range(classes)]
-    return evaluation.of_classes(t.numpy(), chances.numpy(), names, found=found.numpy())
-
-
-def _model(config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork) -> Model:
+def _model(
+    config: Config, whole: HamiltonianNet, head: Any, net: GraphNetwork, table: Inputs | None
+) -> Model:
+    """One model of all nodes, whose inputs are points or columns where they are known."""
     augment = None
     if config.data in planar.SETS:
         augment = Augment(2, net.features, placement=sources.entry_points(net))
+    elif table is not None:
+        augment = Augment(len(table.placement), net.features, placement=table.placement)
     return Model(augment, whole, head)
 
 
@@ -298,7 +306,12 @@ def _samples(
     try:
         classes = int(json.loads(about.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{about} must hold the number of classes, such as 2.") from error
+        raise DataError(
+            f"{about} must hold the number of classes, such as 2, or 0 for values."
+        ) from error
+    for samples in (train_set, test_set):
+        if classes == 0 and samples is not None and samples.t is not None:
+            samples.t = samples.t.to(net.dtype).reshape(-1, 1)
     return train_set, test_set, classes
 
 

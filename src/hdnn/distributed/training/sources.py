@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hdnn.base.files import as_path
+from hdnn.base.config import fits
+from hdnn.base.files import as_path, read_json
 from hdnn.data import planar
+from hdnn.data.table import Columns
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.errors import DataError
@@ -18,6 +21,7 @@ from hdnn.serialization import read
 from hdnn.training import identity
 
 LABELS = "labels.safetensors"
+NODES = "nodes.json"  # of a table that was shared out: where each input of it enters
 
 
 @dataclass
@@ -95,6 +99,27 @@ def of_folder(net: GraphNetwork, folder: str | Path, part: str = "train") -> Sam
 def _order(numbers: Tensor) -> str:
     """The same for the same whole numbers only."""
     return identity.digest([numbers.reshape(-1).long()])
+
+
+class Inputs(NamedTuple):
+    """How rows of a table become y_0, of a folder that was made of a table."""
+
+    columns: Columns
+    placement: list[int]  # for each input, its place among the features of all nodes
+    source: str  # the file of the table
+
+
+def inputs_of(folder: str | Path) -> Inputs | None:
+    """What a folder of node files knows of the table that it was made of, if of one."""
+    home = as_path(folder)
+    if not (home / NODES).is_file():
+        return None
+    found, columns = read_json(home / NODES), home / "columns.json"
+    known = Columns.from_json(read_json(columns), columns)
+    placement: list[int] = found.get("placement", []) if isinstance(found, dict) else []
+    if not fits(placement, list[int]) or len(placement) != len(known.names):
+        raise DataError(f"{home / NODES} and {columns} do not fit together; split the table again.")
+    return Inputs(known, placement, str(found.get("data", folder)))
 
 
 def entry_points(net: GraphNetwork) -> list[int]:

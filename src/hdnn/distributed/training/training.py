@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -157,6 +158,7 @@ class Training:
         self.shards.prepare()
         self._resume(resume)
         begun = self.step // self.batches
+        self.begun = self.step, time.monotonic()
         for epoch in range(self.options["epochs"]):
             order = torch.randperm(self.samples, generator=self.generator)
             if epoch < begun:
@@ -262,7 +264,10 @@ class Training:
         self.sums = [0.0, 0.0]
         if self.tell is not None:
             last = {name: values[-1] for name, values in asdict(self.progress).items() if values}
-            self.tell({"epoch": len(self.progress.loss), "step": self.step, **last})
+            (step, start), now = self.begun, time.monotonic()
+            left = (now - start) / (self.step - step) * (self.steps - self.step)
+            news = {"epoch": len(self.progress.loss), "step": self.step, "seconds_left": left}
+            self.tell({**news, **last})
 
     def _refit(self) -> None:
         """Fit the output layer to all data, and give each node its block."""
