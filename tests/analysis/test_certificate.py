@@ -548,8 +548,15 @@ def test_networks_as_they_are_made_are_not_linear(kind):
     assert analysis.certify(make(kind, init="paper"), Random(0)(20, 4)).linear is False
 
 
-def test_of_few_points_or_such_that_could_not_be_computed_nothing_is_concluded():
-    assert analysis.certify(make("H2"), Random(0)(1, 4).expand(50, 4)).linear is None
+def test_few_points_do_not_make_a_network_linear():
+    one = Random(0)(1, 4).expand(50, 4)
+    assert analysis.certify(make("H2"), one).linear is False
+    assert analysis.certify(make("H2", activation="identity"), one).linear
+    assert analysis.certify(tiny(make("H2", 4, 3, init="paper"), 1e8), one).linear is False
+    assert analysis.certify(tiny(make("H2", init="paper"), 1e-4), one).idle
+
+
+def test_of_points_that_could_not_be_computed_nothing_is_concluded():
     assert analysis.certify(runaway(), Random(0)(50, 4)).linear is None
 
 

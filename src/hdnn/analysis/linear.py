@@ -18,30 +18,33 @@ from hdnn.networks.promise import own_methods
 
 SMALL = 1e-4  # relative to how much the outputs vary
 IDLE = 1e-2  # relative: layers of a linear network that change less pass their input on
-FEWEST = 10  # samples, all different, from which linearity is concluded
+FEWEST = 10  # samples, all different, from which linearity is concluded; if there are fewer,
+MORE = 50  # random ones take their place
 
 
 @torch.no_grad()
 def linearity(model: Model | Network, seen: MeasuredNetwork) -> tuple[bool | None, bool | None]:
     """Whether the network is linear, and whether its layers just pass their input on.
 
-    None where that is not known: states are not finite, or there are too few samples.
+    None where that is not known, because states are not finite.
     """
     net = model.net if isinstance(model, Model) else model
     if own_methods(net) or own_methods(model):
         return None, None
+    if seen.states is None or seen.whole is None:
+        return None, None
     if _without_weights(net):
         return True, True
-    states, Phi = seen.states, seen.whole
-    if states is None or Phi is None or not bool(Phi.isfinite().all()):
-        return None, None
-    if len(states[0].unique(dim=0)) < FEWEST:
-        return None, None
-    eye = torch.eye(net.features, dtype=Phi.dtype)
+    eye = torch.eye(net.features, dtype=seen.states.dtype)
     W = model.head.weight if isinstance(model, Model) else eye
     inputs = torch.arange(net.features)
     if isinstance(model, Model) and model.augment is not None:
         inputs = model.augment.positions
+    if len(seen.states[0].unique(dim=0)) < FEWEST:
+        seen = _at_random(net, inputs)
+    states, Phi = seen.states, seen.whole
+    if states is None or Phi is None or not bool(Phi.isfinite().all()):
+        return None, None
     x, outputs = states[0][:, inputs], states[-1] @ W.mT
     slopes = W @ Phi.mT[..., inputs]  # Phi is in denominator layout, the transposed Jacobian
     slope = slopes.mean(0)
@@ -49,6 +52,13 @@ def linearity(model: Model | Network, seen: MeasuredNetwork) -> tuple[bool | Non
     linear = _is_small(slopes - slope, slope) and _is_small(_centred(rest), _centred(outputs))
     same = _is_small(Phi - eye, eye, IDLE) and _is_small(slope - W[:, inputs], slope, IDLE)
     return linear, linear and same
+
+
+def _at_random(net: Network, inputs: Tensor) -> MeasuredNetwork:
+    """The network at random points: through a few points, every map is linear."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(MORE, len(inputs), generator=generator, dtype=torch.float64)
+    return MeasuredNetwork(net, x.new_zeros(MORE, net.features).index_copy(1, inputs, x))
 
 
 def passes_on(y_0: Tensor, y_N: Tensor, norms: Tensor) -> bool:

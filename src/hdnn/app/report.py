@@ -22,7 +22,7 @@ from hdnn.errors import require
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 TESTED = ("test_accuracy", "test_r2", "test_rmse")  # the first that there is compares runs
-NAMED = {"test_accuracy": "test accuracy", "test_r2": "test R²", "test_rmse": "test rmse"}
+NAMED = {"test_accuracy": "test accuracy", "test_r2": "test R²", "test_rmse": "test RMSE"}
 # Options that say what a run is, which come first; and those that are no column of their own,
 # because they say nothing of the result or follow from the target.
 FIRST = ("data", "target", "network", "layers")
@@ -174,7 +174,7 @@ def _measure(runs: list[RunOnPage]) -> str:
 
 
 def _is_words(cell: str) -> bool:
-    return re.match(r"[A-Za-z]", cell) is not None and not cell.startswith(("R²", "rmse"))
+    return re.match(r"[A-Za-z]", cell) is not None and not cell.startswith(("R²", "RMSE"))
 
 
 def _words(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -38,11 +39,12 @@ def _usual(run: Run, asked: dict[str, Any], metrics: dict[str, Any]) -> dict[str
     rows = metrics.get("train_rows")
     try:
         config = config_of(asked)
-        if isinstance(config, TableConfig):
-            config = config.resolved(run.columns(), rows if isinstance(rows, int) else 1)
-        return vars(config)
     except HDNNError:
         return {}
+    if isinstance(config, TableConfig):
+        with suppress(HDNNError, OSError):  # without columns, blanks stay
+            config = config.resolved(run.columns(), rows if isinstance(rows, int) else 1)
+    return vars(config)
 
 
 def _flags(flag: str, value: Any) -> list[str]:

@@ -22,6 +22,7 @@ from hdnn.app.svg_charts import Chart, histogram, with_diagonal
 
 PARTS = {"train": "training", "validation": "held-out"}
 MOST = 60  # classes in the table, those with most rows
+SHORT = 20  # letters of a name that fits beside an axis
 DEEPEST = 45  # per cent of colour in a cell of the confusion matrix
 
 
@@ -173,7 +174,7 @@ class Predictions:
             if len(values) == 2 and values[0] is not None and values[1] is not None:
                 points.append((values[0], values[1]))
         title = f"predicted against true values of {self.target} for {len(points)} {self.what}s"
-        name = self.target or "target"
+        name = self.target if 0 < len(self.target) <= SHORT else "value"
         return with_diagonal(points, (f"true {name}", f"predicted {name}"), title)
 
     @property
@@ -190,7 +191,7 @@ class Predictions:
             [found for value in listed(given, name) if (found := number(value)) is not None]
             for name in ("edges", "counts")
         )
-        labels = (f"true minus predicted {self.target or 'target'}", f"{self.what}s")
+        labels = ("true minus predicted value", f"{self.what}s")
         return histogram(edges, counts, labels, f"histogram of errors: {self.spread_text}")
 
     @property

@@ -67,7 +67,7 @@ def counted(count: Any, what: str, several: str = "") -> str:
 
 def score(metrics: dict[str, Any], part: str) -> str:
     """The score that compares runs, on one part of the data."""
-    for name, word in (("accuracy", ""), ("r2", "R² "), ("rmse", "rmse ")):
+    for name, word in (("accuracy", ""), ("r2", "R² "), ("rmse", "RMSE ")):
         value = metrics.get(f"{part}_{name}")
         if value is not None:
             return word + results.measure_text(name, value)
