@@ -296,7 +296,17 @@ def test_a_confusion_matrix_has_a_frame_around_what_is_right(make):
     right = [attrs for tag, attrs in page.tags if tag == "td" and attrs.get("class") == "right"]
     assert len(right) == 3
     shown = RunOnPage(make("again", metrics={"evaluation": given})).predictions.confusion
-    assert [[int(count) for count, _, _ in row] for row in shown[1]] == given["confusion"]
+    assert [[int(count) for count, _, _ in row] for _, row in shown.rows] == given["confusion"]
+    assert shown.columns == ["a", "b", "c"]
+
+
+def test_classes_with_long_names_are_numbered(make):
+    names = [f"a rather long name of the class {k}" for k in "abc"]
+    run = make("run", metrics={"evaluation": of_classes(classes=names)})
+    shown = RunOnPage(run).predictions.confusion
+    assert shown.columns == ["1", "2", "3"]
+    assert shown.rows[1][0] == f"2 {names[1]}"
+    assert "one of 3 classes (a rather long name of the class a," in words_of(run)
 
 
 def test_many_classes_have_a_list_of_mistakes(make):

@@ -23,6 +23,7 @@ from hdnn.app.svg_charts import Chart, histogram, with_diagonal
 PARTS = {"train": "training", "validation": "held-out"}
 MOST = 60  # classes in the table, those with most rows
 SHORT = 20  # letters of a name that fits beside an axis
+FEW, LETTERS = 10, 60  # classes, and letters of their names, that fit above a table
 DEEPEST = 45  # per cent of colour in a cell of the confusion matrix
 
 
@@ -116,20 +117,14 @@ class Predictions:
         return max(0, int(number(self.given.get("classes")) or 0) - len(self.by_class))
 
     @property
-    def confusion(self) -> tuple[list[str], list[list[tuple[str, int, bool]]]] | None:
-        """Names, and rows of cells: the count, its colour in per cent, and whether it is right."""
+    def confusion(self) -> Confusion | None:
+        """Which classes are taken for which, if there are not too many of them."""
         names = [text(one.get("class")) for one in self.classes]
         table = listed(self.given, "confusion")
         counts = [[number(cell) for cell in row] if isinstance(row, list) else [] for row in table]
         if not names or len(counts) != len(names) or {len(row) for row in counts} != {len(names)}:
             return None
-        rows = []
-        for k, row in enumerate(counts):
-            whole = sum(cell or 0 for cell in row)
-            shades = [round(DEEPEST * (cell or 0) / whole) if whole else 0 for cell in row]
-            cells = [f"{cell:,.0f}" if cell else "0" for cell in row]
-            rows.append([(cells[j], shades[j], j == k) for j in range(len(row))])
-        return names, rows
+        return Confusion(names, counts)
 
     @property
     def mistakes(self) -> list[list[str]]:
@@ -205,6 +200,28 @@ class Predictions:
             f"Half of the errors lie between {first} and {third}, 90% between {low} and {high}. "
             "Right of 0 the prediction was too low."
         )
+
+
+class Confusion:
+    """The confusion matrix; rows and columns of many classes, or of long names, are numbered."""
+
+    def __init__(self, names: list[str], counts: list[list[float | None]]) -> None:
+        self.large = len(names) > FEW
+        numbered = self.large or sum(map(len, names)) > LETTERS
+        self.columns = [str(k) for k in range(1, len(names) + 1)] if numbered else names
+        self.names = names
+        self.rows: list[tuple[str, list[tuple[str, int, bool]]]] = []
+        for k, row in enumerate(counts):
+            whole = sum(cell or 0 for cell in row)
+            cells = [
+                (
+                    f"{cell:,.0f}" if cell else "0",
+                    round(DEEPEST * (cell or 0) / whole) if whole else 0,  # colour, in per cent
+                    j == k,
+                )
+                for j, cell in enumerate(row)
+            ]
+            self.rows.append((f"{k + 1} {names[k]}" if numbered else names[k], cells))
 
 
 def _log_loss_text(classes: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hdnn.app import reproduced, results
@@ -16,6 +17,7 @@ from hdnn.app.runs import Run
 from hdnn.app.svg_curves import BLUE, GREEN, RED, Curve, Line, curve
 from hdnn.errors import HDNNError
 
+MOST, LETTERS = 8, 90  # classes that are named, and letters of their names
 PARTS = {"test": "test", "validation": "held out", "train": "trained on"}
 MEASURES = {"accuracy": "accuracy", "r2": "R²", "rmse": "RMSE"}
 
@@ -82,8 +84,10 @@ class RunOnPage:
 
     def _classes(self) -> str:
         names = [text(one.get("class")) for one in self.predictions.classes]
-        shown = ", ".join(names[:8])
-        return shown if len(names) <= 8 else f"{shown}, ..."
+        shown = ", ".join(names)
+        if len(names) <= MOST and len(shown) <= LETTERS:
+            return shown
+        return f"{shorten(', '.join(names[:MOST]), LETTERS, placeholder='')}, ..."
 
     @property
     def about(self) -> str:
