@@ -97,6 +97,10 @@ sys.exit(main())
         (["--version"], 0, f"hdnn {hdnn.__version__}"),
         (["trian"], 2, "No such command 'trian'. Did you mean 'train'?"),
         (["--nothing"], 2, "No such option: --nothing"),
+        (["train", "--help"], 0, "--learning-rate"),
+        (["train", "--layers", "two"], 2, "Invalid value for '--layers'"),
+        (["predict", "--run"], 2, "requires an argument"),
+        (["graph", "check", "-h"], 0, "TOML file"),
     ],
 )
 def test_help_and_wrong_commands_need_no_torch(arguments, code, words):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import importlib.util
 import os
 import re
@@ -27,6 +26,7 @@ COMMANDS = (
     "launch",
 )
 PASS_ON = ("reproduce", "bench")  # what they do not know
+LIGHT = ("bench",)  # does no work of its own
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 
@@ -57,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             return _explained(error)
     return code or 0
+
+
+def _import_all() -> None:
+    """Import what commands work with, before Ctrl-C may interrupt them in between."""
+    from hdnn.app.tasks import kinds as kinds
 
 
 def _flush() -> None:
@@ -121,7 +126,7 @@ class Commands(dict[str, Any]):
 def _group() -> Any:
     """The class of the program, which lists its commands without importing them."""
 
-    core = importlib.import_module("typer.core")
+    from typer import core
 
     class Program(core.TyperGroup):
         listing = False
@@ -155,7 +160,7 @@ def _command(name: str) -> Any:
 
     Where its module names configs, their fields are its options.
     """
-    module = importlib.import_module(f"{commands.__name__}.{name}")
+    module = __import__(f"{commands.__name__}.{name}", fromlist=[name])
     plain: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
     if hasattr(module, "EXAMPLES_OF"):  # several commands under one name
         about = {"help": module.HELP, "epilog": _examples(*module.EXAMPLES)}
@@ -205,6 +210,8 @@ def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
     @functools.wraps(function)
     def command(*args: Any, **given: Any) -> int:
         try:
+            if function.__name__ not in LIGHT:
+                _import_all()
             interrupted.imported()
             for name in given.keys() & PLACES:
                 given[name] = terminal.at_home(given[name])

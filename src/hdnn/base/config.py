@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -35,9 +35,12 @@ def option(
     text: str,
     *,
     panel: str = "",
-    choices: Collection[str] | None = None,
+    choices: Collection[str] | Callable[[], Collection[str]] | None = None,
 ) -> Any:
-    """A field with its help text, the heading of the help it appears under, and its choices."""
+    """A field with its help text, the heading of the help it appears under, and its choices.
+
+    Choices that take an import to know are given by a function.
+    """
     return dataclasses.field(
         default=default, metadata={"help": text, "panel": panel, "choices": choices}
     )
@@ -54,6 +57,7 @@ class BaseConfig:
         for each in fields(self):
             value, choices = getattr(self, each.name), each.metadata.get("choices")
             if choices is not None:
+                choices = choices() if callable(choices) else choices
                 choose(each.name.replace("_", "-"), value, choices)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as from_safetensors
@@ -17,17 +17,9 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from hdnn import errors
+from hdnn.base.sent import classes
+from hdnn.base.sent import portable as portable
 from hdnn.errors import CheckpointError, HDNNError, TrainingError
-
-C = TypeVar("C", bound=type)
-
-_classes: dict[str, type] = {}
-
-
-def portable(kind: C) -> C:
-    """Let instances of a dataclass be sent; all processes must have registered it."""
-    _classes[kind.__name__] = kind
-    return kind
 
 
 def pack(value: Any) -> bytes:
@@ -68,7 +60,7 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": [[key, _plain(one, tensors)] for key, one in value.items()]}
     kind = type(value).__name__
-    if is_dataclass(value) and _classes.get(kind) is type(value):
+    if is_dataclass(value) and classes.get(kind) is type(value):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return {kind: _plain(parts, tensors)}
     raise TypeError(f"a {kind} cannot be sent to another process")
@@ -93,4 +85,4 @@ def _value(plain: Any, tensors: dict[str, Tensor]) -> Any:
         return (known if ours else TrainingError)(said)
     if kind == "dict":
         return {key: _value(one, tensors) for key, one in content}
-    return _classes[kind](**_value(content, tensors))
+    return classes[kind](**_value(content, tensors))

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from hdnn.app import progress, terminal
 from hdnn.app.options import argument, json_flag, option
-from hdnn.app.tasks import kinds
 from hdnn.errors import OptionError
 
 EXAMPLES = (
@@ -28,6 +27,8 @@ def certify(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> int:
     """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
+    from hdnn.app.tasks import kinds
+
     place = checkpoint or run
     if not place or (checkpoint and run):
         raise OptionError("name one run or saved model: hdnn certify runs/NAME.")

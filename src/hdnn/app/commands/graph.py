@@ -7,16 +7,12 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from hdnn.app import graphs, progress, terminal
+from hdnn.app import progress, terminal
 from hdnn.app.configs.common import plain_name
-from hdnn.app.configs.graph import TableData
+from hdnn.app.configs.table import TableData
 from hdnn.app.options import argument, given, json_flag, option, overwrite_flag
-from hdnn.app.tasks import split as node_files
 from hdnn.base.files import write_atomically
-from hdnn.distributed.graph.file import patterns_of, read_table, table_of, to_toml
-from hdnn.distributed.graph.graph import Graph
 from hdnn.errors import OptionError, choose
-from hdnn.plotting.graphs import graph_picture
 
 HELP = (
     "Look at a graph, design its patterns, draw it, share out a table to its nodes. A graph is a "
@@ -36,6 +32,9 @@ def check(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> int:
     """Say what a graph has, costs and needs; exit code 2 if nothing can be trained on it."""
+    from hdnn.app import graphs
+    from hdnn.distributed.graph.file import patterns_of, read_table
+
     with progress.waiting("looking at the graph"):
         table = read_table(file)
         result = graphs.check(patterns_of(table, file))
@@ -52,6 +51,9 @@ def design(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Find the patterns with most free weights that need no more than the edges of a graph."""
+    from hdnn.app import graphs
+    from hdnn.distributed.graph.file import patterns_of, read_table, table_of, to_toml
+
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("designing"):
         table = read_table(file)
@@ -84,6 +86,9 @@ def split(
     **options: Any,
 ) -> None:
     """Make a file for each node of a table, with the columns that the graph gives to it."""
+    from hdnn.app.tasks import split as node_files
+    from hdnn.distributed.graph.file import patterns_of, read_table
+
     home = Path(out or f"{plain_name(data, 'data')}-nodes")
     node_files.check_free(home, overwrite)
     with progress.waiting("reading"):
@@ -113,6 +118,10 @@ def draw(
     overwrite: Annotated[bool, overwrite_flag()] = False,
 ) -> None:
     """Draw a graph, its patterns R, T and S, and who needs whom."""
+    from hdnn.distributed.graph.file import patterns_of, read_table
+    from hdnn.distributed.graph.graph import Graph
+    from hdnn.plotting.graphs import graph_picture
+
     path = terminal.new_file(out or f"{Path(file).stem}.png", overwrite)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in PICTURES:

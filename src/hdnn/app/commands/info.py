@@ -8,14 +8,10 @@ import os
 import platform
 from typing import Annotated
 
-import torch
-
 from hdnn import __version__
 from hdnn.app import terminal
 from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.options import json_flag
-from hdnn.app.tasks import images
-from hdnn.data import planar
 
 EXAMPLES = (
     "hdnn info",
@@ -53,6 +49,11 @@ def info(
 
 def _about() -> dict[str, dict[str, str]]:
     """What this machine and this installation have to offer."""
+    import torch
+
+    from hdnn.app.tasks import images
+    from hdnn.data import planar
+
     missing = {
         extra: [module for module in modules if not _installed(module)]
         for extra, modules in EXTRAS.items()

@@ -9,9 +9,6 @@ from typing import Annotated, Any
 
 from hdnn.app import progress, terminal
 from hdnn.app.options import json_flag, option, overwrite_flag
-from hdnn.app.results import measure_text
-from hdnn.app.runs import Run
-from hdnn.app.tasks import kinds
 from hdnn.base.files import write_atomically
 
 EXAMPLES = (
@@ -38,6 +35,9 @@ def predict(
     as_json: Annotated[bool, json_flag()] = False,
 ) -> None:
     """Predict the target for each row of a table, or test image, as CSV in their order."""
+    from hdnn.app.runs import Run
+    from hdnn.app.tasks import kinds
+
     path = None if out is None else terminal.new_file(out, overwrite)
     with progress.waiting("predicting", not as_json):
         result = kinds.predict(Run(run), data, proba=proba)
@@ -73,6 +73,8 @@ def _prediction_csv(result: dict[str, Any]) -> str:
 
 
 def _score(result: dict[str, Any]) -> str:
+    from hdnn.app.results import measure_text
+
     for name in ("accuracy", "rmse"):
         if name in result:
             return f" ({name} {measure_text(name, result[name])})"

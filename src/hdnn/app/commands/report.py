@@ -7,7 +7,6 @@ from typing import Annotated
 
 from hdnn.app import progress, terminal
 from hdnn.app.options import argument, option, overwrite_flag
-from hdnn.app.report import faults, find_runs, page
 from hdnn.base.files import write_atomically
 
 EXAMPLES = (
@@ -27,6 +26,8 @@ def report(
     overwrite: Annotated[bool, overwrite_flag()] = False,
 ) -> None:
     """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
+    from hdnn.app.report import faults, find_runs, page
+
     path = terminal.new_file(out, overwrite)
     with progress.waiting("reading runs"):
         found = find_runs(folders or ["runs"])

@@ -6,22 +6,23 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hdnn.app import progress, replaced, results, terminal
+from hdnn.app import progress, terminal
 from hdnn.app.configs.common import is_table
 from hdnn.app.configs.flags import RunOptions, TrainFlags
 from hdnn.app.configs.images import ImageConfig
-from hdnn.app.configs.kinds import config_of, read_config
 from hdnn.app.configs.table import TableConfig, before_penalties
 from hdnn.app.options import given
-from hdnn.app.results import Result
-from hdnn.app.runs import Run
-from hdnn.app.tasks import graph, task
-from hdnn.app.tasks.kinds import task_of
+from hdnn.base import launched
 from hdnn.base.config import types_of
 from hdnn.errors import CheckpointError, HDNNError, OptionError
-from hdnn.training.processes import torchrun
+
+if TYPE_CHECKING:  # imported where they are used: the help of this command must not take long
+    from hdnn.app.results import Result
+    from hdnn.app.runs import Run
+
+    Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
 
 EXAMPLES = (
     "hdnn train --data swiss_roll --network h2 --layers 64",
@@ -36,12 +37,12 @@ EXAMPLES = (
 CONFIGS = (TableConfig, ImageConfig, TrainFlags, RunOptions)
 PATIENCE = 5.0  # seconds to find out which process was lost
 
-Asked = tuple[dict[str, Any], list[tuple[TableConfig | ImageConfig, Run]]]
-
 
 def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    torchrun.speak_as_one()
+    from hdnn.app import results
+
+    launched.speak_as_one()
     options = given(options)
     train_here = _train_part if _is_for_graph(options) else _train_runs
     found, as_json = train_here(options)
@@ -50,6 +51,10 @@ def train(**options: Any) -> None:
 
 def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     """Train one run or several; their results in the first process, and whether as JSON."""
+    from hdnn.app.tasks import task
+    from hdnn.app.tasks.kinds import task_of
+    from hdnn.training.processes import torchrun
+
     found, said = [], set()
     with torchrun.joined() as processes:
         asked, chosen = processes.first(lambda: _asked(options))
@@ -73,12 +78,14 @@ def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
 
 def _train_part(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
     """Train as the part of a graph that the environment says this process is."""
+    from hdnn.app.tasks import graph, task
+
     as_json = "json" in options
     loud = not ("quiet" in options or as_json)
     with progress.waiting("looking at the graph", loud):
         one, run = graph.asked(graph.PartTask, options)
     with one.bar(run, one.is_root and loud) as bar:
-        if torchrun.several():
+        if launched.several():
             _hear_before_the_end()
         try:
             result = task.train(one, run, bar=bar)
@@ -89,6 +96,9 @@ def _train_part(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
 
 def _asked(options: dict[str, Any]) -> Asked:
     """What the flags and the config file ask for: options of all runs, and the runs."""
+    from hdnn.app import replaced
+    from hdnn.app.configs.kinds import read_config
+
     flags = dict(options)
     file = flags.pop("config", None)
     options = {} if file is None else read_config(file)
@@ -101,7 +111,7 @@ def _asked(options: dict[str, Any]) -> Asked:
     if told and before:
         options["penalties"] = "mean"
     chosen = _chosen_runs(options, asked)
-    if torchrun.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
+    if launched.several() and any(isinstance(config, ImageConfig) for config, _ in chosen):
         raise OptionError("one process trains on images: start hdnn train without torchrun.")
     if told and not asked["resume"]:
         terminal.say(_told_penalties(file if before else None))
@@ -126,6 +136,10 @@ def _chosen_runs(
     options: dict[str, Any], asked: dict[str, Any]
 ) -> list[tuple[TableConfig | ImageConfig, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
+    from hdnn.app import replaced
+    from hdnn.app.configs.kinds import config_of
+    from hdnn.app.runs import Run
+
     out, resume, overwrite = asked["out"], bool(asked["resume"]), bool(asked["overwrite"])
     count = 1 if asked["seeds"] is None else asked["seeds"]
     if not 1 <= count <= 10_000:
@@ -158,6 +172,8 @@ def _chosen_runs(
 
 def _as_it_was_named(config: TableConfig | ImageConfig, run: Run) -> Run:
     """The same run; or where an earlier version, whose names had no target, has put it."""
+    from hdnn.app.runs import Run
+
     if not isinstance(config, TableConfig) or config.target is None or run.exists:
         return run
     before = Run(run.folder.with_name(config.name_without_target()))
@@ -172,6 +188,8 @@ def _as_it_was_named(config: TableConfig | ImageConfig, run: Run) -> Run:
 
 def _is_for_graph(options: dict[str, Any]) -> bool:
     """Whether the options mean a training on a graph, new or to be resumed."""
+    from hdnn.app.runs import Run
+
     if "graph" in options:
         return True
     if "resume" in options and "out" in options and Run(options["out"]).kind == "graph":

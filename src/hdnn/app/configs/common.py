@@ -1,31 +1,32 @@
-"""What configs have in common: names of data, and checks of numbers."""
+"""What configs have in common: names of data, and checks of numbers.
+
+Configs are imported for the help of commands too: what takes long is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from hdnn.data import planar
 from hdnn.errors import SENSIBLE, OptionError
-from hdnn.training import fit
-from hdnn.training.checks import check_options
 
-DTYPES = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
+DTYPES = ("float32", "float64")
 IMAGE_SETS = ("mnist", "cifar10")
 
 
 def is_table(data: str | None) -> bool:
     """Whether data of that name are a file."""
+    from hdnn.data import planar
+
     return data is not None and data not in (*planar.SETS, *IMAGE_SETS)
 
 
 def check_training(options: dict[str, Any]) -> None:
     """Check those of the options of `hdnn.training.fit` that are given."""
+    from hdnn.training.checks import check_options
+
     check_options(**{**_fit_defaults(), **options})
 
 
@@ -42,12 +43,16 @@ def check_time(T: float | None, step: float | None) -> None:
 
 def _fit_defaults() -> dict[str, Any]:
     """The options of `hdnn.training.fit` that it has a default for, also those without a flag."""
+    from hdnn.training import fit
+
     given = inspect.signature(fit).parameters.values()
     return {option.name: option.default for option in given if option.default is not option.empty}
 
 
 def find_device(name: str) -> str:
     """The device, if this machine has it; "auto" is a GPU where there is one."""
+    import torch
+
     gpus = torch.cuda.device_count()
     if name == "auto":
         return "cuda" if gpus else "cpu"

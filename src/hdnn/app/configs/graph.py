@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, make_dataclass
-from typing import Any, get_type_hints
+from dataclasses import fields
+from typing import Any
 
 from hdnn import activations
 from hdnn.app.configs.common import plain_name, plain_text
-from hdnn.app.configs.table import TableConfig
+from hdnn.app.configs.table import TableData as TableData
 from hdnn.app.graphs import block_entries
-from hdnn.base.config import BaseConfig
 from hdnn.base.memory import check_memory
 from hdnn.data import planar, table
 from hdnn.distributed.graph.file import MOST_NODES, edges_of, patterns_of, read_table, table_of
@@ -26,19 +25,6 @@ FIELDS = tuple(field.name for field in fields(run.Config) if field.metadata)
 OPTIONS = tuple(name for name in DEFAULTS if name not in ("seed", "optimizer"))
 
 
-_TYPES = get_type_hints(TableConfig)
-# How a table becomes inputs, which is shared out to nodes: the options of `hdnn train` for it.
-TableData = make_dataclass(
-    "TableData",
-    [
-        (each.name, _TYPES[each.name], each)
-        for each in fields(TableConfig)
-        if each.name in ("target", "drop", "categorical", "missing", "task", "test_fraction")
-    ],
-    bases=(BaseConfig,),
-    kw_only=True,
-    frozen=True,
-)
 TABLE = tuple(each.name for each in fields(TableData))
 
 

@@ -7,18 +7,15 @@ run says everything that a flag could have said.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hdnn import activations
 from hdnn.app.configs.common import check_time, check_training
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.memory import check_memory
 from hdnn.errors import OptionError, choose
-from hdnn.networks.initial import INITS
-from hdnn.training.checks import whole_number
-from hdnn.training.images import ImageRecipe
-from hdnn.training.images import recipes as image_recipes
-from hdnn.training.images.recipes import NETWORKS
+
+if TYPE_CHECKING:
+    from hdnn.training.images import ImageRecipe
 
 HIDDEN = ("step", "T", "activation", "init", "smoothness")  # only for Hamiltonian layers
 RECIPE = ("batch", "optimizer", "learning_rate", "weight_decay", "clip", "smoothness")
@@ -78,10 +75,15 @@ class ImageConfig(BaseConfig):
     @property
     def is_plain(self) -> bool:
         """Whether the network has no Hamiltonian layers."""
+        from hdnn.training.images import recipes as image_recipes
+
         return image_recipes.is_plain(self.data, self.network, self.layers)
 
     def _checked(self) -> Self:
         """The same with the network's plain name, or an error before any work is done."""
+        from hdnn.training.checks import whole_number
+        from hdnn.training.images.recipes import NETWORKS
+
         network = choose("network", self.network.lower().replace("-", "_"), NETWORKS[self.data])
         config = replace(self, network=network)
         if self.layers is not None:
@@ -103,6 +105,9 @@ class ImageConfig(BaseConfig):
         return config
 
     def _check_hidden(self) -> None:
+        from hdnn import activations
+        from hdnn.networks.initial import INITS
+
         given = [name for name in HIDDEN if getattr(self, name) is not None]
         if self.is_plain and self.data != "mnist" and self.layers is not None:
             given.insert(0, "layers")
@@ -116,6 +121,8 @@ class ImageConfig(BaseConfig):
 
     def _filled(self) -> Self:
         """The same with the recipe's values where nothing was given."""
+        from hdnn.training.images import recipes as image_recipes
+
         blanks: dict[str, Any] = {}
         if not self.is_plain:
             blanks = image_recipes.hidden(self.data, self.network)
@@ -135,6 +142,8 @@ class ImageConfig(BaseConfig):
         return replace(self, **{k: v for k, v in blanks.items() if getattr(self, k) is None})
 
     def _table(self) -> ImageRecipe:
+        from hdnn.training.images import recipes as image_recipes
+
         layers = self.layers
         return image_recipes.recipe(self.data, self.network, layers, self.epochs, self.seed)
 
@@ -162,6 +171,8 @@ class ImageConfig(BaseConfig):
 
     def check_memory(self) -> None:
         """Refuse what this machine cannot hold."""
+        from hdnn.training.images import recipes as image_recipes
+
         if self.is_plain or self.layers is None or self.batch is None:
             return
         # Weights, gradients and two moments; the states of a minibatch, unless they are rebuilt.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import MISSING, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
-from hdnn import activations
 from hdnn.app.configs.common import (
     DTYPES,
     IMAGE_SETS,
@@ -20,34 +19,57 @@ from hdnn.app.configs.common import (
     plain_text,
 )
 from hdnn.base.config import BaseConfig, option
-from hdnn.base.portable import portable
-from hdnn.data import planar, table
+from hdnn.base.sent import portable
 from hdnn.errors import DataError, OptionError, choose, positive_int, quoted
-from hdnn.networks import BY_NAME
-from hdnn.networks.initial import INITS
-from hdnn.training import table_recipe
-from hdnn.training.checks import whole_number
 
-# For a file: options that suit most tables. What depends on the task is filled in by `resolved`.
+if TYPE_CHECKING:
+    from hdnn.data import table
+
 _PENALTIES = ("weight_decay", "ridge")
 _NOT_SO = ("T", *_PENALTIES, "early_stopping", "validation_fraction", "n_iter_no_change")
-_EARLY = {
-    "validation": table_recipe.BOTH["validation_fraction"],
-    "patience": table_recipe.BOTH["n_iter_no_change"],
-}
-TABLE_DEFAULTS: MappingProxyType[str, Any] = MappingProxyType(
-    {
-        **{k: v for k, v in table_recipe.CLASSES.items() if k not in _NOT_SO},
+PLANAR_T = 2.4
+PENALTIES = ("mean", "sum")  # of the losses, to which weight decay and ridge are added
+
+
+def table_defaults() -> dict[str, Any]:
+    """For a file: options that suit most tables. `resolved` adds what depends on the task."""
+    from hdnn.training import table_recipe
+
+    both, found = table_recipe.BOTH, table_recipe.CLASSES
+    early = {"validation": both["validation_fraction"], "patience": both["n_iter_no_change"]}
+    return {
+        **{k: v for k, v in found.items() if k not in _NOT_SO},
         **dict.fromkeys(_PENALTIES),
         "layers": table_recipe.RUN_LAYERS,
         "penalties": "sum",
         "init": "scaled",
         "test_fraction": 0.2,
-        **(_EARLY if table_recipe.BOTH["early_stopping"] else {}),
+        **(early if both["early_stopping"] else {}),
     }
-)
-PLANAR_T = 2.4
-PENALTIES = ("mean", "sum")  # of the losses, to which weight decay and ridge are added
+
+
+def _networks() -> Collection[str]:
+    from hdnn.networks import BY_NAME
+
+    return BY_NAME
+
+
+def _inits() -> Collection[str]:
+    from hdnn.networks.initial import INITS
+
+    return INITS
+
+
+def _tasks() -> Collection[str]:
+    from hdnn.data import table
+
+    return table.TASKS
+
+
+def _gaps() -> Collection[str]:
+    from hdnn.data import table
+
+    return table.GAPS
 
 
 _data, _network, _training, _run = (
@@ -85,9 +107,9 @@ class TableConfig(BaseConfig):
     missing: str = _data(
         "fill",
         "values: fill (default: by the median, and one more input says where) or refuse",
-        choices=table.GAPS,
+        choices=_gaps,
     )
-    task: str = _data("auto", "auto (default), classification or regression", choices=table.TASKS)
+    task: str = _data("auto", "auto (default), classification or regression", choices=_tasks)
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
     validation: float | None = _data(
         None, "fraction of the other rows, held out of the training and measured after each epoch"
@@ -96,7 +118,7 @@ class TableConfig(BaseConfig):
         "h2",
         "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint; for "
         "mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, h1_paper, resnet56, alexnet",
-        choices=BY_NAME,
+        choices=_networks,
     )
     layers: int = _network(
         64, "their number N (default: 64; for a file or mnist 8; a unit for cifar10: 6)"
@@ -112,7 +134,7 @@ class TableConfig(BaseConfig):
     init: str = _network(
         "paper",
         "weights: paper (default) or scaled (default for a file); images: as their recipe",
-        choices=INITS,
+        choices=_inits,
     )
     multilevel: str | None = _training(
         None, "2,2: train a quarter of the layers, then half, then all; that many epochs each"
@@ -164,12 +186,17 @@ class TableConfig(BaseConfig):
         names += ("weight_decay", "clip", "solver", "ridge", "smoothness", "smoothing", "seed")
         options = {name: getattr(self, name) for name in names}
         if self.penalties == "sum":
+            from hdnn.training import table_recipe
+
             given = [name for name in _PENALTIES if options[name] is not None]
             options |= {name: table_recipe.share(options[name], rows) for name in given}
         return options
 
     def checked(self) -> Self:
         """The same with the network's plain name, or an error before any work is done."""
+        from hdnn import activations
+        from hdnn.training.checks import whole_number
+
         network = self.network.lower().replace("-", "_")
         replace(self, network=network).check_choices()
         activations.registered(self.activation)
@@ -205,6 +232,8 @@ class TableConfig(BaseConfig):
         return replace(self, network=network, multilevel=refined)
 
     def _check_data(self) -> None:
+        from hdnn.data import planar, table
+
         try:
             self.data.encode()
         except UnicodeEncodeError as error:
@@ -250,11 +279,13 @@ class TableConfig(BaseConfig):
         if "images" in options:
             raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
         options = cls.without_kind(options)
-        blanks = TABLE_DEFAULTS if is_table(options["data"]) else {}
+        blanks = table_defaults() if is_table(options["data"]) else {}
         return cls(**{**blanks, **options}).checked()
 
     def resolved(self, columns: table.Columns, rows: int = 1) -> Self:
         """The same with all blanks filled in, now that columns and rows to train on are known."""
+        from hdnn.training import table_recipe
+
         inputs, outputs = len(columns.names), max(len(columns.classes), 1)
         outputs = 1 if outputs == 2 else outputs
         features = self.features
@@ -283,6 +314,21 @@ class TableConfig(BaseConfig):
             solver=solver,
             **{name: table_recipe.share(recipe[name], rows) for name in blanks},
         )
+
+
+_TYPES = get_type_hints(TableConfig)
+# How a table becomes inputs, which is shared out to nodes: the options of `hdnn train` for it.
+TableData = make_dataclass(
+    "TableData",
+    [
+        (each.name, _TYPES[each.name], each)
+        for each in fields(TableConfig)
+        if each.name in ("target", "drop", "categorical", "missing", "task", "test_fraction")
+    ],
+    bases=(BaseConfig,),
+    kw_only=True,
+    frozen=True,
+)
 
 
 def levels(text: str) -> str:

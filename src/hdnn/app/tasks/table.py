@@ -16,7 +16,6 @@ from torch import Tensor
 from hdnn import analysis, plotting, serialization
 from hdnn.analysis import Certificate
 from hdnn.app import results, runfiles, terminal
-from hdnn.app.configs.common import DTYPES
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run, points_columns
@@ -71,7 +70,7 @@ class Problem:
 
 def prepare(config: TableConfig) -> Problem:
     """Read or make the data of a config, on the CPU."""
-    dtype = DTYPES[config.dtype]
+    dtype = getattr(torch, config.dtype)
     if not config.is_table:
         data = planar.load(config.data, seed=config.seed, dtype=dtype)
         columns = points_columns()
@@ -124,7 +123,7 @@ def build(config: TableConfig, columns: table.Columns) -> Model:
     assert features is not None
     _check_memory(config, features)
     generator = torch.Generator().manual_seed(config.seed)
-    common: dict[str, Any] = {"generator": generator, "dtype": DTYPES[config.dtype]}
+    common: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, config.dtype)}
     options: dict[str, Any] = {"activation": config.activation, "init": config.init, **common}
     times = math.prod(config.refinements)
     if config.network != "mlp":
@@ -143,7 +142,7 @@ def _check_memory(config: TableConfig, n: int) -> None:
     # Weights, gradients and two moments of Adam; then the states of a minibatch.
     weights = config.layers * n * (n / 2 if config.network in ("h2", "verlet") else n) * 4
     states = config.layers * n * min(config.batch, 10**6)
-    needed = (weights + states) * DTYPES[config.dtype].itemsize
+    needed = (weights + states) * getattr(torch, config.dtype).itemsize
     check_memory(needed, f"{config.layers} layers of {n} features", "layers or features")
 
 
@@ -169,7 +168,7 @@ class TableTask(OwnTask):
 
     def room(self) -> int:
         # The model, and a checkpoint at each level, which is there twice while it is replaced.
-        size = sum(p.numel() for p in self.model.parameters()) * DTYPES[self.config.dtype].itemsize
+        size = sum(p.numel() * p.itemsize for p in self.model.parameters())
         return 12 * size * math.prod(self.config.refinements)
 
     def threads(self) -> AbstractContextManager[None]:
