@@ -241,5 +241,6 @@ def test_runs_of_all_kinds_are_found_and_reported(tmp_path):
     assert "damaged" not in text
     assert all(name in text for name in names)
     about = Run("ring").options()
-    assert (about["nodes"], about["features"], about["epochs"]) == (4, 8, 2)
-    assert "nodes = 4" in Run("ring").config_text()
+    assert (about["features"], about["epochs"]) == (8, 2)
+    assert about["graph"].startswith("4 nodes, 4 links")
+    assert 'graph = "4 nodes, 4 links' in Run("ring").config_text()

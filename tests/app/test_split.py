@@ -107,7 +107,9 @@ def test_a_run_on_shared_out_columns_is_the_same_either_way_and_is_asked_with_th
         assert torch.equal(mine, theirs)
     about = Run(folder).options()
     assert (about["data"], about["target"]) == (str(Path("log.csv").absolute()), "fault")
+    assert '[columns]\n"flow" = "pump"' in Run(folder).config_text()
     known = Run(folder).result()
+    assert (known["columns"], known["inputs"]) == (3, 5)
     for data in ("nodes", str(folder / "data")):
         found = asked(capsys, "predict", "--run", str(folder), "--data", data)
         assert found["accuracy"] == pytest.approx(known["test_accuracy"])

@@ -25,9 +25,11 @@ FILES = re.compile(
     r"|nodes/node-[^/]+/step-\d{10}\.safetensors"
     r"|data/((columns|classes|nodes)\.json|graph\.toml)"
     r"|data/(train|test)/(node-[^/]+|labels)\.safetensors"
-    r"|(.+/)?\.[^/]+\.tmp"
+    r"|(.+/)?\.[^/]+\.tmp|\.data\.tmp/.+"
 )
-FOLDERS = re.compile(r"level-\d+|tensorboard(/.+)?|nodes(/node-[^/]+)?|data(/train|/test)?")
+FOLDERS = re.compile(
+    r"level-\d+|tensorboard(/.+)?|nodes(/node-[^/]+)?|data(/train|/test)?|\.data\.tmp(/.+)?"
+)
 
 
 def check_options(overwrite: Any, resume: Any) -> None:

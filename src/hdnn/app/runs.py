@@ -11,7 +11,6 @@ of one folder, which can be asked as a whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -31,6 +30,8 @@ from hdnn.base.config import LARGEST, to_toml, types_of
 from hdnn.base.files import finite, read_bytes, read_json, write_atomically
 from hdnn.base.portable import portable
 from hdnn.data import planar, table
+from hdnn.distributed.graph.file import graph_of
+from hdnn.distributed.graph.file import to_toml as graph_toml
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError
 
 OWN_FOLDERS = ("nodes", "tensorboard", "data")  # of a run, in which there is no other run
@@ -146,26 +147,28 @@ class Run:
             raise CheckpointError(f"{self.config_file} was edited: {error}") from error
 
     def options(self) -> dict[str, Any]:
-        """All that decides the result, by name; of a graph its nodes and a digest of its links."""
+        """All that decides the result, by name; of a graph its size and a digest of its links."""
         config = self.config()
         if not isinstance(config, GraphConfig):
             return dict(vars(config))
         found = {k: v for k, v in vars(config).items() if k not in ("graph", "options")}
-        nodes, sizes = config.graph.get("nodes"), config.graph.get("sizes", 1)
-        content = json.dumps(config.graph, sort_keys=True).encode()
-        found |= {**training_options(config), "nodes": nodes}
+        graph = graph_of(config.graph, str(self.config_file))
+        links = (sum(map(len, graph.used)) - graph.nodes) // 2
+        about = f"{graph.nodes} nodes, {links} links ({graph.digest()[:6]})"
+        found |= {**training_options(config), "features": 2 * sum(graph.sizes), "graph": about}
         with suppress(HDNNError, OSError):  # a table that was shared out to the nodes
             shared = read_json(Path(config.data) / "nodes.json")
             if isinstance(shared, dict):
                 found |= {name: str(shared[name]) for name in ("data", "target") if name in shared}
-        if isinstance(nodes, int):
-            found["features"] = 2 * (sum(sizes) if isinstance(sizes, list) else sizes * nodes)
-        return found | {"graph": hashlib.sha256(content).hexdigest()[:12]}
+        return found
 
     def config_text(self) -> str:
         """The config for people: as its file has it, but of a graph without the links."""
         if self.of_graph:
-            return to_toml({k: v for k, v in self.options().items() if v is not None})
+            config, options = self.config(), self.options()
+            assert isinstance(config, GraphConfig)
+            named = {k: config.graph[k] for k in ("names", "columns") if k in config.graph}
+            return to_toml({k: v for k, v in options.items() if v is not None}) + graph_toml(named)
         return read_bytes(self.config_file, LARGEST).decode("utf-8", "replace")
 
     def resumed(self, given: dict[str, Any]) -> AnyConfig:

@@ -99,7 +99,6 @@ def split(
         )
         found.patterns.graph().tree()
     terminal.say_notes([*found.notes])
-    node_files.clear(home)
     found.write(home)
     told = {**found.facts(), "out": str(home), "graph": str(home / "graph.toml")}
     if as_json:

@@ -156,7 +156,11 @@ def _chosen_runs(
         else:
             run = Run(Path(out) / f"seed-{seed}" if count > 1 else out)
             if resume and not run.exists and "data" not in options:
-                raise CheckpointError(f"{run.folder} holds no run to resume: no config.toml.")
+                several = "; its runs are of several seeds: give their command with --resume"
+                raise CheckpointError(
+                    f"{run.folder} holds no run to resume: no config.toml"
+                    f"{several if run.members else ''}."
+                )
             config = None if resume and run.exists else config_of(each)
         if overwrite:
             replaced.check(run)

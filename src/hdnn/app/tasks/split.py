@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -82,7 +83,16 @@ class Split:
         }
 
     def write(self, home: Path) -> None:
-        """Write all files into a folder; nodes.json, which says that all are there, is the last."""
+        """Write all files into a folder, which is there as a whole or not at all."""
+        home = Path(os.path.realpath(home))
+        new = home.with_name(f".{home.name}.tmp")
+        shutil.rmtree(new, ignore_errors=True)  # what a kill has left
+        self._write(new)
+        if home.exists():
+            shutil.rmtree(home)
+        new.rename(home)
+
+    def _write(self, home: Path) -> None:
         problem, graph = self.problem, self.patterns.graph()
         parts = {"train": (problem.x_train, problem.t_train)}
         if len(problem.t_test):
@@ -92,8 +102,8 @@ class Split:
             for node, size in enumerate(graph.sizes):
                 own = torch.zeros(len(x), 2 * size, dtype=torch.float64)
                 own[:, self.entry[node]] = x[:, self.own[node]].double()
-                _write(sources.file_of(home / part, graph, node), {"x": own})
-            _write(home / part / sources.LABELS, {"t": t})
+                _write_tensors(sources.file_of(home / part, graph, node), {"x": own})
+            _write_tensors(home / part / sources.LABELS, {"t": t})
         write_json(home / "classes.json", len(self.columns.classes))
         write_json(home / "columns.json", self.columns.to_json())
         write_atomically(home / "graph.toml", to_toml(table_of(self.patterns)).encode())
@@ -124,12 +134,6 @@ def check_free(home: Path, overwrite: bool) -> None:
         )
 
 
-def clear(home: Path) -> None:
-    """Remove the node files in a folder that was checked: a smaller graph has fewer of them."""
-    for path in sorted(home.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
 def for_run(run: Run, graph: str | None, links: dict[str, Any], given: dict[str, Any]) -> Split:
     """The table of a training on a graph, whose links are known; `given` are the options."""
     if graph is None:
@@ -156,7 +160,7 @@ def check_same(run: Run, given: dict[str, Any]) -> None:
             )
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     write_atomically(path, save({name: one.contiguous() for name, one in tensors.items()}))
 
 

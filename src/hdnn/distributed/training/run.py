@@ -213,7 +213,7 @@ def train(
     }
     if table is not None:
         about = {"task": table.columns.task, "target": table.columns.target, "table": table.source}
-        metrics |= {**about, "inputs": len(table.placement)}
+        metrics |= {**about, "columns": table.columns.used, "inputs": len(table.placement)}
     if graph.names:
         metrics["names"] = list(graph.names)
     if progress.loss:
