@@ -102,6 +102,8 @@ class GraphTask(Task):
         stack.enter_context(locked(run.folder))
         if self.overwrite:
             replaced.clear(run)
+        elif not self.resume:
+            run.check_free()
         if self.split is not None:
             self.split.write(run.folder / "data")
             write_atomically(run.folder / "config.json", self.config.text().encode())
