@@ -199,6 +199,7 @@ def test_a_folder_of_seeds_is_certified_run_by_run(capsys):
     printed = capsys.readouterr().out
     assert f"in {found['smallest_in']}" in printed
     assert "guaranteed for all 3 runs, and it holds" in printed
+    assert printed.startswith("In each of the 3 runs, from every layer on, some direction of the")
 
 
 def test_runs_that_do_not_belong_together_have_no_mean(tmp_path, capsys):

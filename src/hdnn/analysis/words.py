@@ -24,16 +24,25 @@ def summary_of_parts(parts: Sequence[Mapping[str, Any]], nothing: str = "") -> s
     """The same for the Hamiltonian parts of a network, first to last."""
     if len(parts) < 2:
         return summary(parts[0]) if parts else sentence(nothing or "there is no certificate")
-    between = "Of what lies between the parts nothing is said."
-    if all(state(part) == "holds" and not part.get("linear") for part in parts):
-        norms = [number(part.get("smallest_norm")) for part in parts]
-        least = min((norm for norm in norms if norm is not None), default=None)
-        return (
-            f"In each of the {len(parts)} Hamiltonian parts, from every layer on, {KEPT}: the "
-            f"smallest norm measured is {_text(least)}. {between}"
+    named = [(f"Part {k}", part) for k, part in enumerate(parts, 1)]
+    found = summary_of_several(named, "Hamiltonian parts")
+    return f"{found} Of what lies between the parts nothing is said."
+
+
+def summary_of_several(named: Sequence[tuple[str, Mapping[str, Any]]], what: str) -> str:
+    """The same for several networks by name: those that need no words of their own come first."""
+    fine = [told for _, told in named if state(told) == "holds" and not told.get("linear")]
+    found = []
+    if fine:
+        norms = [number(told.get("smallest_norm")) for told in fine]
+        least = _text(min((norm for norm in norms if norm is not None), default=None))
+        many = "each" if len(fine) == len(named) else str(len(fine))
+        found.append(
+            f"In {many} of the {len(named)} {what}, from every layer on, {KEPT}: the smallest "
+            f"norm measured is {least}."
         )
-    each = [f"Part {k}: {summary(part)}" for k, part in enumerate(parts, 1)]
-    return " ".join([*each, between])
+    found += [f"{name}: {summary(told)}" for name, told in named if told not in fine]
+    return " ".join(found)
 
 
 def state(told: Mapping[str, Any]) -> str:

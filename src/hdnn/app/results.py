@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdnn.analysis.certificate import number_text
-from hdnn.analysis.words import summary
+from hdnn.analysis.words import summary, summary_of_several
 from hdnn.app import terminal
 from hdnn.app.runfiles import SCORES
 
@@ -86,6 +86,10 @@ def spread_text(results: list[dict[str, Any]], over_runs: dict[str, dict[str, fl
         )
         text = f"mean {mean}, std {measure_text(name, values['std'])}, from {low} to {high}"
         rows.append((name.replace("_", " "), text))
+    certified = [(f"Seed {result['seed']}", result.get("certificate")) for result in results]
+    known = [(name, told) for name, told in certified if isinstance(told, dict)]
+    if len(known) == len(results):
+        rows.append(("gradients", summary_of_several(known, "runs")))
     return terminal.rows_text(rows)
 
 

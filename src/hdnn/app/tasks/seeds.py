@@ -8,6 +8,7 @@ from typing import Any
 
 from hdnn.analysis import Certificate
 from hdnn.analysis.image_certificate import Certificates
+from hdnn.analysis.words import summary_of_several
 from hdnn.app import results, terminal
 
 
@@ -42,10 +43,18 @@ class RunCertificates:
         known = [(part.smallest_norm, run) for run, part in self._parts]
         return min((one for one in known if not math.isnan(one[0])), default=None)
 
+    @property
+    def summary(self) -> str:
+        """What they say in plain words."""
+        named = [(run, part.to_dict()) for run, part in self._parts]
+        what = "runs" if len(named) == len(self.of) else "Hamiltonian parts of all runs"
+        return summary_of_several(named, what) or "No run has Hamiltonian layers: no guarantee."
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
         smallest = self.smallest
         return {
+            "summary": self.summary,
             "smallest_norm": None if smallest is None else smallest[0],
             "smallest_in": None if smallest is None else smallest[1],
             "broken": list(self.broken),
@@ -66,4 +75,4 @@ class RunCertificates:
             rows.append(("verdict", f"guaranteed for all {len(self.of)} runs, and it holds"))
         else:
             rows.append(("verdict", "not all runs have a guarantee"))
-        return terminal.rows_text(rows)
+        return f"{self.summary}\n\n{terminal.rows_text(rows)}"
