@@ -115,8 +115,8 @@ def test_every_level_and_planar_points_can_be_watched(capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--validation", "1"], "validation must be more than 0 and less than 1, but got 1.0"),
-        (["--validation", "0"], "validation must be more than 0"),
+        (["--validation", "1"], "validation must be at least 0 and less than 1, but got 1.0"),
+        (["--validation", "-0.1"], "validation must be at least 0"),
         (["--validation", "0.001"], "120 rows are too few to hold out 0.001 of each of 2 classes"),
         (["--patience", "0"], "patience must be"),
     ],

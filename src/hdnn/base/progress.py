@@ -10,9 +10,9 @@ import time
 class ProgressLine:
     """One line on stderr for a person who has waited two seconds; nothing when piped."""
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(self, wanted: bool, wait: float = 2.0) -> None:
         self.on = wanted and sys.stderr is not None and sys.stderr.isatty()
-        self.due = time.monotonic() + 2.0
+        self.due = time.monotonic() + wait
         self.shown = False
 
     def show(self, text: str) -> None:

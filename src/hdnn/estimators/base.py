@@ -50,6 +50,7 @@ except ImportError:
     raise
 
 from hdnn.estimators import frames
+from hdnn.estimators.verbose import Told
 
 NETWORKS: dict[str, Callable[..., Network]] = {
     **BY_NAME,
@@ -200,19 +201,22 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             options |= {"epochs": self.epochs, "solver": solver_of(self.solver, **sizes)}
         else:  # solving the output layer would forget earlier data
             options |= {"epochs": 1, "solver": "joint", "schedule": "constant"}
-        history = training.fit(
-            self.model_,
-            *data[:2],
-            weight=data[2],
-            batch=self.batch,
-            learning_rate=self.learning_rate,
-            smoothness=self.smoothness,
-            weight_decay=_share(self.weight_decay, rows),
-            ridge=_share(self.ridge, rows),
-            seed=self._seed + self.n_iter_,
-            progress=bool(self.verbose),
-            **options,
-        )
+        with Told(type(self).__name__, bool(self.verbose)) as told:
+            history = training.fit(
+                self.model_,
+                *data[:2],
+                weight=data[2],
+                batch=self.batch,
+                learning_rate=self.learning_rate,
+                smoothness=self.smoothness,
+                weight_decay=_share(self.weight_decay, rows),
+                ridge=_share(self.ridge, rows),
+                seed=self._seed + self.n_iter_,
+                progress=False,
+                callbacks=[told] if told.wanted else [],
+                **options,
+            )
+            told.end(history)
         self.history_ = joined([self.history_, history])
         self.n_iter_ = len(self.history_.loss)
         self._remember()

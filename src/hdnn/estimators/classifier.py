@@ -12,6 +12,7 @@ from sklearn.utils import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
+from hdnn.data import class_weights
 from hdnn.errors import DataError, OptionError
 from hdnn.estimators.base import HDNNEstimator
 from hdnn.heads import SigmoidHead, SoftmaxHead
@@ -54,7 +55,8 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         device: where to train, "cpu" or "cuda".
         random_state: seed of initial weights and order of samples; as in scikit-learn, None takes
             it from NumPy's global random state.
-        verbose: show a line of progress to a person at a terminal.
+        verbose: show how the training goes: a line that is redrawn at a terminal, and some twenty
+            lines in a notebook, a log or a pipe.
         class_weight: None, "balanced", or a weight for each class as a dictionary.
 
     >>> from sklearn.datasets import load_iris
@@ -128,8 +130,7 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             return weight
         weight = np.ones(len(labels)) if weight is None else weight
         if isinstance(self.class_weight, str) and self.class_weight == "balanced":
-            total = np.bincount(labels, weight, minlength=len(self.classes_))
-            factors = total.sum() / (len(total) * np.maximum(total, np.finfo(float).tiny))
+            factors = class_weights.balanced(labels, len(self.classes_), weight)
         else:
             factors = compute_class_weight(
                 self.class_weight, classes=self.classes_, y=self.classes_[labels]

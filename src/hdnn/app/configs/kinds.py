@@ -44,8 +44,10 @@ def read_run(path: Path) -> dict[str, Any]:
     else:
         options = read_config(path)
         kind = ImageConfig.kind if options.get("data") in IMAGE_SETS else TableConfig.kind
-        if before_penalties(options) and is_table(options.get("data")):
-            options["penalties"] = "mean"
+        if is_table(options.get("data")):
+            options.setdefault("validation", 0.0)  # before there was one
+            if before_penalties(options):
+                options["penalties"] = "mean"
     if options.setdefault("kind", kind) != kind:
         raise CheckpointError(
             f"{path} was edited: kind must be {kind!r} for such a training, not "

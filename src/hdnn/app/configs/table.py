@@ -35,16 +35,14 @@ def table_defaults() -> dict[str, Any]:
     """For a file: options that suit most tables. `resolved` adds what depends on the task."""
     from hdnn.training import table_recipe
 
-    both, found = table_recipe.BOTH, table_recipe.CLASSES
-    early = {"validation": both["validation_fraction"], "patience": both["n_iter_no_change"]}
     return {
-        **{k: v for k, v in found.items() if k not in _NOT_SO},
+        **{k: v for k, v in table_recipe.CLASSES.items() if k not in _NOT_SO},
         **dict.fromkeys(_PENALTIES),
         "layers": table_recipe.RUN_LAYERS,
         "penalties": "sum",
         "init": "scaled",
+        "dtype": "float64",
         "test_fraction": 0.2,
-        **(early if both["early_stopping"] else {}),
     }
 
 
@@ -110,9 +108,12 @@ class TableConfig(BaseConfig):
         choices=_gaps,
     )
     task: str = _data("auto", "auto (default), classification or regression", choices=_tasks)
+    class_weight: str | None = _data(
+        None, "balanced, or a weight for each class such as yes=2,no=1 (1 where none is given)"
+    )
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
     validation: float | None = _data(
-        None, "fraction of the other rows, held out of the training and measured after each epoch"
+        None, "fraction of the other rows to hold out, and to measure after each epoch (default: 0)"
     )
     network: str = _network(
         "h2",
@@ -168,7 +169,9 @@ class TableConfig(BaseConfig):
     smoothing: str = _training("constant", "that is constant (default) or cosine")
     seed: int = _run(0, "of split, weights and shuffle (default: 0)")
     device: str = _run("cpu", "cpu (default), cuda or auto")
-    dtype: str = _run("float32", "float32 (default) or float64", choices=DTYPES)
+    dtype: str = _run(
+        "float32", "float32 (default) or float64 (default for a file)", choices=DTYPES
+    )
 
     @property
     def is_table(self) -> bool:
@@ -195,6 +198,7 @@ class TableConfig(BaseConfig):
     def checked(self) -> Self:
         """The same with the network's plain name, or an error before any work is done."""
         from hdnn import activations
+        from hdnn.data import class_weights
         from hdnn.training.checks import whole_number
 
         network = self.network.lower().replace("-", "_")
@@ -222,9 +226,13 @@ class TableConfig(BaseConfig):
             raise OptionError(
                 f"test-fraction must be at least 0 and less than 1, but got {self.test_fraction}."
             )
-        if self.validation is not None and not 0 < self.validation < 1:
+        if self.class_weight is not None:
+            class_weights.read(self.class_weight)
+            if self.task == "regression":
+                raise OptionError("a regression has no classes: leave class-weight out.")
+        if self.validation is not None and not 0 <= self.validation < 1:
             raise OptionError(
-                f"validation must be more than 0 and less than 1, but got {self.validation}."
+                f"validation must be at least 0 and less than 1, but got {self.validation}."
             )
         given = {k: v for k, v in self.fit_options().items() if v is not None}
         check_training({**given, "solver": "newton" if self.solver == "auto" else self.solver})
@@ -279,8 +287,9 @@ class TableConfig(BaseConfig):
         if "images" in options:
             raise OptionError(f"images is for {' and '.join(IMAGE_SETS)}; leave it out.")
         options = cls.without_kind(options)
-        blanks = table_defaults() if is_table(options["data"]) else {}
-        return cls(**{**blanks, **options}).checked()
+        if is_table(options["data"]):
+            options = {**table_defaults(), **_stopping(options), **options}
+        return cls(**options).checked()
 
     def resolved(self, columns: table.Columns, rows: int = 1) -> Self:
         """The same with all blanks filled in, now that columns and rows to train on are known."""
@@ -329,6 +338,20 @@ TableData = make_dataclass(
     kw_only=True,
     frozen=True,
 )
+
+
+def _stopping(options: dict[str, Any]) -> dict[str, Any]:
+    """What is held out of a file, and how long is waited, where nothing else is said.
+
+    The fraction is written to every run, so that a default that changes does not change old ones.
+    """
+    from hdnn.training import table_recipe
+
+    recipe = table_recipe.BOTH
+    usual = recipe["validation_fraction"] if recipe["early_stopping"] else 0.0
+    fraction = options.get("validation", usual)
+    waits = recipe["early_stopping"] and fraction
+    return {"validation": fraction, "patience": recipe["n_iter_no_change"] if waits else None}
 
 
 def levels(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from hdnn.analysis import Certificate
 from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
-from hdnn.app.runs import Run, points_columns
+from hdnn.app.runs import Run
 from hdnn.app.tasks.answers import Answer
 from hdnn.app.tasks.evaluated import evaluated
+from hdnn.app.tasks.problem import Problem, prepare
 from hdnn.app.tasks.task import OwnTask
 from hdnn.base.memory import check_memory
-from hdnn.base.portable import portable
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError
@@ -33,88 +32,6 @@ from hdnn.networks import BY_NAME
 from hdnn.training import TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
 from hdnn.training.processes.torchrun import Processes
-
-portable(table.Columns)
-portable(planar.PlanarData)
-
-
-@portable
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """Data to train on and to test with, and the config with all its blanks filled in."""
-
-    config: TableConfig
-    columns: table.Columns
-    x_train: Tensor
-    t_train: Tensor
-    x_test: Tensor
-    t_test: Tensor
-    planar: planar.PlanarData | None
-    notes: list[str] = field(default_factory=list)  # what a person should know of the columns
-    x_validation: Tensor | None = None  # held out of the training rows
-    t_validation: Tensor | None = None
-
-    @property
-    def parts(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Rows and targets of each part of the data, some of which may be empty."""
-        found = {"test": (self.x_test, self.t_test)}
-        if self.x_validation is not None and self.t_validation is not None:
-            found["validation"] = self.x_validation, self.t_validation
-        return {**found, "train": (self.x_train, self.t_train)}
-
-    @property
-    def points(self) -> Tensor:
-        """What a certificate is taken at: the rows to test with, if there are any."""
-        return self.x_test if len(self.x_test) else self.x_train
-
-
-def prepare(config: TableConfig) -> Problem:
-    """Read or make the data of a config, on the CPU."""
-    dtype = getattr(torch, config.dtype)
-    if not config.is_table:
-        data = planar.load(config.data, seed=config.seed, dtype=dtype)
-        columns = points_columns()
-        rows = data.x_train, data.t_train, data.x_test, data.t_test
-        return held_out(Problem(config.resolved(columns), columns, *rows, data))
-    source = table.read(config.data)
-    if config.target is None:
-        raise OptionError(
-            f"say with --target which column of {source.path} to predict; "
-            f"it has {', '.join(map(repr, [*source.columns][:20]))}."
-        )
-    notes: list[str] = []
-    _, classes, t = table.find_target(source, config.target, config.task)
-    train, test = table.split(t, config.test_fraction or 0.0, config.seed, classes=bool(classes))
-    columns, x, t = table.Columns.learn(
-        source,
-        config.target,
-        task=config.task,
-        drop=config.drop,
-        categorical=config.categorical,
-        missing=config.missing,
-        rows=train,
-        notes=notes,
-    )
-    columns = columns.standardised(x[train], t[train])
-    config = config.resolved(columns, len(train))
-    x = torch.from_numpy(columns.of(source, x)).to(dtype)
-    if columns.classes:
-        t = torch.from_numpy(t)
-    else:
-        t = torch.from_numpy(columns.values(source, t)).to(dtype)
-    return held_out(Problem(config, columns, x[train], t[train], x[test], t[test], None, notes))
-
-
-def held_out(problem: Problem) -> Problem:
-    """The same problem, with rows held out of those to train on if its config says so."""
-    config, x, t = problem.config, problem.x_train, problem.t_train
-    if config.validation is None:
-        return problem
-    classes = bool(problem.columns.classes)
-    rows = table.hold_out(t.numpy(), config.validation, config.seed, classes=classes)
-    train, held = map(torch.from_numpy, rows)
-    parts = {"x_train": x[train], "t_train": t[train], "x_validation": x[held]}
-    return replace(problem, **parts, t_validation=t[held])
 
 
 def build(config: TableConfig, columns: table.Columns) -> Model:
@@ -189,9 +106,10 @@ class TableTask(OwnTask):
             "parallel": processes.several,
             "progress": False,
         }
-        if problem.x_validation is not None and problem.t_validation is not None:
-            held_out = problem.x_validation, problem.t_validation
-            options["validation"] = tuple(one.to(device) for one in held_out)
+        if problem.weight is not None:
+            options["weight"] = problem.weight.to(device)
+        if problem.validation:
+            options["validation"] = tuple(one.to(device) for one in problem.validation)
         model = self.model.to(device)
         data = problem.x_train.to(device), problem.t_train.to(device)
         if config.refinements:
@@ -233,7 +151,7 @@ class TableTask(OwnTask):
         last = len(history.loss)
         if history.validation_loss:
             kept = (history.best_epoch or last) if config.patience else last
-            rows = len(self.problem.t_validation)  # pyright: ignore
+            rows = len(self.problem.validation[0])
             loss = history.validation_loss[kept - 1]
             found = {"validation_rows": rows, "validation_loss": loss, "kept_epoch": kept}
         if config.patience:

@@ -1,0 +1,79 @@
+"""The table of docs/options.md, which `PYTHONPATH=src:tests python -m options_table` writes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hdnn import HDNNClassifier, HDNNRegressor
+from hdnn.app.configs.table import TableConfig
+from hdnn.training import table_recipe
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+START, END = "<!-- options -->\n", "<!-- end -->\n"
+FILE = {"data": "a.csv", "target": "y"}
+
+# Of hdnn train, of the estimators, and what both mean.
+SAME = (
+    ("network", "network", "the kind of layers"),
+    ("layers", "layers", "their number N"),
+    ("features", "features", "the width n of a state; by default it follows from the columns"),
+    ("T", "T", "the time that all layers span; a step is T/N"),
+    ("activation", "activation", "of the layers"),
+    ("epochs", "epochs", "passes over the rows to train on, at most"),
+    ("batch", "batch", "rows of a minibatch"),
+    ("learning_rate", "learning_rate", "at the start; it falls to zero as a cosine"),
+    ("weight_decay", "weight_decay", "of the hidden layers; divided by the rows to train on"),
+    ("solver", "solver", "of the output layer: newton, adam, joint, or auto to choose one"),
+    ("ridge", "ridge", "penalty on the output layer; divided by the rows to train on"),
+    ("smoothness", "smoothness", "penalty on differences between neighbouring layers"),
+    ("class_weight", "class_weight", "balanced, or a weight for each class"),
+    ("categorical", "categorical", "columns of numbers that are categories"),
+    ("missing", "missing", "fill in what is missing, or refuse it"),
+    ("validation", "validation_fraction", "fraction of the rows to hold out of the training"),
+    ("patience", "n_iter_no_change", "epochs without a lower held-out loss that end the training"),
+    ("seed", "random_state", "of initial weights, held-out rows and order of the rows"),
+    ("device", "device", "where to train"),
+)
+
+
+def table() -> str:
+    """Both names of each option, its default for classes and for values, and its meaning."""
+    lines = ["| `hdnn train` | estimators | classes | values | meaning |", "| --- " * 5 + "|"]
+    config, doors = TableConfig.of(FILE), (HDNNClassifier, HDNNRegressor)
+    for flag, name, meaning in SAME:
+        shown = [_shown(flag, name, getattr(config, flag), door) for door in doors]
+        cells = f"`--{flag.replace('_', '-')}`", f"`{name}`", *shown, meaning
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(flag: str, name: str, ours: Any, door: type) -> str:
+    """The default of an option for one task, after both doors were found to agree."""
+    known = {each.name: each.default for each in fields(door)}
+    if name not in known:
+        return ""
+    theirs = known[name]
+    if name in ("validation_fraction", "n_iter_no_change"):
+        if not table_recipe.BOTH["early_stopping"]:
+            assert not ours, name
+            return f"none ({theirs} with `early_stopping`)"
+        assert ours == theirs, name
+    elif name == "layers" and ours != theirs:  # a run is named after them before its file is read
+        return f"{theirs} (`hdnn train`: {ours})"
+    elif name == "random_state":
+        return "0 (estimators: `None`)"
+    elif ours not in (None, [], theirs):
+        raise AssertionError(f"{flag} is {ours!r} by default, but {name} {theirs!r}")
+    return f"{theirs:g}" if isinstance(theirs, float) else "" if theirs is None else str(theirs)
+
+
+def page(text: str) -> str:
+    """The page with its table renewed."""
+    before, _, rest = text.partition(START)
+    return before + START + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
