@@ -107,12 +107,13 @@ def test_both_doors_learn_what_no_linear_model_can_and_agree(name, capsys):
         result = json.loads(capsys.readouterr().out)
         from_cli.append(result["test_r2" if values else "test_accuracy"])
         train, test = split(y, 0.2, seed, classes=not values)
-        ours = door(random_state=seed).fit(X[train], y[train])
+        ours = door(layers=result["layers"], random_state=seed).fit(X[train], y[train])
         from_python.append(ours.score(X[test], y[test]))
         linear.append(line().fit(X[train], y[train]).score(X[test], y[test]))
     cli_mean, python_mean = np.mean(from_cli), np.mean(from_python)
     assert min(cli_mean, python_mean) > np.mean(linear) + HARD[name]
-    assert abs(cli_mean - python_mean) < 0.013
+    # The file has nine digits of the numbers, and a training can make a row or two of that.
+    assert cli_mean == pytest.approx(python_mean, abs=0.006)
 
 
 OLD_RUN = """[train]
@@ -422,7 +423,7 @@ def test_predictions_go_to_a_new_file(trained, tmp_path, capsys):
 def test_a_certificate_is_printed_and_is_json(trained, capsys):
     assert main(["certify", "--run", str(trained / "classes")]) == 0
     printed = capsys.readouterr().out
-    assert "8 test points; weights float32, norms in float64" in printed
+    assert "8 test points; weights float64, norms in float64" in printed
     assert "and it holds" in printed
     assert main(["certify", "--run", str(trained / "classes"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
