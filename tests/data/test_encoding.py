@@ -276,3 +276,20 @@ def test_parquet_has_texts_gaps_and_dates_too(tmp_path):
     assert x[1].tolist() == [2, 1, 0.5, 1, 0, 0, 1, 0, 1, 1.5]
     with pytest.raises(DataError, match=r"row 1, column 'f'.*date"):
         learn(read, ["f"])
+
+
+def test_the_index_that_pandas_writes_is_no_input(tmp_path):
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    frame = pd.DataFrame({"a": [1.5, 2.5, 0.5, 4.0], "t": list("xyxy")}).iloc[[3, 1, 0]]
+    frame.to_csv(tmp_path / "t.csv")
+    frame.to_parquet(tmp_path / "t.parquet")
+    for name in ("t.csv", "t.parquet"):
+        notes = []
+        columns, *_ = Columns.learn(table.read(tmp_path / name), "t", notes=notes)
+        assert columns.names == ["a"]
+        assert notes == ["the index, a column that numbers the rows, is left out."]
+    for text in (",a\nx,1\ny,2\n", ",a\n1,1\n1,2\n", ",a\n0.5,1\n", "a,\n1,1\n"):
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(DataError, match="has no name in the first line"):
+            table.read(tmp_path / "t.csv")

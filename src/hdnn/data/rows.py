@@ -20,6 +20,9 @@ import numpy as np
 from hdnn.data.cells import MISSING, WHOLE, Cells, is_date, is_missing, number, parse, text
 from hdnn.errors import DataError
 
+# What pandas and R write beside the columns, to number the rows; in a CSV it has no name.
+INDEX = ("", "__index_level_0__")
+
 
 class CellTypeError(DataError, TypeError):
     """A cell that holds neither a number nor a text."""

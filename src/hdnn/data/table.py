@@ -24,6 +24,7 @@ from hdnn.data.encoding import GAPS as GAPS
 from hdnn.data.encoding import Encoded
 from hdnn.data.encoding import TableWarning as TableWarning
 from hdnn.data.remarks import remarks
+from hdnn.data.rows import INDEX as INDEX
 from hdnn.data.rows import Table as Table
 from hdnn.data.rows import short
 from hdnn.data.table_files import CSV as CSV
@@ -89,9 +90,11 @@ class Columns:
             if name == target or name in drop:
                 what = "the target" if name == target else "left out by --drop"
                 raise OptionError(f"--categorical {name} is for an input, but it is {what}.")
-        names = [name for name in table.columns if name != target and name not in drop]
+        inputs = [name for name in table.columns if name != target and name not in drop]
+        names = [name for name in inputs if name not in INDEX]
         if not names:
             raise DataError(f"{table.path} has no column besides the target {target!r}.")
+        indexed = len(names) < len(inputs)
         task, classes, t = find_target(table, target, task)
         encoded = encoding.learn(table, names, rows=rows, categorical=categorical, missing=missing)
         names = encoding.input_names(encoded)
@@ -99,6 +102,7 @@ class Columns:
             raise DataError(f"{table.path} has no column besides {target!r} that tells anything.")
         x, unusual = encoding.encode(table, encoded)
         if notes is not None:
+            notes += ["the index, a column that numbers the rows, is left out."] * indexed
             notes += [*remarks(table, encoded, x, rows), *unusual]
         one, zero = [1.0] * len(names), [0.0] * len(names)
         return cls(task, target, names, zero, one, classes, encoding=encoded), x, t
@@ -243,7 +247,8 @@ def find_target(table: Table, name: str, task: str = "auto") -> tuple[str, list[
     if len(classes) > max(FEW, len(texts) // 2):
         raise DataError(
             f"{table.path}: the target {name!r} has {len(classes)} different values in "
-            f"{len(texts)} rows, too many for classes; is it the right column?"
+            f"{len(texts)} rows, such as {short(texts[0])}, too many for classes; is it the right "
+            "column? Numbers must be written plainly, like 1234.5."
         )
     number = {c: i for i, c in enumerate(classes)}
     return task, classes, np.array([number[text] for text in texts])

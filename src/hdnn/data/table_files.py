@@ -82,7 +82,7 @@ def _csv_columns(path: Path, lines: Iterator[str]) -> ColumnsAndLines:
                 continue  # a blank line
             if not header:
                 header = [name.strip() for name in row]
-                _check_names(path, header)
+                _check_names(path, header, index="")
                 continue
             if len(row) != len(header):
                 raise DataError(
@@ -97,7 +97,15 @@ def _csv_columns(path: Path, lines: Iterator[str]) -> ColumnsAndLines:
         raise DataError(f"{path}, line {reader.line_num}: this is no CSV ({error}).") from error
     if not rows:
         raise DataError(f"{path} has a line of column names, but no rows below it.")
-    return {name: [row[i] for row in rows] for i, name in enumerate(header)}, numbers
+    columns = {name: [row[i] for row in rows] for i, name in enumerate(header)}
+    if "" in columns and not _is_index(columns[""]):
+        raise _no_name(path, 1)
+    return columns, numbers
+
+
+def _is_index(cells: list[str]) -> bool:
+    """Whether cells number the rows: whole numbers, no two alike."""
+    return all(cell.strip().isdigit() for cell in cells) and len({*map(int, cells)}) == len(cells)
 
 
 def _empty(path: Path) -> DataError:
@@ -145,17 +153,19 @@ def _check_cells(path: Path, cells: int) -> None:
     check_memory(64 * cells, f"the {cells:,} values of {path}", "rows or columns")
 
 
-def _check_names(path: Path, names: Sequence[str]) -> None:
+def _no_name(path: Path, index: int) -> DataError:
+    return DataError(f"{path}: column {index} has no name in the first line; name it.")
+
+
+def _check_names(path: Path, names: Sequence[str], index: str | None = None) -> None:
+    """Refuse columns without a name, but for a first one that numbers the rows, and name twins."""
     before: dict[str, int] = {}
-    for index, name in enumerate(names, 1):
-        if not name:
-            raise DataError(
-                f"{path}: column {index} has no name in the first line; name it, or leave it out "
-                "(pandas does so by to_csv(index=False))."
-            )
+    for number, name in enumerate(names, 1):
+        if not name and not (number == 1 < len(names) and name == index):
+            raise _no_name(path, number)
         if name in before:
             raise DataError(
-                f"{path}: columns {before[name]} and {index} have the same name, {name!r}; "
+                f"{path}: columns {before[name]} and {number} have the same name, {name!r}; "
                 "rename one."
             )
-        before[name] = index
+        before[name] = number

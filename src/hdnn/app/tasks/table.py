@@ -272,7 +272,11 @@ def certify(model: Any, run: Run | None, data: str | None, *, samples: int) -> C
     elif data is not None:
         rows = table.read(data)
         if columns is None:  # all columns of the file are inputs
-            x = torch.from_numpy(np.stack([rows.numbers(name) for name in rows.columns], 1))
+            x = torch.from_numpy(
+                np.stack(
+                    [rows.numbers(name) for name in rows.columns if name not in table.INDEX], 1
+                )
+            )
         else:
             notes: list[str] = []
             x = torch.from_numpy(columns.of(rows, notes=notes))
