@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hdnn.analysis.measured import MeasuredNetwork
+from hdnn.analysis.words import LINEAR
 from hdnn.errors import HDNNError
 from hdnn.model import Model
 from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
 
-SMALL = 1e-4  # relative to how much the outputs vary
 IDLE = 1e-2  # relative: layers of a linear network that change less pass their input on
 FEWEST = 10  # samples, all different, from which linearity is concluded; if there are fewer,
 MORE = 50  # random ones take their place
@@ -71,7 +71,7 @@ def _centred(values: Tensor) -> Tensor:
     return values - values.mean(0)
 
 
-def _is_small(part: Tensor, whole: Tensor, share: float = SMALL) -> bool:
+def _is_small(part: Tensor, whole: Tensor, share: float = LINEAR) -> bool:
     """Whether numbers are small beside others, and these are not all zero."""
     size = whole.abs().max().item()
     return size > 0 and part.abs().max().item() <= share * size

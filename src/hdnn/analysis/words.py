@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 KEPT = "some direction of the gradient keeps at least its full size"
+LINEAR = 1e-3  # of how much outputs vary: a network this near to a linear one counts as such
 NO_PROMISE = "Nothing is promised for this network, it was only measured"
 
 
@@ -65,7 +66,7 @@ def linear_text(told: Mapping[str, Any]) -> str:
     if told.get("idle") is not True:
         does = "act as one and the same matrix"
     return (
-        f"The network is linear, to within 0.01% at {where(told)}: its layers {does}. "
+        f"The network is linear, to within {LINEAR:.1%} at {where(told)}: its layers {does}. "
         "A linear model would do the same."
     )
 
