@@ -299,6 +299,16 @@ def test_a_frozen_implicit_layer_is_not_scaled():
     assert net.coupling()[1] <= 0.951
 
 
+def test_weights_of_divided_layers_are_written_in_their_own_memory():
+    net = hdnn.H2(4, 3)
+    net.freeze(1)
+    held = [p.data_ptr() for p in net.parameters()]
+    value = torch.arange(12.0).reshape(3, 2, 2).double()
+    net.assign("K_p", value)
+    assert torch.equal(net.K_p, value.float())
+    assert [p.data_ptr() for p in net.parameters()] == held
+
+
 def _model(seed: int = 0) -> hdnn.Model:
     g = torch.Generator().manual_seed(seed)
     model = hdnn.Model(
@@ -345,3 +355,28 @@ def test_a_frozen_network_gets_the_gradients_of_the_reference():
         other(y).square().sum().backward()
     grads = net.parametrizations.K_p.original0.grad
     torch.testing.assert_close(grads, other.K_p.grad[[0, 2]], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_are_frozen_on_every_device(device):
+    with torch.device(device):
+        net = hdnn.H2(6, 3, sparsity=RING, learn_step=True)
+        net.freeze([0, 2])
+    net.to_empty(device="cpu" if device == "meta" else device)
+    net.reset_parameters()
+    y = torch.randn(4, 6, device=next(net.parameters()).device)
+    before, after = trained(net, y)
+    for key, value in before.items():
+        assert torch.equal(value[[0, 2]], after[key][[0, 2]]), key
+        assert not torch.equal(value[1], after[key][1]), key
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_frozen_network_compiles_and_vmaps():
+    torch._dynamo.reset()
+    net = NETS["H2"]()
+    net.freeze(1)
+    y = state(net, 4)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(y), net(y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.func.vmap(net)(y), net(y), rtol=1e-12, atol=1e-12)

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from hdnn import activations
 from hdnn.activations import Activation
@@ -18,7 +17,7 @@ from hdnn.networks import jacobians
 from hdnn.networks.initial import Initial
 from hdnn.networks.promise import ALWAYS, SYMPLECTIC, Guarantee, forward_euler, own_methods, unknown
 from hdnn.networks.stack import LayerStack
-from hdnn.networks.weights import overwrite, refresh
+from hdnn.networks.weights import refresh
 from hdnn.operators import dense
 
 
@@ -109,11 +108,7 @@ class Network(LayerStack):
 
     def assign(self, name: str, value: Tensor) -> None:
         """Overwrite one stack of weights by (N, ...), or (1, ...) if tied."""
-        if parametrize.is_parametrized(self, name):
-            with torch.no_grad():
-                setattr(self, name, value)
-        else:
-            overwrite(self.get_parameter(name), value)
+        self.write(name, value)
 
     def weights(self) -> dict[str, Any]:
         """All arguments of `function` except the state."""

@@ -17,8 +17,17 @@ _HARMLESS = {
     *("engine", "engines", "backprop", "engine_report", "_choose_engine", "_asked", "assign"),
     *("refine", "_refined", "smoothness", "smooth_leaves", "_counted", "_smooth", "coupling"),
     *("limit_coupling", "norms", "_apply", "reset_parameters", "_first", "started_from_here"),
-    *("add_constant", "_kept_aside", "_load_from_state_dict", "names_by_layer", "_whole_shape"),
-    *("run_layers", "frozen", "layer_groups", "freeze", "unfreeze", "divide", "describe_groups"),
+    *("add_constant", "kept_aside", "_load_from_state_dict", "names_by_layer", "_whole_shape"),
+    *(
+        "run_layers",
+        "frozen",
+        "layer_groups",
+        "freeze",
+        "unfreeze",
+        "divide",
+        "describe_groups",
+        "write",
+    ),
 }
 _CALLS = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "forward"}
 

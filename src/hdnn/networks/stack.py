@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from hdnn.errors import OptionError, quoted
 from hdnn.networks.layers import Layer, Layers
-from hdnn.networks.weights import KeepsConstants
+from hdnn.networks.weights import KeepsConstants, overwrite
 
 # Weights that only belong to single layers if they have so many axes.
 SHARED = {"X": 3, "J_upper": 2}
@@ -59,6 +59,19 @@ class LayerStack(KeepsConstants):
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(Layers(self, range(self.layers)))
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """Overwrite one parameter or buffer as it is stored, in its own memory."""
+        if _divided(self, name):
+            parts: Any = self.parametrizations
+            values = parts[name][0].right_inverse(value.expand(getattr(self, name).shape))
+            for held, part in zip(self._held(name), values, strict=True):
+                overwrite(held, part)
+        elif parametrize.is_parametrized(self, name):
+            setattr(self, name, value)
+        else:
+            overwrite(getattr(self, name), value)
 
     # To freeze, and to give rates
 
@@ -154,7 +167,8 @@ class LayerStack(KeepsConstants):
         parts = self._divisions()
         for name in names:
             if len(parts) > 1:
-                parametrize.register_parametrization(self, name, Divided(self._rows(name, parts)))
+                rows = Divided(self._rows(name, parts), self.get_parameter(name))
+                parametrize.register_parametrization(self, name, rows)
             for part, p in zip(parts, self._held(name), strict=True):
                 p.requires_grad_(wanted[name] and part[0] not in frozen)
         self._wanted = wanted
@@ -197,11 +211,13 @@ class LayerStack(KeepsConstants):
 
     def _rows(self, name: str, parts: list[list[int]]) -> list[Tensor]:
         """Where the entries of each part lie on the first axis of a parameter."""
-        layer = torch.arange(self.layers)
+        layer = torch.arange(self.layers, device="cpu")
         if name.endswith("_free"):
             size = math.prod(self._whole_shape(name.removesuffix("_free"))[1:])
-            layer = self.get_buffer(f"_{name.removesuffix('_free')}_index").cpu() // size
-        return [torch.isin(layer, torch.tensor(part)).nonzero()[:, 0] for part in parts]
+            index = f"_{name.removesuffix('_free')}_index"
+            layer = self.kept_aside.get(index, self.get_buffer(index)).cpu() // size
+        wanted = [torch.tensor(part, device="cpu") for part in parts]
+        return [torch.isin(layer, part).nonzero()[:, 0] for part in wanted]
 
     def refine_groups(self, coarse: LayerStack, k: int) -> None:
         """Freeze and divide as in a stack of which each layer is k layers here."""
@@ -229,11 +245,11 @@ class Divided(KeepsConstants):
 
     order: Tensor
 
-    def __init__(self, rows: list[Tensor]) -> None:
+    def __init__(self, rows: list[Tensor], like: Tensor) -> None:
         super().__init__()
         self.sizes = [len(part) for part in rows]
         order = torch.cat(rows).argsort()
-        self.add_constant("order", order, torch.empty(()), persistent=False)
+        self.add_constant("order", order, like, persistent=False)
 
     def forward(self, *parts: Tensor) -> Tensor:
         return torch.cat(parts).index_select(0, self.order)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from hdnn import activations
 from hdnn.activations import Activation
@@ -16,7 +15,7 @@ from hdnn.errors import OptionError, ShapeError
 from hdnn.networks.initial import Initial
 from hdnn.networks.shears import EPS, Kind, ShearWeights
 from hdnn.networks.stack import LayerStack
-from hdnn.networks.weights import filled, overwrite, refresh, smoothness, store
+from hdnn.networks.weights import filled, refresh, smoothness, store
 from hdnn.operators import block_sparse, conv
 from hdnn.sparsity import Sparsity
 
@@ -93,11 +92,7 @@ class UnitWeights(LayerStack):
         if name[0] == "K" and self.sparse:
             value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
             name = f"{name}_free"
-        if parametrize.is_parametrized(self, name):
-            with torch.no_grad():
-                setattr(self, name, value)
-        else:
-            overwrite(getattr(self, name), value)
+        self.write(name, value)
 
     def names_by_layer(self) -> tuple[str, ...]:
         names = ("K", "b", *NORMALISING) if self.normed else ("K", "b")

@@ -28,15 +28,17 @@ class KeepsConstants(nn.Module):
         buffer = None if value is None else value.to(like.device, copy=True)
         self.register_buffer(name, buffer, persistent=persistent)
         if value is not None and like.is_meta:
-            self._kept_aside()[name] = value.clone()
+            self.kept_aside[name] = value.clone()
 
-    def _kept_aside(self) -> dict[str, Tensor]:
+    @property
+    def kept_aside(self) -> dict[str, Tensor]:
+        """The values of buffers that are on the meta device."""
         return self.__dict__.setdefault("_aside", {})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        aside = self._kept_aside()
+        aside = self.kept_aside
         for name, was in before.items():
             now = self._buffers[name]
             if was is None or now is None or was.is_meta == now.is_meta:
@@ -53,8 +55,8 @@ class KeepsConstants(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         # `load_state_dict(assign=True)` replaces tensors on the meta device; some are in no file.
         mine = [t for name, t in state_dict.items() if name.startswith(prefix)]
-        for name in [*self._kept_aside()] if local_metadata.get("assign_to_params_buffers") else ():
-            value, now = self._kept_aside().pop(name), self._buffers[name]
+        for name in [*self.kept_aside] if local_metadata.get("assign_to_params_buffers") else ():
+            value, now = self.kept_aside.pop(name), self._buffers[name]
             if now is not None and now.is_meta:
                 self._buffers[name] = value.to(mine[0].device if mine else "cpu", copy=True)
 
