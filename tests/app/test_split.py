@@ -16,11 +16,13 @@ import torch
 
 import hdnn
 from hdnn.__main__ import main
+from hdnn.app import progress
 from hdnn.app.runs import Run
 from hdnn.app.tasks import graph, launched
 from hdnn.base import cores as machine
 from hdnn.data import table
-from hdnn.distributed import read_graph
+from hdnn.distributed import Config, read_graph, train
+from hdnn.distributed.graph.file import graph_of
 from hdnn.serialization import read
 from said import files, told
 
@@ -205,7 +207,30 @@ def test_a_table_for_a_ring_or_for_several_processes_is_refused(capsys, monkeypa
         graph.asked(graph.PartTask, given)
 
 
-# Cores
+# Cores, and time left
+
+
+def test_a_launch_shows_the_time_that_is_left(monkeypatch):
+    shown = []
+    monkeypatch.setattr(progress.terminal, "at_terminal", lambda: True)
+    bar = progress.TrainingBar("ring", True, epochs=50)
+    monkeypatch.setattr(bar, "show", lambda step, steps, words, **_: shown.append(words))
+    bar.tell({"epoch": 1, "loss": 0.5, "accuracy": 0.75, "seconds_left": 150.2})
+    bar.tell({"epoch": 50, "loss": 0.5, "seconds_left": 0.0})
+    assert shown == [
+        "loss 0.5000, accuracy 75.0%, epoch 1/50, 3 min left",
+        "loss 0.5000, epoch 50/50",
+    ]
+    words = {0.2: "1 s", 99: "99 s", 100: "2 min", 3600: "1 h", 3700: "1 h 2 min", 86400: "24 h"}
+    assert {seconds: progress.time_text(seconds) for seconds in words} == words
+
+
+def test_the_root_tells_how_long_the_rest_will_take():
+    told = []
+    config = Config(graph={"nodes": 2, "R": [[0, 1]]}, options={"epochs": 2, "batch": 2000})
+    train(config, graph_of(config.graph), tell=told.append)
+    assert [news["epoch"] for news in told] == [1, 2]
+    assert told[0]["seconds_left"] > told[1]["seconds_left"] == 0
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,9 @@ class Shards:
                 "folder, or the same options."
             )
         if data is not None and note.get("data", data) != data:  # which earlier versions lack
+            label = node if self.key(node).isdecimal() else self.key(node)
             raise StrangeError(
-                f"{path} belongs to a training with other data of this node; choose another "
+                f"{path} belongs to a training with other data of node {label}; choose another "
                 "folder, or the same data."
             )
         return tensors, note
