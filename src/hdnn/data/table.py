@@ -216,8 +216,9 @@ def hold_out(
     train, held = split(t[counted], fraction, seed, classes=classes)
     if not len(held):
         what = f"each of {len(np.unique(t[counted]))} classes" if classes else "the rows"
+        count = "1 sample is" if len(counted) == 1 else f"{len(counted)} rows are"
         raise DataError(
-            f"{len(counted)} rows are too few to hold out {fraction:g} of {what}; give more rows, "
+            f"{count} too few to hold out {fraction:g} of {what}; give more rows, "
             "hold out a larger fraction, or none."
         )
     rest = np.setdiff1d(np.arange(len(t)), counted)
