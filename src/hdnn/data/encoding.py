@@ -69,10 +69,8 @@ def learn(
     return found
 
 
-def encode(
-    table: Table, encoded: Sequence[Encoded], rows: np.ndarray | None = None
-) -> tuple[np.ndarray, list[str]]:
-    """The inputs (B, d) of all rows, and what is unusual in those with these numbers, in words."""
+def encode(table: Table, encoded: Sequence[Encoded]) -> tuple[np.ndarray, list[str]]:
+    """The inputs (B, d) of all rows, and what is unlike the rows learned from, in words."""
     count, d = table.rows, sum(map(width, encoded))
     check_memory(8 * count * d, f"{d} inputs of {count} rows", "columns or categories")
     x, start, notes = np.zeros((count, d)), 0, []
@@ -81,7 +79,7 @@ def encode(
             continue
         part = x[:, start : start + width(column)]
         fill = _fill_number if column["kind"] == "number" else _fill_categories
-        notes += fill(table, column, part, slice(None) if rows is None else rows)
+        notes += fill(table, column, part)
         start += width(column)
     return x, notes
 
@@ -233,7 +231,7 @@ def _median(numbers: np.ndarray, weight: np.ndarray | None) -> float:
     return float(a if a == b else a / 2 + b / 2)  # the sum may be too large
 
 
-def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
+def _fill_number(table: Table, column: Encoded, x: np.ndarray) -> list[str]:
     name, fill = column["name"], column["fill"]
     gaps = table.cells(name).gaps
     x[:, 0] = table.numbers(name, gaps=True)
@@ -243,7 +241,7 @@ def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> lis
     notes = []
     if column["gaps"] == "seen":
         x[:, 1] = gaps
-    elif count := int(gaps[rows].sum()):
+    elif count := int(gaps.sum()):
         notes.append(
             f"{table.label(name)} has no value in {_rows(count)}, but had one in every row "
             f"learned from: its median, {fill:.4g}, is taken."
@@ -253,7 +251,7 @@ def _fill_number(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> lis
     return notes
 
 
-def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) -> list[str]:
+def _fill_categories(table: Table, column: Encoded, x: np.ndarray) -> list[str]:
     name, cells = column["name"], table.cells(column["name"])
     gaps = cells.gaps
     if gaps.any() and column["gaps"] == "refused":
@@ -265,7 +263,6 @@ def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) ->
     x[known, found[known]] = 1.0
     notes = []
     unseen = np.flatnonzero((found < 0) & ~gaps)
-    unseen = unseen if isinstance(rows, slice) else np.intersect1d(unseen, rows)
     if len(unseen):
         new = [*dict.fromkeys(texts[i] for i in unseen)]
         notes.append(
@@ -274,7 +271,7 @@ def _fill_categories(table: Table, column: Encoded, x: np.ndarray, rows: Any) ->
         )
     if column["gaps"] == "seen":
         x[:, -1] = gaps
-    elif count := int(gaps[rows].sum()):
+    elif count := int(gaps.sum()):
         notes.append(
             f"{table.label(name)} has no value in {_rows(count)}, but had one in every row "
             "learned from: it counts as none of the known categories."
