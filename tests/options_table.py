@@ -18,15 +18,27 @@ FILE = {"data": "a.csv", "target": "y"}
 SAME = (
     ("network", "network", "the kind of layers"),
     ("layers", "layers", "their number N"),
-    ("features", "features", "the width n of a state; by default it follows from the columns"),
+    (
+        "features",
+        "features",
+        "the width n of a state; by default three times the inputs, 16 at least, at most 24 more",
+    ),
     ("T", "T", "the time that all layers span; a step is T/N"),
     ("activation", "activation", "of the layers"),
     ("epochs", "epochs", "passes over the rows to train on, at most"),
-    ("batch", "batch", "rows of a minibatch"),
+    ("batch", "batch", "rows of a minibatch; by default sqrt(2 rows), or all of up to 64"),
     ("learning_rate", "learning_rate", "at the start; it falls to zero as a cosine"),
-    ("weight_decay", "weight_decay", "of the hidden layers; divided by the rows to train on"),
-    ("solver", "solver", "of the output layer: newton, adam, joint, or auto to choose one"),
-    ("ridge", "ridge", "penalty on the output layer; divided by the rows to train on"),
+    (
+        "weight_decay",
+        "weight_decay",
+        "of the hidden layers, by default 0.5 n; divided by the rows to train on",
+    ),
+    ("solver", "solver", "of the output layer: newton, adam or joint, which auto is"),
+    (
+        "ridge",
+        "ridge",
+        "penalty on the output layer, by default 0.01 n; divided by the rows to train on",
+    ),
     ("smoothness", "smoothness", "penalty on differences between neighbouring layers"),
     ("class_weight", "class_weight", "balanced, or a weight for each class"),
     ("categorical", "categorical", "columns of numbers that are categories"),
@@ -39,11 +51,12 @@ SAME = (
 
 
 def table() -> str:
-    """Both names of each option, its default for classes and for values, and its meaning."""
-    lines = ["| `hdnn train` | estimators | classes | values | meaning |", "| --- " * 5 + "|"]
+    """Both names of each option, its default, which is that of both tasks, and its meaning."""
+    lines = ["| `hdnn train` | estimators | default | meaning |", "| --- " * 4 + "|"]
     config, doors = TableConfig.of(FILE), (HDNNClassifier, HDNNRegressor)
     for flag, name, meaning in SAME:
-        shown = [_shown(flag, name, getattr(config, flag), door) for door in doors]
+        shown = {_shown(flag, name, getattr(config, flag), door) for door in doors}
+        assert len(shown) == 1, name
         cells = f"`--{flag.replace('_', '-')}`", f"`{name}`", *shown, meaning
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -56,12 +69,10 @@ def _shown(flag: str, name: str, ours: Any, door: type) -> str:
         return ""
     theirs = known[name]
     if name in ("validation_fraction", "n_iter_no_change"):
-        if not table_recipe.BOTH["early_stopping"]:
+        if not table_recipe.DEFAULTS["early_stopping"]:
             assert not ours, name
             return f"none ({theirs} with `early_stopping`)"
         assert ours == theirs, name
-    elif name == "layers" and ours != theirs:  # a run is named after them before its file is read
-        return f"{theirs} (`hdnn train`: {ours})"
     elif name == "random_state":
         return "0 (estimators: `None`)"
     elif ours not in (None, [], theirs):

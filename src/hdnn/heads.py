@@ -61,12 +61,16 @@ class Augment(KeepsConstants):
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
 
 
-LEAST_FEATURES, WIDE_FEATURES = 16, 128
+LEAST_FEATURES, MORE_FEATURES = 16, 24
+WIDE_FEATURES = 128  # the limit of earlier versions, for those who import it
 
 
 def roomy_width(inputs: int) -> int:
-    """Twice the inputs, so that there is room to unfold them; even, as (p, q) needs it."""
-    n = max(LEAST_FEATURES, inputs, min(2 * inputs, WIDE_FEATURES))
+    """Three times the inputs, to have room to unfold them, but at most 24 more than them.
+
+    Even, as (p, q) needs it.
+    """
+    n = max(LEAST_FEATURES, min(3 * inputs, inputs + MORE_FEATURES))
     return n + n % 2
 
 

@@ -337,6 +337,6 @@ def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
 
 
 def test_a_table_of_very_many_columns_asks_for_a_word():
-    assert table_recipe.width(4096) == 4096
-    with pytest.raises(OptionError, match=r"20000 inputs .*\(--drop\), .*\(--features 20000\)"):
+    assert table_recipe.width(4096) == 4120
+    with pytest.raises(OptionError, match=r"20000 inputs .*\(--drop\), .*\(--features 20024\)"):
         table_recipe.width(20_000)

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import wraps
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,13 @@ import pytest
 import torch
 from joblib.externals.loky import ProcessPoolExecutor
 from sklearn.base import clone
-from sklearn.datasets import load_diabetes, load_iris, make_moons
+from sklearn.datasets import load_diabetes, load_iris, make_classification, make_moons
 from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import MinMaxScaler
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -23,7 +26,7 @@ import hdnn
 from hdnn.app.configs.table import TableConfig
 from hdnn.data.table import Columns
 from hdnn.errors import HDNNError, OptionError
-from hdnn.estimators import NETWORKS, HDNNClassifier, HDNNRegressor
+from hdnn.estimators import NETWORKS, HDNNClassifier, HDNNRegressor, base
 from hdnn.training import table_recipe
 
 SMALL = {"layers": 2, "epochs": 20, "random_state": 0}
@@ -108,12 +111,10 @@ def test_any_number_of_columns_is_augmented(columns, network):
     X = random.randn(60, columns)
     model = HDNNClassifier(network, **SMALL).fit(X, X[:, 0] > 0)
     assert model.score(X, X[:, 0] > 0) > 0.9
-    assert model.transform(X).shape == (60, 16)
+    assert model.transform(X).shape == (60, max(16, 3 * columns + columns % 2))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "features"), [(1, 16), (9, 18), (64, 128), (101, 128), (301, 302)]
-)
+@pytest.mark.parametrize(("inputs", "features"), [(1, 16), (9, 28), (12, 36), (64, 88), (301, 326)])
 def test_width_is_even_and_grows_with_the_table(inputs, features):
     X = np.random.RandomState(0).randn(10, inputs)
     model = HDNNRegressor(layers=1, epochs=1).fit(X, X[:, 0])
@@ -199,8 +200,8 @@ def test_a_training_that_fails_leaves_nothing_to_predict_with(iris):
 
 def test_penalties_are_shared_by_the_samples(line):
     X, Y = line
-    once = HDNNRegressor(**SMALL, batch=500).fit(X, Y)
-    twice = HDNNRegressor(**SMALL, batch=500).set_params(ridge=6.0, weight_decay=4.0)
+    once = HDNNRegressor(**SMALL, batch=500, ridge=3.0, weight_decay=2.0).fit(X, Y)
+    twice = HDNNRegressor(**SMALL, batch=500, ridge=6.0, weight_decay=4.0)
     twice.fit(np.tile(X, (2, 1)), np.tile(Y, (2, 1)))
     assert np.allclose(once.predict(X), twice.predict(X))
 
@@ -209,6 +210,22 @@ def test_default_regressor_does_not_overfit_a_small_noisy_table():
     X, y = load_diabetes(return_X_y=True)
     model = HDNNRegressor(random_state=0).fit(X[:300], y[:300])
     assert model.score(X[300:], y[300:]) > 0.45
+
+
+def test_default_classifier_is_not_too_sure_where_labels_are_wrong():
+    X, y = make_classification(600, flip_y=0.3, random_state=12)
+    model = HDNNClassifier(random_state=0).fit(X[:300], y[:300])
+    linear = make_pipeline(StandardScaler(), LogisticRegression()).fit(X[:300], y[:300])
+    ours, theirs = (log_loss(y[300:], one.predict_proba(X[300:])) for one in (model, linear))
+    assert ours < 1.1 * theirs
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_default_classifier_learns_what_no_column_tells_alone(columns):
+    X = np.random.RandomState(0).uniform(-1, 1, (700, columns))
+    y = (X > 0).sum(1) % 2
+    model = HDNNClassifier(random_state=0).fit(X[:400], y[:400])
+    assert model.score(X[400:], y[400:]) > 0.9
 
 
 def test_pipelines_searches_and_cross_validation_work(iris):
@@ -370,21 +387,40 @@ def test_without_scikit_learn_it_says_which_extra_to_install():
 def test_very_many_columns_ask_for_a_word_before_the_network_is_made():
     X, y = np.zeros((4, 20_000)), [0, 1, 0, 1]
     for estimator in (HDNNClassifier(), HDNNRegressor()):
-        with pytest.raises(OptionError, match="features=20000"):
+        with pytest.raises(OptionError, match="features=20024"):
             estimator.fit(X, y)
 
 
 def test_the_defaults_are_those_of_the_command_line():
     run = TableConfig.of({"data": "t.csv"})
-    for estimator, recipe in (
-        (HDNNClassifier(), table_recipe.CLASSES),
-        (HDNNRegressor(), table_recipe.VALUES),
-    ):
-        assert recipe.items() <= estimator.get_params().items()
-        for name in ("activation", "epochs", "batch", "learning_rate", "solver", "smoothness"):
+    for estimator in (HDNNClassifier(), HDNNRegressor()):
+        assert table_recipe.DEFAULTS.items() <= estimator.get_params().items()
+        for name in ("layers", "activation", "epochs", "learning_rate", "solver", "smoothness"):
             assert getattr(run, name) == getattr(estimator, name)
-        columns = Columns("", "t", ["a"], [0.0], [1.0], ["x", "y"] * (estimator.layers == 4))
-        filled = run.resolved(columns, 200)
-        for name in ("T", "weight_decay", "ridge"):
-            assert getattr(filled, name) == getattr(estimator, name)
-        assert filled.fit_options(200)["ridge"] == estimator.ridge / 200
+        assert run.batch is run.weight_decay is run.ridge is run.features is None
+
+
+@pytest.mark.parametrize("rows", [40, 200])
+def test_what_depends_on_rows_and_columns_is_the_same_in_the_command_line(rows, monkeypatch):
+    asked, fit = {}, base.training.fit
+
+    @wraps(fit)
+    def watched(*data, **options):
+        asked.update(options)
+        return fit(*data, **options)
+
+    monkeypatch.setattr(base.training, "fit", watched)
+    X = np.random.RandomState(0).randn(rows, 1)
+    HDNNClassifier(epochs=1).fit(X, X[:, 0] > 0)
+    columns = Columns("", "t", ["a"], [0.0], [1.0], ["x", "y"])
+    filled = TableConfig.of({"data": "t.csv", "epochs": 1}).resolved(columns, rows)
+    assert filled.T == HDNNClassifier().T
+    wanted = filled.fit_options(rows)
+    assert {name: asked[name] for name in ("batch", "solver", "ridge", "weight_decay")} == {
+        "batch": rows if rows == 40 else 20,
+        "solver": "joint",
+        "ridge": wanted["ridge"],
+        "weight_decay": wanted["weight_decay"],
+    }
+    assert wanted["batch"] == asked["batch"]
+    assert wanted["weight_decay"] == 8 / rows

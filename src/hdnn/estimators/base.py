@@ -32,9 +32,10 @@ from hdnn.heads import Augment, LinearHead, RegressionHead
 from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore, weights
-from hdnn.training import History
+from hdnn.training import History, table_recipe
 from hdnn.training.multilevel import joined
-from hdnn.training.table_recipe import BOTH, share, solver_of, width
+from hdnn.training.start import begin
+from hdnn.training.table_recipe import DEFAULTS, share, solver_of, width
 
 try:
     from sklearn.base import (
@@ -72,22 +73,22 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     """
 
     network: str = field(default="h2", kw_only=False)
-    layers: int
-    features: int | None = None
-    activation: str = BOTH["activation"]
-    T: float = BOTH["T"]
-    epochs: int = BOTH["epochs"]
-    batch: int = BOTH["batch"]
-    learning_rate: float = BOTH["learning_rate"]
-    weight_decay: float
-    solver: str = BOTH["solver"]
-    ridge: float
-    smoothness: float = BOTH["smoothness"]
+    layers: int = DEFAULTS["layers"]
+    features: int | None = DEFAULTS["features"]
+    activation: str = DEFAULTS["activation"]
+    T: float = DEFAULTS["T"]
+    epochs: int = DEFAULTS["epochs"]
+    batch: int | None = DEFAULTS["batch"]
+    learning_rate: float = DEFAULTS["learning_rate"]
+    weight_decay: float | None = DEFAULTS["weight_decay"]
+    solver: str = DEFAULTS["solver"]
+    ridge: float | None = DEFAULTS["ridge"]
+    smoothness: float = DEFAULTS["smoothness"]
     categorical: Any = None
     missing: str = "fill"
-    early_stopping: bool = BOTH["early_stopping"]
-    validation_fraction: float = BOTH["validation_fraction"]
-    n_iter_no_change: int = BOTH["n_iter_no_change"]
+    early_stopping: bool = DEFAULTS["early_stopping"]
+    validation_fraction: float = DEFAULTS["validation_fraction"]
+    n_iter_no_change: int = DEFAULTS["n_iter_no_change"]
     tol: float = 0.0
     engine: str = "auto"
     device: str = "cpu"
@@ -185,20 +186,22 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self.history_, self.n_iter_ = History(), 0
 
     def _learn(self, X: np.ndarray, t: np.ndarray, weight: np.ndarray | None, whole: bool) -> Self:
-        x, head = self._inputs(X), self.model_.head
+        x = self._inputs(X)
         labels, weights = torch.tensor(t, device=x.device), None
         if weight is not None:
             weights = torch.tensor(weight, dtype=x.dtype, device=x.device)
-        data, rows = (x, labels, weights), float(np.max(self.scaler_.n_samples_seen_))
+        data: Data = x, labels, weights
+        rows = float(np.max(self.scaler_.n_samples_seen_))
         options: dict[str, Any] = {}
         if whole and flag("early_stopping", self.early_stopping):
             data, options = self._hold_out(t, data)
             counted, held = _counted(weights, t), len(options["validation"][0])
             rows = rows * (counted - held) / counted
+        options |= {name: self._penalty(name, rows) for name in table_recipe.PENALTIES}
+        options["batch"] = table_recipe.batch(len(x)) if self.batch is None else self.batch
         if whole:
-            batch = positive_int("batch", self.batch)
-            sizes = {"batch": batch, "features": head.features, "outputs": head.outputs}
-            options |= {"epochs": self.epochs, "solver": solver_of(self.solver, **sizes)}
+            options |= {"epochs": self.epochs, "solver": solver_of(self.solver)}
+            self._begin_output(options, *data)
         else:  # solving the output layer would forget earlier data
             options |= {"epochs": 1, "solver": "joint", "schedule": "constant"}
         with Told(type(self).__name__, bool(self.verbose)) as told:
@@ -206,11 +209,8 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 self.model_,
                 *data[:2],
                 weight=data[2],
-                batch=self.batch,
                 learning_rate=self.learning_rate,
                 smoothness=self.smoothness,
-                weight_decay=_share(self.weight_decay, rows),
-                ridge=_share(self.ridge, rows),
                 seed=self._seed + self.n_iter_,
                 progress=False,
                 callbacks=[told] if told.wanted else [],
@@ -223,6 +223,20 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         self._sample = x[:: -(-len(x) // CERTIFIED)].numpy(force=True)
         self._certificate = None
         return self
+
+    def _begin_output(self, options: dict[str, Any], x: Tensor, t: Tensor, weight: Any) -> None:
+        """Let training begin with a fair output layer, if it is trained with the others."""
+        ridge = as_float(options["ridge"])
+        if options["solver"] == "joint" and ridge is not None:
+            with threads_for(len(x) * self._n_features_out, x.device.type):
+                begin(self.model_, x, t, ridge, weight)
+
+    def _penalty(self, name: str, rows: float) -> Any:
+        """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
+        given = getattr(self, name)
+        value = table_recipe.penalty(name, self._n_features_out) if given is None else given
+        number = as_float(value)
+        return value if number is None else share(number, rows)
 
     def _hold_out(self, t: np.ndarray, data: Data) -> tuple[Data, dict[str, Any]]:
         """The samples to train on, and options of `fit` that hold the others out."""
@@ -329,12 +343,6 @@ def _seed(random_state: Any) -> int:
 def _counted(weight: Tensor | None, t: np.ndarray) -> int:
     """How many samples have a weight other than 0."""
     return len(t) if weight is None else int(torch.count_nonzero(weight))
-
-
-def _share(penalty: Any, rows: float) -> Any:
-    """A penalty as `fit` takes it; what is not a number is passed on, for `fit` to refuse."""
-    number = as_float(penalty)
-    return penalty if number is None else share(number, rows)
 
 
 def _sample_weights(given: Any, X: np.ndarray) -> np.ndarray | None:

@@ -16,7 +16,6 @@ from hdnn.data import class_weights
 from hdnn.errors import DataError, OptionError
 from hdnn.estimators.base import HDNNEstimator
 from hdnn.heads import SigmoidHead, SoftmaxHead
-from hdnn.training.table_recipe import CLASSES
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -31,17 +30,20 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "ms1", "ms2", "ms3",
             or "mlp".
         layers: N.
-        features: n, the width of the network; by default twice the number of inputs, within limits.
+        features: n, the width of the network; by default three times the inputs, but at least 16
+            and at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together; a step is T/N. Not for "mlp".
         epochs: passes over the data.
-        batch: samples for each step of the optimiser.
+        batch: samples for each step of the optimiser; by default the square root of twice their
+            number, or all of up to 64.
         learning_rate: at the start; it falls to zero as a cosine.
-        weight_decay: pulls the layers towards the identity, and the model towards a linear one.
-            Divided by the number of samples, as scikit-learn's penalties are; so is `ridge`.
-        solver: of the output layer, "newton", "adam" or "joint" (see `hdnn.training.fit`);
-            "auto" is "newton" where a minibatch determines an output layer of few outputs.
-        ridge: penalty on the output layer.
+        weight_decay: pulls the layers towards the identity, and the model towards a linear one; by
+            default 0.5 times `features`. Divided by the number of samples, as scikit-learn's
+            penalties are; so is `ridge`.
+        solver: of the output layer, "newton", "adam" or "joint" (see `hdnn.training.fit`); "auto"
+            is "joint". Joint training begins with an output layer fitted to the untrained network.
+        ridge: penalty on the output layer; by default 0.01 times `features`.
         smoothness: penalty on the differences between neighbouring layers.
         early_stopping: hold out `validation_fraction` of the samples, of each class alike; end when
             their loss has not fallen by more than `tol` for `n_iter_no_change` epochs, and keep the
@@ -70,9 +72,6 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
     True
     """
 
-    layers: int = CLASSES["layers"]
-    weight_decay: float = CLASSES["weight_decay"]
-    ridge: float = CLASSES["ridge"]
     class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:

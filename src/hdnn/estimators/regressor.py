@@ -13,7 +13,6 @@ from sklearn.preprocessing import StandardScaler
 from hdnn.errors import DataError
 from hdnn.estimators.base import HDNNEstimator, standardise
 from hdnn.heads import RegressionHead
-from hdnn.training.table_recipe import VALUES
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -28,10 +27,6 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, HDNNEstimator):
     >>> bool(model.score(X, y) > 0.5)
     True
     """
-
-    layers: int = VALUES["layers"]
-    weight_decay: float = VALUES["weight_decay"]
-    ridge: float = VALUES["ridge"]
 
     _y_checks: ClassVar = {"multi_output": True, "y_numeric": True}
 

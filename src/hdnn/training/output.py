@@ -113,6 +113,12 @@ class OutputProblem:
     def scores(self, W: Tensor) -> Tensor:
         return self.A @ W.T
 
+    def curvature(self) -> float:
+        """The largest that the loss of a sample can have in its scores."""
+        if isinstance(self.head, RegressionHead):
+            return 2 / self.T.shape[1]
+        return 0.5 if isinstance(self.head, SoftmaxHead) else 0.25
+
     def residual(self, S: Tensor) -> Tensor:
         """The gradient of the mean loss in the scores: (B, c)."""
         if isinstance(self.head, RegressionHead):

@@ -26,19 +26,17 @@ if TYPE_CHECKING:
     from hdnn.data import table
 
 _PENALTIES = ("weight_decay", "ridge")
-_NOT_SO = ("T", *_PENALTIES, "early_stopping", "validation_fraction", "n_iter_no_change")
+_NOT_SO = ("T", "early_stopping", "validation_fraction", "n_iter_no_change")
 PLANAR_T = 2.4
 PENALTIES = ("mean", "sum")  # of the losses, to which weight decay and ridge are added
 
 
 def table_defaults() -> dict[str, Any]:
-    """For a file: options that suit most tables. `resolved` adds what depends on the task."""
+    """For a file: options that suit most tables. `resolved` adds what depends on its rows."""
     from hdnn.training import table_recipe
 
     return {
-        **{k: v for k, v in table_recipe.CLASSES.items() if k not in _NOT_SO},
-        **dict.fromkeys(_PENALTIES),
-        "layers": table_recipe.RUN_LAYERS,
+        **{k: v for k, v in table_recipe.DEFAULTS.items() if k not in _NOT_SO},
         "penalties": "sum",
         "init": "scaled",
         "dtype": "float64",
@@ -122,12 +120,12 @@ class TableConfig(BaseConfig):
         choices=_networks,
     )
     layers: int = _network(
-        64, "their number N (default: 64; for a file or mnist 8; a unit for cifar10: 6)"
+        64, "their number N (default: 64; for a file 4, for mnist 8; a unit for cifar10: 6)"
     )
     features: int | None = _network(
-        None, "of a state, n (default: 4; for a file twice its inputs or so)"
+        None, "of a state, n (default: 4; for a file up to 24 more than its inputs)"
     )
-    T: float | None = _network(None, "time span, h = T/N (default: 2.4; for a file 1)")
+    T: float | None = _network(None, "time span, h = T/N (default: 2.4; for a file 4)")
     step: float | None = _network(None, "h itself, instead of T")
     activation: str = _network(
         "tanh", "tanh (default), relu (default for a file), sigmoid ..; cifar10: its recipe's"
@@ -140,24 +138,29 @@ class TableConfig(BaseConfig):
     multilevel: str | None = _training(
         None, "2,2: train a quarter of the layers, then half, then all; that many epochs each"
     )
-    epochs: int = _training(50, "default: 50; for images 40, with the recipe of the paper's tables")
+    epochs: int = _training(
+        50, "default: 50; for a file 40; for images 40, with the recipe of the paper's tables"
+    )
     patience: int | None = _training(
         None,
         "end after so many epochs in which the held-out loss did not fall, and keep the best "
         "model; without --validation it is the training loss",
     )
-    batch: int = _training(125, "minibatch size (default: 125; for a file 64)")
+    batch: int | None = _training(125, "minibatch size (default: 125; for a file sqrt(2 rows))")
     optimizer: str = _training("adam", "adam (default) or sgd")
     learning_rate: float = _training(5e-2, "default: 0.05; for a file 0.02")
     schedule: str = _training("cosine", "cosine (default) or constant")
     warmup: float = _training(0.0, "fraction of steps with a rising rate")
     weight_decay: float | None = _training(
-        0.0, "of hidden layers (default: 0; for a file 0.05, for values 2)"
+        0.0, "of hidden layers (default: 0; for a file half of features)"
     )
     clip: float | None = _training(None, "largest gradient norm")
-    solver: str = _training("newton", "of the output layer: auto, newton (default), adam or joint")
+    solver: str = _training(
+        "newton",
+        "of the output layer: newton (default), adam, joint, or auto (joint; default for a file)",
+    )
     ridge: float | None = _training(
-        1e-4, "on the output layer (default: 1e-4; for a file 1, for values 3)"
+        1e-4, "on the output layer (default: 1e-4; for a file 0.01 of features)"
     )
     penalties: str = _training(
         "mean",
@@ -165,7 +168,7 @@ class TableConfig(BaseConfig):
         "(default for a file: they are divided by its rows)",
         choices=PENALTIES,
     )
-    smoothness: float = _training(5e-4, "of weights over layers (default: 5e-4; for a file 5e-3)")
+    smoothness: float = _training(5e-4, "of weights over layers (default: 5e-4; for a file 0)")
     smoothing: str = _training("constant", "that is constant (default) or cosine")
     seed: int = _run(0, "of split, weights and shuffle (default: 0)")
     device: str = _run("cpu", "cpu (default), cuda or auto")
@@ -267,7 +270,7 @@ class TableConfig(BaseConfig):
             raise OptionError(f"{self.data} has a test half of its own; leave test-fraction out.")
 
     def run_name(self) -> str:
-        """The name of the run's folder: swiss_roll-h2-64-0, or for a file iris-species-h2-8-0."""
+        """The name of the run's folder: swiss_roll-h2-64-0, or for a file iris-species-h2-4-0."""
         if self.target is None:
             return self.name_without_target()
         target = plain_text(self.target, "target")
@@ -295,9 +298,7 @@ class TableConfig(BaseConfig):
         """The same with all blanks filled in, now that columns and rows to train on are known."""
         from hdnn.training import table_recipe
 
-        inputs, outputs = len(columns.names), max(len(columns.classes), 1)
-        outputs = 1 if outputs == 2 else outputs
-        features = self.features
+        inputs, features = len(columns.names), self.features
         if features is None:
             features = table_recipe.width(inputs) if self.is_table else 4
         elif features < inputs:
@@ -306,13 +307,13 @@ class TableConfig(BaseConfig):
             )
         T = self.T
         if T is None and self.step is None and self.network != "mlp":
-            T = table_recipe.CLASSES["T"] if self.is_table else PLANAR_T
-        recipe = table_recipe.CLASSES if columns.classes else table_recipe.VALUES
-        rows = 1 if self.penalties == "sum" else rows
-        blanks = [name for name in _PENALTIES if getattr(self, name) is None]
-        solver = table_recipe.solver_of(
-            self.solver, batch=self.batch, features=features, outputs=outputs
-        )
+            T = table_recipe.DEFAULTS["T"] if self.is_table else PLANAR_T
+        counted = 1 if self.penalties == "sum" else rows
+        blanks = {
+            name: table_recipe.share(table_recipe.penalty(name, features), counted)
+            for name in _PENALTIES
+            if getattr(self, name) is None
+        }
         return replace(
             self,
             data=os.path.abspath(self.data) if self.is_table else self.data,
@@ -320,8 +321,9 @@ class TableConfig(BaseConfig):
             task=columns.task,
             features=features,
             T=T,
-            solver=solver,
-            **{name: table_recipe.share(recipe[name], rows) for name in blanks},
+            batch=table_recipe.batch(rows) if self.batch is None else self.batch,
+            solver=table_recipe.solver_of(self.solver),
+            **blanks,
         )
 
 
@@ -347,7 +349,7 @@ def _stopping(options: dict[str, Any]) -> dict[str, Any]:
     """
     from hdnn.training import table_recipe
 
-    recipe = table_recipe.BOTH
+    recipe = table_recipe.DEFAULTS
     usual = recipe["validation_fraction"] if recipe["early_stopping"] else 0.0
     fraction = options.get("validation", usual)
     waits = recipe["early_stopping"] and fraction

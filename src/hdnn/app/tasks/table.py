@@ -32,6 +32,7 @@ from hdnn.networks import BY_NAME
 from hdnn.training import TensorBoard, fit, fit_multilevel
 from hdnn.training.multilevel import joined
 from hdnn.training.processes.torchrun import Processes
+from hdnn.training.start import begin
 
 
 def build(config: TableConfig, columns: table.Columns) -> Model:
@@ -58,7 +59,7 @@ def build(config: TableConfig, columns: table.Columns) -> Model:
 def _check_memory(config: TableConfig, n: int) -> None:
     # Weights, gradients and two moments of Adam; then the states of a minibatch.
     weights = config.layers * n * (n / 2 if config.network in ("h2", "verlet") else n) * 4
-    states = config.layers * n * min(config.batch, 10**6)
+    states = config.layers * n * min(config.batch or 0, 10**6)
     needed = (weights + states) * getattr(torch, config.dtype).itemsize
     check_memory(needed, f"{config.layers} layers of {n} features", "layers or features")
 
@@ -89,7 +90,7 @@ class TableTask(OwnTask):
         return 12 * size * math.prod(self.config.refinements)
 
     def threads(self) -> AbstractContextManager[None]:
-        return threads_for(self.config.batch * (self.config.features or 0))
+        return threads_for((self.config.batch or 0) * (self.config.features or 0))
 
     def fit(
         self, run: Run, bar: TrainingBar, board: TensorBoard | None, processes: Processes
@@ -112,6 +113,8 @@ class TableTask(OwnTask):
             options["validation"] = tuple(one.to(device) for one in problem.validation)
         model = self.model.to(device)
         data = problem.x_train.to(device), problem.t_train.to(device)
+        if config.is_table and config.solver == "joint":
+            begin(model, *data, options["ridge"], options.get("weight"))
         if config.refinements:
             refinements = config.refinements
             model, histories = fit_multilevel(model, *data, refinements=refinements, **options)
