@@ -231,6 +231,15 @@ SHARP = Activation(
 )
 
 
+JUMP = {
+    "sigma": lambda x: (x > 0.3333).to(x.dtype),  # between two of the points that are looked at
+    "slope": torch.zeros_like,
+    "integral": lambda x: torch.relu(x - 0.3333),
+    "s_min": 0,
+    "s_max": 0,
+}
+
+
 @pytest.mark.parametrize("sound", [KINKED, SHARP], ids=lambda sound: sound.name)
 def test_kinks_and_sharp_turns_are_fine(sound):
     assert activations.check(sound) is None
@@ -257,6 +266,9 @@ def test_kinks_and_sharp_turns_are_fine(sound):
         ({"s_min": 0.1}, "s_min is given as 0.1, but the slope goes down to"),
         ({"s_min": -1.0}, "s_min is given as -1.0, but the smallest slope"),
         ({"s_max": math.nan}, "s_max is given as nan"),
+        ({"s_min": None}, "s_min must be an int or a float, but got None"),
+        ({"s_max": torch.ones(())}, "s_max must be an int or a float, but got tensor"),
+        (JUMP, "from x = 0.33.* to 0.33.* sigma changes by 1, which no slope from 0 to 0 does"),
         ({"s_max": math.inf}, "s_max is given as inf"),
         ({"sigma": lambda x: torch.exp(x), "slope": torch.exp}, "sigma is inf at x = .*finite"),
         ({"sigma": torch.sign, "slope": torch.zeros_like}, "the slope is given as 0, but sigma"),

@@ -182,6 +182,7 @@ def check(activation: Activation) -> None:
             f"subtract {zero:.6g}."
         )
     _check_range(activation, x, found["slope"][1])
+    _check_steps(activation, x, found["sigma"][1])
 
 
 def _values(activation: Activation, name: str, function: Elementwise, x: Tensor) -> Tensor:
@@ -226,13 +227,18 @@ def _refuse_derivative(
 
 def _check_range(activation: Activation, x: Tensor, slope: Tensor) -> None:
     name, room = activation.name, LOOSE * max(1.0, float(slope.abs().max()))
+    for side in ("s_min", "s_max"):
+        if not isinstance(given := getattr(activation, side), (int, float)):
+            raise OptionError(
+                f"activation {name!r}: {side} must be an int or a float, but got {quoted(given)}."
+            )
     for side, given, seen, at in (
         ("s_min", activation.s_min, slope.min(), slope.argmin()),
         ("s_max", activation.s_max, slope.max(), slope.argmax()),
     ):
         value = float(seen)
         beyond = value < given - 1e-9 if side == "s_min" else value > given + 1e-9
-        if not isinstance(given, (int, float)) or beyond or not math.isfinite(given):
+        if beyond or not math.isfinite(given):
             word = "down" if side == "s_min" else "up"
             raise OptionError(
                 f"activation {name!r}: {side} is given as {given}, but the slope goes {word} to "
@@ -244,6 +250,21 @@ def _check_range(activation: Activation, x: Tensor, slope: Tensor) -> None:
                 f"activation {name!r}: {side} is given as {given}, but the {most} slope from "
                 f"x = -1e6 to 1e6 is {value:.9g}; give the tightest range, bounds are read from it."
             )
+
+
+def _check_steps(activation: Activation, x: Tensor, sigma: Tensor) -> None:
+    """From one point to the next, sigma rises as a slope in the range allows: it has no jumps."""
+    dx, rise = x.diff(), sigma.diff()
+    size = torch.maximum(sigma[1:].abs(), sigma[:-1].abs())
+    room = CLOSE * (1 + activation.S) * dx + 1e-14 * size
+    bad = (rise < activation.s_min * dx - room) | (rise > activation.s_max * dx + room)
+    if bool(bad.any()):
+        k = int(bad.nonzero()[0])
+        raise OptionError(
+            f"activation {activation.name!r}: from x = {float(x[k]):.6g} to {float(x[k + 1]):.6g} "
+            f"sigma changes by {float(rise[k]):.6g}, which no slope from {activation.s_min} to "
+            f"{activation.s_max} does; a sigma with jumps is no activation here."
+        )
 
 
 def get(activation: str | Activation) -> Activation:

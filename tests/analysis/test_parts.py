@@ -74,6 +74,16 @@ def test_nothing_is_claimed_of_the_module_as_a_whole():
     assert (found.broken, found.unknown) == ((), "")
 
 
+def test_a_part_that_does_nothing_is_said_to_be_linear():
+    module = nn.Sequential(hdnn.H2(4, 3), nn.Linear(4, 4), hdnn.H2(4, 3))
+    with torch.no_grad():
+        module[2].K_p.zero_()
+        module[2].K_q.zero_()
+    _, first, second = certify(module, torch.randn(20, 4)).summary.splitlines()
+    assert "linear" not in first
+    assert "it holds. The network is linear" in second
+
+
 def test_without_inputs_networks_are_certified_at_random_states_and_units_are_not():
     module = nn.Sequential(hdnn.H2(4, 3), hdnn.HamiltonianUnit(4, 3))
     found = certify(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ import hdnn
 from hdnn.__main__ import main
 from hdnn.app.report import page
 from hdnn.app.runs import Run, find_runs
+from hdnn.app.tasks.answers import Answer, together
 from hdnn.distributed.graph import file as gf
+from hdnn.errors import CheckpointError
 from hdnn.serialization import load
 from kept.small import FILES, without_pictures
 from said import told
@@ -206,8 +209,26 @@ def test_runs_that_do_not_belong_together_have_no_mean(tmp_path, capsys):
     (tmp_path / "mixed").mkdir()
     for k, name in enumerate(("classes", "values")):
         (tmp_path / "mixed" / f"seed-{k}").symlink_to(Path(f"{name}-all/seed-{k}").absolute())
-    assert main(["predict", "--run", str(tmp_path / "mixed"), "--data", "classes.csv"]) == 2
-    assert "predict different things" in told(capsys)
+    asking = ["predict", "--run", str(tmp_path / "mixed"), "--data", "classes.csv"]
+    assert main(asking) == 2
+    assert "so they have no mean" in told(capsys)
+    (tmp_path / "mixed" / "seed-1").unlink()
+    # As 2 seeds leave it where 3 seeds of another training had been.
+    shutil.copytree("classes-all/seed-1", tmp_path / "mixed" / "seed-1")
+    assert main(asking) == 0
+    config = tmp_path / "mixed" / "seed-1" / "config.toml"
+    config.write_text(config.read_text().replace("epochs = ", "epochs = 1"))
+    capsys.readouterr()
+    assert main(asking) == 2
+    found = told(capsys)
+    assert "seed-1 has epochs = 1" in found
+    assert "so they have no mean" in found
+
+
+def test_networks_of_other_classes_have_no_mean():
+    one, other = (Answer("t", list(names), np.zeros((1, 2)), np.zeros(1)) for names in ("ab", "ac"))
+    with pytest.raises(CheckpointError, match="predict different things"):
+        together(["one", "other"], [one, other], proba=False)
 
 
 def test_a_run_that_is_not_complete_is_not_left_out_of_a_mean(tmp_path, capsys):

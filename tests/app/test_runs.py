@@ -168,6 +168,13 @@ def test_names_of_runs_are_plain():
     assert config().run_name() == "swiss_roll-h2-64-0"
     name = TableConfig.of({"data": "../mü lk/../a b?.csv", "seed": 2}).run_name()
     assert name == "a_b-h2-4-2"
+    names = [
+        TableConfig.of({"data": "a.csv", "target": target, "layers": 8}).run_name()
+        for target in ("价格", "数量", "größe (m)", "../x", "..", "/", "é" * 99)
+    ]
+    assert names[:3] == ["a-价格-h2-8-0", "a-数量-h2-8-0", "a-größe_m-h2-8-0"]
+    assert names[3:6] == ["a-x-h2-8-0", "a-target-h2-8-0", "a-target-h2-8-0"]
+    assert names[6] == f"a-{'é' * 32}-h2-8-0"  # a name has at most 255 bytes
     assert set(TableConfig.of({"data": "..csv"}).run_name()) <= {*string.ascii_letters, *"-2480"}
 
 

@@ -23,6 +23,7 @@ from hdnn.analysis import certificate
 from hdnn.analysis.certificate import SAMPLES, Certificate
 from hdnn.analysis.copies import copied, exact, lost_in_own_dtype
 from hdnn.analysis.image_certificate import IMAGES, random_images, unit_certificate
+from hdnn.analysis.words import linear_text
 from hdnn.base.files import finite
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int
 from hdnn.model import Model
@@ -65,7 +66,8 @@ class PartCertificates:
         """What they say in plain words."""
         count = len(self.parts) + len(self.missing)
         holding = sum(one.status == "holds" for one in self.parts.values())
-        each = [f"{name}: {one.verdict}." for name, one in self.parts.items()]
+        told = {name: linear_text(vars(one)) for name, one in self.parts.items()}
+        each = [f"{name}: {one.verdict}. {told[name]}".rstrip() for name, one in self.parts.items()]
         each += [f"{name}: NOT CERTIFIED, because {why}." for name, why in self.missing.items()]
         start = (
             f"The guarantee holds in {holding} of {count} Hamiltonian part{'s' * (count != 1)} of "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ def plain_name(place: str, otherwise: str) -> str:
 
 
 def plain_text(text: str, otherwise: str) -> str:
-    """A text with no letters that a folder should not have."""
+    """A text with no letters that a folder should not have; only ASCII, as names always were."""
     name = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)
     return name.strip("._-")[:64] or otherwise
+
+
+def target_text(text: str) -> str:
+    """The name of a target, as part of a folder's name, with the letters of all languages."""
+    name = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", text))
+    return name.encode()[:64].decode(errors="ignore").strip("._-") or "target"

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from hdnn import activations
-from hdnn.app.configs.common import plain_name, plain_text
+from hdnn.app.configs.common import plain_name, target_text
 from hdnn.app.configs.table import TableData as TableData
 from hdnn.app.graphs import block_entries
 from hdnn.base.memory import check_memory
@@ -55,7 +55,7 @@ def training_options(config: run.Config) -> dict[str, Any]:
 def run_name(graph: str, config: run.Config, target: str | None = None) -> str:
     """The name of the run's folder: ring8-swiss_roll-h2-4-0, or plant-log-fault-h2-4-0."""
     names = [plain_name(place, "graph") for place in (graph, config.data)]
-    names += [] if target is None else [plain_text(target, "target")]
+    names += [] if target is None else [target_text(target)]
     return "-".join([*names, config.network, str(config.layers), str(config.seed)])
 
 

@@ -16,7 +16,7 @@ from hdnn.app.configs.common import (
     check_training,
     is_table,
     plain_name,
-    plain_text,
+    target_text,
 )
 from hdnn.base.config import BaseConfig, option
 from hdnn.base.sent import portable
@@ -273,7 +273,7 @@ class TableConfig(BaseConfig):
         """The name of the run's folder: swiss_roll-h2-64-0, or for a file iris-species-h2-4-0."""
         if self.target is None:
             return self.name_without_target()
-        target = plain_text(self.target, "target")
+        target = target_text(self.target)
         return f"{plain_name(self.data, 'data')}-{target}-{self.network}-{self.layers}-{self.seed}"
 
     def name_without_target(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from hdnn.errors import CheckpointError, OptionError
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import Network
+
+OWN = ("seed", "device")  # in which the runs of a folder of seeds may differ
 
 
 def task_of(config: TableConfig | ImageConfig, said: set[str] | None = None) -> Task:
@@ -58,10 +60,25 @@ def predict(run: Run, data: str, *, proba: bool = False) -> dict[str, Any]:
     A folder of seeds answers with the mean of its runs.
     """
     if members := run.members:
+        _check_alike(members)
         ask = _asking(data)
         found = [ask(one, load_model(one), proba) for one in members]
         return together([str(one.folder) for one in members], found, proba=proba)
     return _asking(data)(run, load_model(run), proba).told(proba=proba)
+
+
+def _check_alike(members: Sequence[Run]) -> None:
+    """Refuse runs of different trainings: a smaller number of seeds may have left an old one."""
+    first, *others = ({k: v for k, v in one.options().items() if k not in OWN} for one in members)
+    for run, options in zip(members[1:], others, strict=True):
+        differ = [k for k in first | options if first.get(k) != options.get(k)]
+        if differ:
+            name = differ[0]
+            raise CheckpointError(
+                f"{run.folder} has {name.replace('_', '-')} = {options.get(name)!r}, but "
+                f"{members[0].folder} has {first.get(name)!r}, so they have no mean; name one of "
+                "them with --run, or move the one that does not belong there away."
+            )
 
 
 def _asking(data: str) -> Callable[[Run, object, bool], Answer]:
