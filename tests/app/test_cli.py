@@ -13,6 +13,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -523,7 +524,9 @@ def test_experiments_get_what_follows(monkeypatch, capsys):
 
     there = {"table-planar": "there", "fig-planar": "there"}
     monkeypatch.setattr(reproduce, "_experiment", lambda name: there.get(name, ""))
-    monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: Experiment)
+    # Not import_module itself: the command imports other modules by it.
+    importer = SimpleNamespace(import_module=lambda name: Experiment)
+    monkeypatch.setattr(reproduce, "importlib", importer)
     assert main(["reproduce", "table-planar", "--", "--seeds", "3"]) == 0
     assert capsys.readouterr().out == "ran ['--seeds', '3']\n"
     assert main(["reproduce", "table-planar", "--", "--help"]) == 0

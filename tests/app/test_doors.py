@@ -120,6 +120,8 @@ def test_classes_are_named_as_the_column_has_them():
     assert class_weights.named(given, ["a=b", "c", "d"]).tolist() == [2.0, 0.5, 1.0]
     with pytest.raises(OptionError, match="class-weight names 'c', but the classes are 'a', 'b'"):
         class_weights.named({"c": 1.0}, ["a", "b"])
+    with pytest.raises(OptionError, match="class-weight names 'a' twice"):
+        class_weights.read("a=1,b=2, a=3")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ def test_columns_are_learned_from_the_rows_to_train_on_alone():
     assert columns.standardised(x[:3], np.array([0, 1, 0])).scale[1:] == [0.5, 0.5]
 
 
+def test_large_numbers_are_categories_of_their_own():
+    large = 2**62
+    for given_cells in ([large + 1, large], [str(large + 1), f"0{large}"]):
+        (column,) = learn(of(a=given_cells), ["a"], categorical=["a"])
+        assert column["values"] == [str(large), str(large + 1)]
+    assert learn(of(a=["1e3", "2"]), ["a"], categorical=["a"])[0]["values"] == ["2", "1000"]
+
+
+@pytest.mark.parametrize("word", ["none", " NA "])
+def test_a_class_that_is_a_word_for_missing_is_said_to_be_one(word):
+    plain = word.strip()
+    with pytest.raises(DataError, match=rf"'{word}' counts as a missing .*'\({plain}\)'"):
+        Columns.learn(of(a=["1", "2"], t=["x", word]), "t")
+    assert Columns.learn(of(a=["1", "2"], t=["x", f"({plain})"]), "t")[0].classes[0] == f"({plain})"
+
+
 def test_numbers_can_be_named_as_categories():
     read = of(a=["1", "02", "1.0", "10", ""], t=list("xyxyx"))
     columns, x, _ = Columns.learn(read, "t", categorical=["a"])

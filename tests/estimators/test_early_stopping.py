@@ -87,13 +87,20 @@ def test_a_number_as_random_state_is_the_seed_of_the_training(monkeypatch):
         ({"validation_fraction": 1.0}, "validation_fraction must be a number between 0 and 1"),
         ({"validation_fraction": "a"}, "validation_fraction must be a number between 0 and 1"),
         ({"validation_fraction": 1e-4}, r"160 rows are too few to hold out 0.0001 of each of 3"),
-        ({"n_iter_no_change": 0}, "patience must be"),
+        ({"n_iter_no_change": 0}, "n_iter_no_change must be"),
         ({"tol": -1.0}, "tol must be"),
     ],
 )
 def test_what_cannot_be_held_out_is_said(options, message):
     with pytest.raises(HDNNError, match=message):
         HDNNClassifier(**QUICK, **{**EARLY, **options}).fit(X, Y)
+
+
+def test_the_best_score_stays_that_of_the_best_epoch():
+    model = HDNNClassifier(**QUICK, **EARLY).fit(X, Y)
+    best = model.best_validation_score_
+    model.history_.validation_score[-1] = -1.0  # of the last epoch, not of the best
+    assert model.partial_fit(X, Y).best_validation_score_ == best
 
 
 def test_one_more_epoch_holds_nothing_out():

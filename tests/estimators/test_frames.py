@@ -161,6 +161,40 @@ def test_columns_that_cannot_be_used_are_named(change, words):
         HDNNClassifier(**SMALL).fit(X.assign(**change), y)
 
 
+def test_frames_of_numbers_name_what_is_wrong_too():
+    numbers = pd.DataFrame({"a": np.arange(6.0), "b": np.arange(6) + 2**60})
+    y = ["x", "y"] * 3
+    with pytest.raises(DataError, match=r"column 'day': Timedelta.*is a date or time"):
+        HDNNClassifier(**SMALL).fit(numbers.assign(day=pd.to_timedelta(np.arange(6), "D")), y)
+    with pytest.raises(DataError, match="more than one column of the name 'a'; rename them"):
+        HDNNClassifier(**SMALL).fit(numbers[["a", "a"]], y)
+    with pytest.raises(DataError, match=r"column 'b' has numbers beyond 2\^53"):
+        HDNNClassifier(**SMALL, categorical=["b"]).fit(numbers, y)
+
+
+def test_a_whole_number_is_the_same_category_in_a_frame_of_numbers():
+    X = pd.DataFrame({"a": np.arange(6.0), "t": [1, 2, "u"] * 2})
+    model = HDNNClassifier(**SMALL, categorical=["t"]).fit(X, [0, 1] * 3)
+    alone = model.predict_proba(pd.DataFrame({"a": [0.0], "t": [1]}))  # t comes as 1.0
+    assert np.allclose(alone, model.predict_proba(X)[:1], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "y", "words"),
+    [
+        (HDNNClassifier, ["a", None, "b"], "y, row 1 .counted from 0.: the value is missing"),
+        (HDNNClassifier, pd.Series(["a", pd.NA, "b"], dtype="string"), "y, row 1 .*is missing"),
+        (HDNNClassifier, pd.Categorical(["a", None, "b"]), "y, row 1 .*is missing"),
+        (HDNNClassifier, np.array([1, "a", 2], object), "such as 'a' and 1; make all of them text"),
+        (HDNNRegressor, ["1.5", "2", "many"], "y, row 2 .*'many' is not a number.*HDNNClassifier"),
+        (HDNNRegressor, np.array([1.5, None, 2.0], object), "y, row 1 .*is missing"),
+    ],
+)
+def test_targets_that_cannot_be_learned_are_named(estimator, y, words):
+    with pytest.raises(DataError, match=words):
+        estimator(**SMALL).fit([[1.0], [2.0], [3.0]], y)
+
+
 def test_dates_in_an_array_are_refused():
     days = np.array([["2024-01-01"], ["2024-01-02"]], "datetime64[ns]")
     with pytest.raises(DataError, match=r"X, row 0 .*, column 0: .*is a date or time.*=\[0\]"):

@@ -40,7 +40,7 @@ class Cells:
 
     def texts(self, numeric: bool) -> list[str | None]:
         """The names of categories; None where the value is missing."""
-        as_text = remembered(plain_number if numeric else text)
+        as_text = remembered(plain_number if numeric else _category)
         return [
             None if gap else as_text(value)
             for value, gap in zip(self.values, self.gaps.tolist(), strict=True)
@@ -153,4 +153,14 @@ def plain_number(value: Any) -> str:
     found = number(value)
     if found is None or not math.isfinite(found):
         return text(value)
-    return str(int(found)) if found == int(found) else repr(found)
+    if found != int(found):
+        return repr(found)
+    try:
+        return str(int(value))  # every digit of a number that float64 would round
+    except ValueError:  # such as 1e3
+        return str(int(found))
+
+
+def _category(value: Any) -> str:
+    """A cell beside texts; a gap in the column, or a frame of numbers, makes 1.0 of 1."""
+    return plain_number(value) if isinstance(value, float) else text(value)

@@ -28,6 +28,8 @@ def read(text: str) -> Mapping[str, float] | str:
                 "class-weight must be balanced, or a number >= 0 for each class such as "
                 f"yes=2,no=1, but got {quoted(text)}."
             )
+        if name.strip() in found:
+            raise OptionError(f"class-weight names {quoted(name.strip())} twice; name it once.")
         found[name.strip()] = weight
     return found
 

@@ -172,10 +172,14 @@ def _learn(
     texts = {every[row] for row in seen.tolist()}
     if not named:
         _check_categories(table, name, len(texts), seen)
-    found["values"], found["numeric"] = sorted(texts, key=float if numeric else str), numeric
+    found["values"], found["numeric"] = sorted(texts, key=_order if numeric else str), numeric
     if len(texts) > 1 or where == "seen":
         found["kind"] = "categories"
     return found
+
+
+def _order(number: str) -> tuple[float, str]:
+    return float(number), number  # the text tells large numbers apart
 
 
 def _is_number(table: Table, name: str, cells: Cells, seen: np.ndarray) -> bool:

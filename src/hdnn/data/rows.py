@@ -94,7 +94,7 @@ class Table:
         values = self.column(name)
         for row in np.flatnonzero(self.cells(name).gaps).tolist():
             if is_missing(values[row], MISSING):
-                raise self.missing(name, row)
+                raise self.no_class(name, row)
         return [text(v) for v in values]
 
     def classes(self, name: str) -> list[str]:
@@ -123,7 +123,7 @@ class Table:
         if not isinstance(value, (str, bytes, Number)) and not is_date(value):
             return CellTypeError(
                 f"{self.place(name, row)}: {short(value)} is a {type(value).__name__}, but a cell "
-                "of this argument must be a string or a number."
+                f"of this argument must be a string or a number; mend it, or {advice}."
             )
         return DataError(
             f"{self.place(name, row)}: {short(value)} is not a number; mend it, or {advice}."
@@ -132,6 +132,16 @@ class Table:
     def missing(self, name: str, row: int) -> DataError:
         return DataError(
             f"{self.place(name, row)}: the value is missing; remove the row or fill it in."
+        )
+
+    def no_class(self, name: str, row: int) -> DataError:
+        """The error for a class that is missing, or has a name that stands for that."""
+        value = self.column(name)[row]
+        if not isinstance(value, str) or not value.strip():
+            return self.missing(name, row)
+        return DataError(
+            f"{self.place(name, row)}: {short(value)} counts as a missing value; remove the row or "
+            f"fill it in. If it is a class, write it in another way, such as '({value.strip()})'."
         )
 
     def gap(self, name: str, row: int) -> DataError:

@@ -33,6 +33,8 @@ from hdnn.model import Model
 from hdnn.networks import BY_NAME, HamiltonianNet, Network
 from hdnn.serialization import describe, restore, weights
 from hdnn.training import History, table_recipe
+from hdnn.training.checks import whole_number
+from hdnn.training.heldout import best_epoch
 from hdnn.training.multilevel import joined
 from hdnn.training.start import begin
 from hdnn.training.table_recipe import DEFAULTS, share, solver_of, width
@@ -127,6 +129,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """All epochs of a new model, or one more of the model that there is."""
         first = whole or not self.__sklearn_is_fitted__()
         given = frames.native(X)
+        frames.check_target(y, numbers="y_numeric" in self._y_checks)
         X, y = self._checked(given, reset=first, y=y, **self._y_checks)
         weight = _sample_weights(sample_weight, X)
         self._learn_columns(given, X, weight, first=first, whole=whole)
@@ -246,6 +249,9 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 "validation_fraction must be a number between 0 and 1, but got "
                 f"{quoted(self.validation_fraction)}."
             )
+        patience = self.n_iter_no_change
+        if patience is not None:
+            whole_number("n_iter_no_change", patience, 1)
         weight = None if data[2] is None else data[2].numpy(force=True)
         classes = not isinstance(self.model_.head, RegressionHead)
         train, held = hold_out(t, fraction, self._seed, classes=classes, weight=weight)
@@ -253,7 +259,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         taken, out = ([None if one is None else one[i] for one in data] for i in rows)
         options = {
             "validation": tuple(one for one in out if one is not None),
-            "patience": self.n_iter_no_change,
+            "patience": patience,
             "tol": self.tol,
         }
         return tuple(taken), options
@@ -263,7 +269,8 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         history = self.history_
         self.loss_curve_, scores = history.loss, history.validation_score
         self.validation_scores_ = scores or None
-        self.best_validation_score_ = scores[history.best_epoch - 1] if scores else None
+        best = best_epoch(history.validation_loss)  # also of a fit that partial_fit went on with
+        self.best_validation_score_ = scores[best - 1] if best else None
         self.best_loss_ = None if scores else min(history.loss)
 
     # Predicting

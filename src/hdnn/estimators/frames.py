@@ -13,12 +13,14 @@ import numpy as np
 from sklearn.utils.validation import validate_data
 
 from hdnn.data import encoding
+from hdnn.data.cells import is_missing, number
 from hdnn.data.encoding import Encoded, TableWarning
 from hdnn.data.remarks import remarks
-from hdnn.data.rows import Frame, listed
-from hdnn.errors import OptionError, quoted
+from hdnn.data.rows import Frame, listed, short
+from hdnn.errors import DataError, OptionError, quoted
 
 PLACE = Path("X")  # what messages call the table
+WHOLE_NUMBERS = 2.0**53  # up to here, float64 has them all
 
 
 def native(X: Any) -> Any:
@@ -27,7 +29,38 @@ def native(X: Any) -> Any:
         # As objects, nanoseconds would be whole numbers.
         return np.array([[*row] for row in X.astype(f"{X.dtype.kind}8[us]")], object)
     convert = getattr(X, "to_pandas", None)
-    return X if convert is None or hasattr(X, "iloc") else convert()
+    X = X if convert is None or hasattr(X, "iloc") else convert()
+    names = getattr(X, "columns", None) if hasattr(X, "iloc") else None
+    if names is None:
+        return X
+    if names.duplicated().any():
+        twin = names[names.duplicated()][0]
+        raise DataError(f"X has more than one column of the name {short(twin)}; rename them.")
+    spans = [name for name, kind in zip(names, X.dtypes, strict=True) if kind.kind == "m"]
+    return X.astype(dict.fromkeys(spans, object)) if spans else X  # NumPy finds no common type
+
+
+def check_target(y: Any, *, numbers: bool) -> None:
+    """Refuse targets that are missing, of two kinds, or texts where `numbers` are needed."""
+    labels = np.asarray(y)
+    if labels.ndim != 1 or labels.dtype.kind not in "OU":
+        return
+    first: dict[bool, Any] = {}
+    for row, label in enumerate(labels.tolist()):
+        where, is_text = f"y, row {row} (counted from 0)", isinstance(label, str)
+        if not is_text and is_missing(label):
+            raise DataError(f"{where}: the value is missing; remove the row or fill it in.")
+        if numbers and is_text and number(label) is None:
+            raise DataError(
+                f"{where}: {short(label)} is not a number; mend it, or take HDNNClassifier for "
+                "classes."
+            )
+        first.setdefault(is_text, label)
+    if not numbers and len(first) > 1:
+        raise DataError(
+            f"y has labels of text and others, such as {short(first[True])} and "
+            f"{short(first[False])}; make all of them text."
+        )
 
 
 def checked(estimator: Any, X: Any, *, reset: bool, gaps: bool, **options: Any) -> Any:
@@ -66,8 +99,17 @@ def categories(X: Any, table: Frame, categorical: Any) -> list[str]:
         )
     given = np.asarray(categorical)
     if given.dtype == bool and given.shape == (len(names),):
-        return [*found, *np.array(names, object)[given]]
-    return [*found, *(_named(one, names, table.named) for one in categorical)]
+        chosen = [*np.array(names, object)[given]]
+    else:
+        chosen = [_named(one, names, table.named) for one in categorical]
+    for name in chosen:
+        cells = table.column(name)
+        if isinstance(cells, np.ndarray) and (np.abs(cells) >= WHOLE_NUMBERS).any():
+            raise DataError(
+                f"X: {table.label(name)} has numbers beyond 2^53, which float64 cannot tell apart; "
+                "give these categories as text."
+            )
+    return [*found, *chosen]
 
 
 def numbers(names: Iterable[Any]) -> list[Encoded]:
@@ -104,7 +146,7 @@ def _named(one: Any, names: list[str], named: bool) -> str:
         return names[int(one)]
     if named and one in names:
         return str(one)
-    known = listed(names) if named else f"{len(names)} columns without names"
+    known = listed(names) if named else f"the positions 0 to {len(names) - 1}, and no names of text"
     raise OptionError(f"categorical has {quoted(one)}, but X has {known}.")
 
 
