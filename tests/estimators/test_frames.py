@@ -195,6 +195,12 @@ def test_targets_that_cannot_be_learned_are_named(estimator, y, words):
         estimator(**SMALL).fit([[1.0], [2.0], [3.0]], y)
 
 
+@pytest.mark.parametrize("given", [{"a": -1, "b": 1}, {"a": np.nan}, {"a": 0, "b": 0}])
+def test_impossible_weights_of_classes_are_named(given):
+    with pytest.raises(OptionError, match="class_weight must have finite numbers >= 0"):
+        HDNNClassifier(**SMALL, class_weight=given).fit([[1.0], [2.0], [3.0]], ["a", "b", "a"])
+
+
 def test_dates_in_an_array_are_refused():
     days = np.array([["2024-01-01"], ["2024-01-02"]], "datetime64[ns]")
     with pytest.raises(DataError, match=r"X, row 0 .*, column 0: .*is a date or time.*=\[0\]"):

@@ -13,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from hdnn.data import class_weights
-from hdnn.errors import DataError, OptionError
+from hdnn.errors import DataError, OptionError, quoted
 from hdnn.estimators.base import HDNNEstimator
 from hdnn.heads import SigmoidHead, SoftmaxHead
 
@@ -133,5 +133,10 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         else:
             factors = compute_class_weight(
                 self.class_weight, classes=self.classes_, y=self.classes_[labels]
+            )
+        if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
+            raise OptionError(
+                "class_weight must have finite numbers >= 0, not all of them 0, but got "
+                f"{quoted(self.class_weight)}."
             )
         return weight * factors[labels]
