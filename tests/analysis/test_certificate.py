@@ -478,6 +478,8 @@ def test_nothing_that_is_missing_in_a_file_counts_as_holding(told):
 
 def test_parts_are_summed_up():
     found = analysis.certify(make("H2")).to_dict()
+    rounded = {**found, "linear": False, "smallest_norm": 1 - 1e-10}
+    assert words.summary(rounded).endswith("the smallest norm measured is 1, up to rounding.")
     both = words.summary_of_parts([{**found, "smallest_norm": 1.5}, {**found, "smallest_norm": 2}])
     assert both.startswith("In each of the 2 Hamiltonian parts, from every layer on, some")
     assert "smallest norm measured is 1.5." in both

@@ -37,6 +37,8 @@ def test_scores_of_classes_are_those_of_scikit_learn(classes, rows, seed):
     expected = metrics.log_loss(true, np.clip(chances, 1e-300, None), labels=every)
     assert math.isclose(told["log_loss"], expected, rel_tol=1e-6)
     assert math.isclose(told["accuracy"], metrics.accuracy_score(true, found))
+    macro = metrics.f1_score(true, found, average="macro", zero_division=0)  # absent classes too
+    assert math.isclose(told["macro_f1"], macro, abs_tol=1e-12)
     assert told["usual"] == {"class": "class 0", "accuracy": (true == 0).mean()}
     assert sum(one["rows"] for one in told["mistakes"]) <= (true != found).sum()
     json.dumps(told, allow_nan=False)

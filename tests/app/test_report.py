@@ -391,6 +391,11 @@ def test_a_linear_network_is_said_to_be_linear(make):
     assert "1 (linear)" in words
 
 
+def test_a_norm_below_1_is_not_rounded_up_to_1(make):
+    shrinking = certificate(holds=None, guaranteed=False, smallest_norm=0.99997)
+    assert RunOnPage(make("run", metrics={"certificate": shrinking})).smallest == "0.9999"
+
+
 def test_what_was_not_computed_is_never_said_to_hold(make):
     certified = certificate(holds=None, unknown="the norms, because a state is NaN")
     text = report.page([make("run", metrics={"certificate": certified})])

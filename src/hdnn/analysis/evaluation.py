@@ -42,7 +42,7 @@ def of_classes(
         "rows": len(true),
         "accuracy": _mean(found == true),
         "balanced_accuracy": _mean([one["recall"] for one in seen]),
-        "macro_f1": _mean([one["f1"] for one in seen]),
+        "macro_f1": _mean([one["f1"] for one in by_class if one["f1"] is not None]),
         "log_loss": _mean(-np.log(np.maximum(chance, np.finfo(np.float64).tiny))),
         "brier": _mean((chances**2).sum(1) - 2 * chance + 1),
         "classes": len(classes),

@@ -36,7 +36,7 @@ def summary_of_several(named: Sequence[tuple[str, Mapping[str, Any]]], what: str
     found = []
     if fine:
         norms = [number(told.get("smallest_norm")) for told in fine]
-        least = _text(min((norm for norm in norms if norm is not None), default=None))
+        least = _held(min((norm for norm in norms if norm is not None), default=None))
         many = "each" if len(fine) == len(named) else str(len(fine))
         found.append(
             f"In {many} of the {len(named)} {what}, from every layer on, {KEPT}: the smallest "
@@ -79,7 +79,7 @@ def _gradients(told: Mapping[str, Any]) -> str:
         case "not computed":
             return f"It is NOT KNOWN whether the gradient keeps its size: {_unknown(told)}."
         case "holds":
-            return f"From every layer on, {KEPT}: the smallest norm measured is {_text(norm)}."
+            return f"From every layer on, {KEPT}: the smallest norm measured is {_held(norm)}."
     if norm is not None and norm >= 1 - 1e-9:
         seen = f"some direction of the gradient kept at least its full size at {where(told)}"
         return f"{NO_PROMISE}: {seen}, and the smallest norm is {_text(norm)}."
@@ -129,6 +129,11 @@ def at_least_text(norm: float, digits: int = 3) -> str:
 
 def _text(norm: float | None) -> str:
     return "beyond float64" if norm is None or norm == math.inf else at_least_text(norm)
+
+
+def _held(norm: float | None) -> str:
+    """The smallest norm where the promise was found to hold: below 1 it is so by rounding only."""
+    return "1, up to rounding" if norm is not None and norm < 1 - 1e-12 else _text(norm)
 
 
 def number(value: Any) -> float | None:

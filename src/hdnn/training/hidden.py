@@ -89,7 +89,8 @@ def _parameter_groups(model: Model, options: dict[str, Any]) -> list[dict[str, A
     if not groups:
         raise TrainingError(
             "the hidden layers have no parameter that requires a gradient; unfreeze some with "
-            'requires_grad_(), or train the output layer alone with solver="joint".'
+            "net.unfreeze() or requires_grad_(), or train the output layer alone with "
+            'solver="joint".'
         )
     return groups
 

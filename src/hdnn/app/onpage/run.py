@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from hdnn.analysis.words import at_least_text
 from hdnn.app import reproduced, results
 from hdnn.app.onpage.certificate import certificates
 from hdnn.app.onpage.command import command
@@ -265,9 +266,8 @@ class RunOnPage:
     def smallest(self) -> str:
         """The smallest norm, for the table of all runs."""
         norms = [one.smallest for one in self.certificates if one.smallest is not None]
-        if any(one.linear for one in self.certificates):
-            return f"{text(min(norms, default=None))} (linear)"
-        return text(min(norms, default=None))
+        least = at_least_text(min(norms), 4) if norms else text(None)
+        return f"{least} (linear)" if any(one.linear for one in self.certificates) else least
 
 
 def _complements(fractions: list[float | None]) -> list[float | None]:
