@@ -565,7 +565,7 @@ def test_a_set_that_is_missing_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 def test_one_process_trains_on_images(monkeypatch):
     train._asked({"data": "mnist"})
-    monkeypatch.setattr(train.torchrun, "several", lambda: True)
+    monkeypatch.setattr(train.launched, "several", lambda: True)
     with pytest.raises(OptionError, match="without torchrun"):
         train._asked({"data": "mnist"})
     train._asked({"data": "swiss_roll"})

@@ -775,7 +775,7 @@ def test_compiled_steps_train_as_plain_ones_do(kind, solver):
         with hdnn.engine.use(engine=engine), pytest.MonkeyPatch.context() as patch:
             if engine == "reference":
                 patch.setattr(small_steps, "usable", lambda parameters: False)
-                patch.setattr(small_heads, "usable", lambda head, y: False)
+                patch.setattr(small_heads, "usable", lambda head, y, solver: False)
             fit(
                 *(model, DATA.x_train.double(), DATA.t_train),
                 epochs=3,
