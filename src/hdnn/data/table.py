@@ -163,6 +163,10 @@ class Columns:
         scaled = _scaled(t[:, None], [self.target_mean], [self.target_scale])
         return _near(table, [self.target], scaled)
 
+    def in_units(self, y: Any) -> Any:
+        """Outputs of the model, in an array or a tensor, as numbers of the target."""
+        return y * self.target_scale + self.target_mean
+
     def to_json(self) -> dict[str, Any]:
         """All fields; without an encoding as earlier versions wrote it."""
         found = asdict(self)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, training
+from hdnn.base.parts import PART, in_parts
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import encoding
 from hdnn.data.encoding import Encoded, TableWarning
@@ -62,7 +63,7 @@ NETWORKS: dict[str, Callable[..., Network]] = {
 
 Data = tuple[Any, ...]  # inputs, targets, and weights of the samples or None
 
-CHUNK = 4096  # samples that go through the network at once
+CHUNK = PART  # samples that go through the network at once
 CERTIFIED = 100  # training points that a certificate looks at, at most
 CERTIFICATE_NUMBERS = 4 * 2**20  # entries of all its matrices, at most
 
@@ -300,9 +301,9 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """What a method of the model gives for X, in pieces that fit into memory."""
         check_is_fitted(self)
         x = self._encoded(self._checked(frames.native(X), reset=False))
-        run, parts = getattr(self.model_, method), self._inputs(x).split(CHUNK)
-        with threads_for(len(parts[0]) * self._n_features_out, parts[0].device.type):
-            return torch.cat([run(part) for part in parts]).numpy(force=True)
+        inputs = self._inputs(x)
+        with threads_for(min(len(x), CHUNK) * self._n_features_out, inputs.device.type):
+            return in_parts(getattr(self.model_, method), inputs).numpy(force=True)
 
     @property
     def _n_features_out(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hdnn.base.files import as_path
+from hdnn.base.parts import in_parts
 from hdnn.errors import TrainingError, choose, flag, require
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
@@ -26,7 +27,6 @@ from hdnn.training.checks import check_data, head_of, number, whole_number
 from hdnn.training.history import Callback, Moment
 from hdnn.training.output import weights_of
 
-PART = 4096  # samples of a validation set that are evaluated together
 OF_TRAINING, OF_VALIDATION = ("loss", "accuracy"), ("validation_loss", "validation_score")
 
 
@@ -179,7 +179,7 @@ class EarlyStopping:
         W = weights_of(head)
         if head.weight.grad is None:  # it is solved for each minibatch, not trained
             W = (self.output / self.means.count).to(W.dtype)
-        y = torch.cat([model.features(part) for part in x.split(PART)])
+        y = in_parts(model.features, x)
         scores = y @ W[:, :-1].T + W[:, -1]
         if self.monitor == "loss":
             return float(head.loss(scores, t))

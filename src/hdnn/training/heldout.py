@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hdnn.base.parts import in_parts
 from hdnn.errors import DataError
 from hdnn.heads import RegressionHead
 from hdnn.model import Model
 from hdnn.training.checks import check_data, check_weight, head_of
 from hdnn.training.history import History
 from hdnn.training.output import OutputProblem
-
-PART = 4096  # samples that go through the network at once
 
 
 class HeldOutScores(NamedTuple):
@@ -55,7 +54,7 @@ class HeldOut:
     @torch.no_grad()
     def measure(self, model: Model, features: Callable[[Tensor], Tensor]) -> HeldOutScores:
         """Loss and score of the model as it is; `features` gives y_N."""
-        y = torch.cat([features(part) for part in self.y_0.split(PART)])
+        y = in_parts(features, self.y_0)
         head = head_of(model)
         problem = OutputProblem(head, y, self.t, self.weight, torch.float64)
         scores = head(y)

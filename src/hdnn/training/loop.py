@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdnn.base.parts import in_parts
 from hdnn.base.progress import ProgressLine
 from hdnn.base.threads import threads_for
 from hdnn.errors import TrainingError
@@ -295,8 +296,7 @@ class _Training:
         before = weights_of(self.head)
         if self.solver != "joint":
             self._refit()
-        features = partial(self.team.features, self.model.net)
-        measured, history = held_out.measure(self.model, features), self.history
+        measured, history = held_out.measure(self.model, self._features), self.history
         history.validation_loss.append(measured.loss)
         history.validation_score.append(measured.score)
         moment = self._moment(found, rate, last=True)
@@ -329,11 +329,14 @@ class _Training:
         """The fraction of all steps that are done."""
         return (self.epoch + self.k / self.batches) / self.epochs
 
+    def _features(self, y_0: Tensor) -> Tensor:
+        """y_N, of the samples of all processes."""
+        return self.team.features(self.model.net, y_0)
+
     def _refit(self) -> None:
         """Fit the output layer to all data; the hidden layers stay."""
         with torch.no_grad():
-            parts = [self.team.features(self.model.net, part) for part in self.y_0.split(4096)]
-            y = torch.cat(parts)
+            y = in_parts(self._features, self.y_0)
         if not bool(torch.isfinite(y).all()):
             raise self._diverged("the last state y_N", self.y_0)
         self.generator.set_state(self.order)  # also after a resume that had no step to take

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdnn.base.parts import in_parts
 from hdnn.model import Model
 from hdnn.training.callbacks import begun
 from hdnn.training.output import OutputProblem, put
@@ -26,7 +27,7 @@ def begin(model: Model, x: Tensor, t: Tensor, ridge: float, weight: Tensor | Non
     head: Any = model.head
     begun(model, ())  # implicit layers must have a solution, as in `fit`
     ridge *= 2  # a gradient that is zero but for rounding would make Adam's first steps random
-    y = torch.cat([model.features(part) for part in x.split(4096)])
+    y = in_parts(model.features, x)
     problem = OutputProblem(
         head, y, t if t.is_floating_point() else t.long(), weight, torch.float64
     )

@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from hdnn.base.parts import in_parts
+from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError
+from hdnn.heads import SigmoidHead, SoftmaxHead
+from hdnn.model import Model
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +48,26 @@ class Answer:
         if self.true is not None:
             result["accuracy"] = float((self.true == self.chosen).mean())
         return result
+
+
+@torch.no_grad()
+def answer_of(
+    model: Model,
+    x: Tensor,
+    columns: Columns | None,
+    true: np.ndarray | None = None,
+    about: dict[str, Any] | None = None,
+) -> Answer:
+    """What a model says of inputs x; without columns, classes are numbered and values bare."""
+    scores, head = in_parts(model, x), model.head
+    target, about = "class" if columns is None else columns.target, about or {}
+    if not isinstance(head, (SigmoidHead, SoftmaxHead)):
+        values = scores[:, 0].double().numpy()
+        values = values if columns is None else columns.in_units(values)
+        return Answer(target, [], values, values, true, about)
+    chances, chosen = head.probabilities(scores).double().numpy(), head.predict(scores).numpy()
+    classes = [str(k) for k in range(head.classes)] if columns is None else columns.classes
+    return Answer(target, classes, chances, chosen, true, about)
 
 
 def together(names: Sequence[str], answers: Sequence[Answer], *, proba: bool) -> dict[str, Any]:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from hdnn.analysis import evaluation
+from hdnn.base.parts import in_parts
 from hdnn.data.table import Columns
 from hdnn.heads import SigmoidHead, SoftmaxHead
 from hdnn.model import Model
-
-PART = 4096  # rows that are predicted together
 
 
 @torch.no_grad()
@@ -22,12 +21,9 @@ def evaluated(
     """What there is to say of the first part of the data that has rows; the last was trained on."""
     part = next(name for name, (x, _) in parts.items() if len(x))
     x, t = parts[part]
-    found = torch.cat([model(some) for some in x.split(PART)])
+    found = in_parts(model, x)
     if not columns.classes:
-        values, true = (
-            y.double().reshape(-1).numpy() * columns.target_scale + columns.target_mean
-            for y in (found, t)
-        )
+        values, true = (columns.in_units(y.double().reshape(-1).numpy()) for y in (found, t))
         return {"part": part, **evaluation.of_values(true, values)}
     head = model.head
     assert isinstance(head, (SigmoidHead, SoftmaxHead))

@@ -16,7 +16,7 @@ from hdnn import analysis
 from hdnn.analysis import Certificate
 from hdnn.app.runs import Run
 from hdnn.app.tasks import table
-from hdnn.app.tasks.answers import Answer
+from hdnn.app.tasks.answers import Answer, answer_of
 from hdnn.base.threads import one_thread
 from hdnn.data import planar
 from hdnn.distributed.graph.file import graph_of
@@ -44,21 +44,14 @@ def answer(run: Run, model: object, data: str, proba: bool) -> Answer:
     graph = _graph(run)
     home = part_of(Path(data), graph)
     y = states(graph, home).to(next(net.parameters()).dtype)
-    with torch.no_grad():
-        scores = torch.cat([net(part) for part in y.split(4096)])
     true = None
     if (home / sources.LABELS).is_file():
         true = read(home / sources.LABELS)[1].get("t")
         true = None if true is None or len(true) != len(y) else true.reshape(-1).numpy()
     columns = run.columns() if run.columns_file.exists() else None
-    target = "class" if columns is None else columns.target
-    if not isinstance(net.head, (SigmoidHead, SoftmaxHead)):
-        scale, mean = (1.0, 0.0) if columns is None else (columns.target_scale, columns.target_mean)
-        values = scores[:, 0].double().numpy() * scale + mean
-        return Answer(target, [], values, values, None if true is None else true * scale + mean)
-    chances = net.head.probabilities(scores).double().numpy()
-    names = [str(k) for k in range(net.head.classes)] if columns is None else columns.classes
-    return Answer(target, names, chances, net.head.predict(scores).numpy(), true)
+    if true is not None and columns is not None and not columns.classes:
+        true = columns.in_units(true)
+    return answer_of(net, y, columns, true)
 
 
 def certify(run: Run, model: object, data: str | None, *, samples: int) -> Certificate:

@@ -18,11 +18,12 @@ from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
-from hdnn.app.tasks.answers import Answer
+from hdnn.app.tasks.answers import Answer, answer_of
 from hdnn.app.tasks.evaluated import evaluated
 from hdnn.app.tasks.problem import Problem, prepare
 from hdnn.app.tasks.task import OwnTask
 from hdnn.base.memory import check_memory
+from hdnn.base.parts import in_parts
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import planar, table
 from hdnn.errors import CheckpointError, DataError, OptionError
@@ -198,7 +199,7 @@ def scores(model: Model, problem: Problem) -> dict[str, float]:
     for part, (x, t) in reversed(problem.parts.items()):
         if not len(x):
             continue
-        y = torch.cat([model.predict(some) for some in x.split(4096)])
+        y = in_parts(model.predict, x)
         if columns.classes:
             found[f"{part}_accuracy"] = (y == t).double().mean().item()
             continue
@@ -241,16 +242,7 @@ def answer(run: Run, model: object, read: Callable[[Run], table.Table], proba: b
     rows = read(run)
     notes: list[str] = []
     x = torch.from_numpy(columns.of(rows, notes=notes)).to(next(model.parameters()).dtype)
-    about = {"notes": notes}
-    with torch.no_grad():
-        scores = torch.cat([model(part) for part in x.split(4096)])
-    if not columns.classes:
-        values = scores[:, 0].double().numpy() * columns.target_scale + columns.target_mean
-        return Answer(columns.target, [], values, values, _truth(rows, columns), about)
-    assert isinstance(model.head, (SigmoidHead, SoftmaxHead))
-    chances = model.head.probabilities(scores).double().numpy()
-    chosen = model.head.predict(scores).numpy()
-    return Answer(columns.target, columns.classes, chances, chosen, _truth(rows, columns), about)
+    return answer_of(model, x, columns, _truth(rows, columns), {"notes": notes})
 
 
 def _truth(source: table.Table, columns: table.Columns) -> np.ndarray | None:

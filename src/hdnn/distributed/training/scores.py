@@ -22,8 +22,9 @@ def scored(
     """
     found = head.predict(scores).detach()
     if isinstance(head, RegressionHead):
-        scale, mean = (1.0, 0.0) if columns is None else (columns.target_scale, columns.target_mean)
-        values, true = (y.double().reshape(-1) * scale + mean for y in (found, t))
+        values, true = (y.double().reshape(-1) for y in (found, t))
+        if columns is not None:
+            values, true = columns.in_units(values), columns.in_units(true)
         error = (values - true).square().mean().item()
         spread = (true - true.mean()).square().mean().item()
         result = {f"{part}_rmse": math.sqrt(error)}
