@@ -35,7 +35,7 @@ from hdnn.distributed.launch import Ended
 from hdnn.distributed.messages.gloo import LostError
 from hdnn.distributed.training.run import NETWORKS
 from parts import run_parts
-from said import files, sentence, told, trained_elsewhere
+from said import files, sentence, started_alone, told, trained_elsewhere
 
 QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
 
@@ -43,8 +43,7 @@ QUICK = ["--epochs", "1", "--batch", "2000", "--layers", "2"]
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
-        monkeypatch.delenv(name, raising=False)
+    started_alone(monkeypatch)
     monkeypatch.setattr(launched, "cores", lambda: 64)
     write("ring8.toml", nodes=8, edges=TWO_STEPS, R=RING)
     write("tight.toml", nodes=8, edges=RING, R=RING)

@@ -19,7 +19,7 @@ from hdnn.app.runs import Run
 from hdnn.errors import CheckpointError
 from hdnn.training.checkpoint import locked
 from kept.small import without_pictures
-from said import files, told
+from said import files, started_alone, told
 
 TABLE = ["--data", "t.csv", "--target", "kind", "--layers", "2", "--features", "4"]
 QUICK = ["--epochs", "1", "--quiet"]
@@ -29,8 +29,7 @@ GRAPH = ["--graph", "g.toml", "--layers", "2", "--batch", "2000"]
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
-        monkeypatch.delenv(name, raising=False)
+    started_alone(monkeypatch)
     rows = [f"{k % 7},{k % 5},{k % 2},{k % 3}" for k in range(40)]
     Path("t.csv").write_text("\n".join(["a,b,kind,other", *rows]) + "\n")
     Path("g.toml").write_text("nodes = 3\nR = [[0, 1], [1, 2]]\n")

@@ -24,7 +24,7 @@ from hdnn.data import table
 from hdnn.distributed import Config, read_graph, train
 from hdnn.distributed.graph.file import graph_of
 from hdnn.serialization import read
-from said import files, told
+from said import files, started_alone, told
 
 PLANT = """
 names = ["pump", "valve", "tank"]
@@ -39,8 +39,7 @@ QUICK = ["--layers", "2", "--epochs", "2", "--quiet"]
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
-        monkeypatch.delenv(name, raising=False)
+    started_alone(monkeypatch)
     random = np.random.default_rng(0)
     lines = ["time,flow,kind,level,load,fault"]
     for k, (a, b) in enumerate(random.normal(size=(50, 2))):

@@ -11,6 +11,7 @@ pytest.importorskip("typer")
 
 from kept.json_fields import WELL, WRONG, differences, json_fields, prepared
 from kept.small import hdnn_command
+from said import started_alone
 
 RECORDED = json.loads((Path(__file__).parent / "fields.json").read_text("utf-8"))
 # What the commands of the second test look at.
@@ -25,8 +26,7 @@ FIRST = (
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
-        monkeypatch.delenv(name, raising=False)
+    started_alone(monkeypatch)
 
 
 def test_every_command_prints_the_fields_that_it_had():

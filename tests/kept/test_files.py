@@ -31,6 +31,7 @@ from hdnn.errors import CheckpointError
 from kept import small
 from kept.json_fields import images_for_mnist
 from kept.small import FILES, PLACE, hdnn_command
+from said import started_alone
 
 EXPECTED = json.loads((FILES / "expected.json").read_text("utf-8"))
 TENSORS = load_file(FILES / "expected.safetensors")
@@ -51,8 +52,7 @@ def in_a_copy_of_the_files(tmp_path, monkeypatch):
     for path in [*home.rglob("*.toml"), *home.rglob("*.json")]:
         path.write_text(path.read_text("utf-8").replace(PLACE, str(home)), "utf-8")
     monkeypatch.chdir(home)
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
-        monkeypatch.delenv(name, raising=False)
+    started_alone(monkeypatch)
     with small.without_pictures():
         yield
 
