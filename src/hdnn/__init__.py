@@ -12,6 +12,8 @@ from hdnn._version import __version__ as __version__
 from hdnn.base import interrupted as interrupted  # isort: skip  # first: the rest takes its time
 
 if TYPE_CHECKING:
+    from hdnn import analysis as analysis
+    from hdnn import data as data
     from hdnn import distributed as distributed
     from hdnn import errors as errors
     from hdnn import estimators as estimators
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
     from hdnn import plotting as plotting
     from hdnn import reference as reference
     from hdnn import serialization as serialization
+    from hdnn import training as training
     from hdnn.estimators import HDNNClassifier as HDNNClassifier
     from hdnn.estimators import HDNNRegressor as HDNNRegressor
 
-# The command line imports what a command needs; any other program has everything at once, also the
+# The command line imports what a command needs; any other program has the networks at once, also the
 # operators that files written by `torch.export` ask for.
 if TYPE_CHECKING or not interrupted.is_command():
     # Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.
@@ -32,8 +35,6 @@ if TYPE_CHECKING or not interrupted.is_command():
     try:
         from hdnn import (
             activations,
-            analysis,
-            data,
             engine,
             functional,
             heads,
@@ -42,8 +43,8 @@ if TYPE_CHECKING or not interrupted.is_command():
             operators,
             regularization,
             sparsity,
-            training,
         )
+        from hdnn.base import process_groups as process_groups
         from hdnn.errors import HDNNError
         from hdnn.heads import Augment, LinearHead, RegressionHead, SigmoidHead, SoftmaxHead
         from hdnn.model import Model
@@ -99,7 +100,8 @@ __all__ = [
     "training",
 ]
 
-# What is imported when it is first asked for.
+# What is imported when it is first asked for, or when a name is looked for in it.
+_LATE = ("analysis", "data", "training")
 _SUBMODULES = (
     *("distributed", "errors", "estimators", "model", "networks", "plotting", "reference"),
     "serialization",
@@ -141,6 +143,8 @@ def _hint(name: str) -> str:
         return ""
     known = {each.lower(): each for each in __dir__()}
     for module in (*__all__, *_SUBMODULES):
+        if module in _LATE:
+            importlib.import_module(f"{__name__}.{module}")
         inner = getattr(sys.modules.get(f"{__name__}.{module}"), "__all__", ())
         if name in inner and name.lower() not in known:
             return f"; it is hdnn.{module}.{name}"

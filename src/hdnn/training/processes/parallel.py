@@ -18,13 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdnn.base import portable
+from hdnn.base import process_groups as process_groups
 from hdnn.errors import TrainingError, flag
 from hdnn.training import identity
-
-if dist.is_available():
-    # Imported early: its default arguments keep the process group of that moment for ever, and an
-    # optimizer may import it late. Threads of a group never freed may abort Python.
-    import torch.distributed.nn
 
 T = TypeVar("T")
 

@@ -1,0 +1,10 @@
+"""Import `torch.distributed.nn` before there is a process group.
+
+Its default arguments keep the group of that moment for ever, and an optimizer may import it late.
+Threads of a group that is never freed may abort Python.
+"""
+
+import torch.distributed as dist
+
+if dist.is_available():
+    import torch.distributed.nn
