@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hdnn.estimators import HDNNClassifier as HDNNClassifier
     from hdnn.estimators import HDNNRegressor as HDNNRegressor
 
-# The command line imports what a command needs; any other program has the networks at once, also the
+# The command line imports what a command needs; any other program has the networks at once, and the
 # operators that files written by `torch.export` ask for.
 if TYPE_CHECKING or not interrupted.is_command():
     # Imports leave no garbage, and a collection during them would search all of torch for 0.1 s.

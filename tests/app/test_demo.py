@@ -1,5 +1,6 @@
 """The demo trains, certifies, draws and saves, or says at once why it cannot."""
 
+import functools
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import hdnn
+from hdnn import training
 from hdnn.app.commands import demo
 from hdnn.errors import CheckpointError, HDNNError, TrainingError
 
@@ -92,10 +94,11 @@ def test_without_matplotlib_there_is_a_model_and_a_word_about_the_pictures(tmp_p
 
 @pytest.fixture
 def no_training(monkeypatch):
+    @functools.wraps(training.fit)
     def fit(*_, **__):
         raise AssertionError("the training has started")
 
-    monkeypatch.setattr(demo, "fit", fit)
+    monkeypatch.setattr("hdnn.training.fit", fit)
 
 
 @pytest.mark.usefixtures("no_training")

@@ -101,6 +101,8 @@ sys.exit(main())
         (["train", "--layers", "two"], 2, "Invalid value for '--layers'"),
         (["predict", "--run"], 2, "requires an argument"),
         (["graph", "check", "-h"], 0, "TOML file"),
+        (["demo", "--help"], 0, "number of layers"),
+        (["launch", "--help"], 0, "--replicas"),
     ],
 )
 def test_help_and_wrong_commands_need_no_torch(arguments, code, words):

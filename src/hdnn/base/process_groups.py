@@ -4,7 +4,7 @@ Its default arguments keep the group of that moment for ever, and an optimizer m
 Threads of a group that is never freed may abort Python.
 """
 
-import torch.distributed as dist
+import torch.distributed
 
-if dist.is_available():
+if torch.distributed.is_available():
     import torch.distributed.nn

@@ -8,16 +8,9 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-from hdnn import analysis, plotting, serialization
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.options import option
-from hdnn.app.pictures import ROOM, drawn
-from hdnn.app.results import picture_rows, smallest_text
-from hdnn.app.runs import usable_folder
-from hdnn.app.tasks import table
 from hdnn.app.terminal import print_text, rows_text
-from hdnn.base.threads import one_thread
-from hdnn.training import fit
 
 EXAMPLES = (
     "hdnn demo",
@@ -59,6 +52,13 @@ def run(
     paper's 2.5e-2. Over the seeds 0 .. 13 this gave a test accuracy of 100% eleven times and 99.6%
     at the least.
     """
+    from hdnn import analysis, plotting, serialization
+    from hdnn.app.pictures import ROOM, drawn
+    from hdnn.app.runs import usable_folder
+    from hdnn.app.tasks import table
+    from hdnn.base.threads import one_thread
+    from hdnn.training import fit
+
     start = time.perf_counter()
     asked = {"data": "swiss_roll", "network": "h2", "layers": layers, "seed": seed}
     problem = table.prepare(
@@ -107,6 +107,8 @@ def run(
 
 def summary(result: dict[str, Any]) -> str:
     """What `run` returned, as a small table for people."""
+    from hdnn.app.results import picture_rows, smallest_text
+
     certified = {"smallest_norm": result["smallest_bsm_norm"], "holds": result["holds"]}
     certified |= {"guaranteed": True}
     rows = [

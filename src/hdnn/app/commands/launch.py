@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hdnn.app import progress, results
+from hdnn.app import progress
 from hdnn.app.configs.flags import GraphTraining, LaunchFlags
-from hdnn.app.configs.graph import TableData
+from hdnn.app.configs.table import TableData
 from hdnn.app.options import given
-from hdnn.app.tasks import graph
-from hdnn.app.tasks.launched import LaunchedTask
-from hdnn.app.tasks.task import train
-from hdnn.distributed.training.run import Config
+from hdnn.base.graph_config import Config
 
 EXAMPLES = (
     "hdnn launch --nodes 8 --data swiss_roll --layers 4",
@@ -24,6 +21,11 @@ CONFIGS = (Config, TableData, GraphTraining, LaunchFlags)
 
 def launch(**options: Any) -> None:
     """Train on a graph by as many processes of this machine, which talk to neighbours only."""
+    from hdnn.app import results
+    from hdnn.app.tasks import graph
+    from hdnn.app.tasks.launched import LaunchedTask
+    from hdnn.app.tasks.task import train
+
     options = given(options)
     as_json = "json" in options
     loud = not ("quiet" in options or as_json)

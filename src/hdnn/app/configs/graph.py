@@ -8,7 +8,7 @@ from typing import Any
 
 from hdnn import activations
 from hdnn.app.configs.common import plain_name, target_text
-from hdnn.app.configs.table import TableData as TableData
+from hdnn.app.configs.table import TableData
 from hdnn.app.graphs import block_entries
 from hdnn.base.memory import check_memory
 from hdnn.data import planar, table

@@ -11,23 +11,22 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from hdnn import serialization
 from hdnn._version import __version__
-from hdnn.base.config import BaseConfig, option
 from hdnn.base.files import as_path, finite, write_atomically
+from hdnn.base.graph_config import Config as Config
 from hdnn.data import planar
 from hdnn.distributed.graph.file import matrix_of
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.messages.replicas import Replicas
-from hdnn.distributed.network.network import SHEARS, GraphNetwork
+from hdnn.distributed.network.network import GraphNetwork
 from hdnn.distributed.training import sources
 from hdnn.distributed.training.log import EpochLog
 from hdnn.distributed.training.scores import scored
@@ -44,8 +43,6 @@ from hdnn.sparsity import Sparsity
 DENSE = 1024  # features, up to which one network of all nodes is made as well
 NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-INITS = ("auto", "masked", "scaled", "paper")
-NETWORKS = ("h1", *SHEARS)
 # The best options for the ring of the paper's second table.
 OPTIONS: dict[str, Any] = {
     "learning_rate": 2e-2,
@@ -55,42 +52,6 @@ OPTIONS: dict[str, Any] = {
     "smoothness": 5e-3,
     "smoothing": "cosine",
 }
-
-
-_data, _network, _run = (
-    partial(option, panel=panel) for panel in ("Graph and data", "Network", "Run")
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(BaseConfig):
-    """All that decides the result of a training on a graph."""
-
-    kind: ClassVar[str] = "graph"
-
-    graph: dict[str, Any]  # as in a graph file
-    data: str = _data(
-        "swiss_roll",
-        "swiss_roll (default), double_moons, double_circles, a folder of node files, or FILE.csv "
-        "or FILE.parquet if the graph has columns",
-    )
-    network: str = _network("h2", "h1, h2 (default), verlet or yoshida4", choices=NETWORKS)
-    layers: int = _network(4, "their number N (default: 4)")
-    step: float = _network(0.5, "h (default: 0.5)")
-    activation: str = _network("tanh", "tanh (default), relu, sigmoid ..")
-    init: str = _network(
-        "auto",
-        "weights: auto (default), masked (as one network), scaled or paper",
-        choices=INITS,
-    )
-    gain: float = 2.0
-    dtype: str = _run("float32", "float32 (default) or float64", choices=DTYPES)
-    seed: int = _run(0, "of data, weights and shuffle (default: 0)")
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def text(self) -> str:
-        """The content of config.json."""
-        return json.dumps(self.to_json(), indent=1, sort_keys=True)
 
 
 def build(config: Config, graph: Graph, owner: list[int], transport: Transport) -> GraphNetwork:
