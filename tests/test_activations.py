@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import hdnn
 from hdnn import activations, functional
@@ -240,7 +241,20 @@ JUMP = {
 }
 
 
-@pytest.mark.parametrize("sound", [KINKED, SHARP], ids=lambda sound: sound.name)
+WAVES = Activation(
+    "waves",
+    lambda x: torch.sin(1e4 * x) / 1e4,
+    lambda x: torch.cos(1e4 * x),
+    lambda x: 2 * torch.sin(5e3 * x) ** 2 / 1e8,
+    -1.0,
+    1.0,
+)
+CUT = Activation(  # torch's softplus is x from 20 on
+    "cut", F.softplus, torch.sigmoid, activations.get("softplus").integral, 0.0, 1.0
+)
+
+
+@pytest.mark.parametrize("sound", [KINKED, SHARP, WAVES, CUT], ids=lambda sound: sound.name)
 def test_kinks_and_sharp_turns_are_fine(sound):
     assert activations.check(sound) is None
 
@@ -251,6 +265,14 @@ def test_kinks_and_sharp_turns_are_fine(sound):
         (
             {"slope": lambda x: 1.001 / (1 + x * x)},
             r"at x = .* the slope is given as 1.001, but .* 1 ",
+        ),
+        (
+            {"slope": lambda x: 1 / (1 + x * x) - 1e-8 * torch.exp(-((x - 1) ** 2))},
+            r"at x = .* the slope is given as 0\.\d{11,}, but sigma has the slope 0\.\d{11,} there",
+        ),
+        (
+            {"integral": lambda x: bump("a").integral(x) * (1 + 1e-7)},
+            r"sigma is .*, but the integral given has the slope",
         ),
         (
             {"slope": lambda x: -1 / (1 + x * x)},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -150,7 +151,11 @@ def register(activation: Activation) -> Activation:
 
 
 LOOSE = 0.01  # by which the slope range may be wider than what the slope is seen to be
-CLOSE = 1e-5  # relative, to which derivatives must agree with differences
+# Relative, to which derivatives must agree with differences near kinks and where all is smooth:
+# not closer than `torch.nn.functional.softplus`, which is x from 20 on.
+CLOSE, EXACT = 1e-5, 3e-9
+STEPS = [0.08 / 2**k for k in range(16)]  # of differences where a function is smooth
+ROUNDING = 32 * torch.finfo(torch.float64).eps  # of a value, relative to its size or to 1
 
 
 @torch.no_grad()
@@ -169,12 +174,15 @@ def check(activation: Activation) -> None:
     for name, of in (("slope", "sigma"), ("sigma", "integral")):
         whole, rate = found[of], found[name][1]
         sides = (whole[1] - whole[0]) / (x - left), (whole[2] - whole[1]) / (right - x)
-        room = CLOSE * (1 + rate.abs())
-        low, high = torch.minimum(*sides) - room, torch.maximum(*sides) + room
-        bad = (rate < low) | (rate > high)
-        if bool(bad.any()):
-            k = int((rate - rate.clamp(low, high)).abs().argmax())
-            _refuse_derivative(activation, name, x[k], rate[k], (low[k] + high[k]) / 2)
+        middle, half = (sides[0] + sides[1]) / 2, (sides[0] - sides[1]).abs() / 2
+        exact, error = _derivative(getattr(activation, of), x, whole[1], rate)
+        rough, fine = half + CLOSE * (1 + rate.abs()), 10 * error + EXACT * (1 + rate.abs())
+        smooth = error < 1e-2 * (1 + exact.abs())
+        expected, room = torch.where(smooth, exact, middle), torch.where(smooth, fine, rough)
+        beyond = (rate - expected).abs() / room
+        if bool((beyond > 1).any()):
+            k = int(beyond.argmax())
+            _refuse_derivative(activation, name, x[k], rate[k], expected[k])
     zero = activation.integral(torch.zeros(1, dtype=torch.float64, device="cpu")).item()
     if not abs(zero) <= 1e-12:
         raise OptionError(
@@ -183,6 +191,31 @@ def check(activation: Activation) -> None:
         )
     _check_range(activation, x, found["slope"][1])
     _check_steps(activation, x, found["sigma"][1])
+
+
+def _derivative(
+    function: Elementwise, x: Tensor, at: Tensor, rate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The derivative by differences of fourth order, and its error, infinite near kinks.
+
+    Each point has the step at which halving it twice changes least, if it agrees with the smaller
+    ones. A kink is seen where both sides of a point do not come to the same slope.
+    """
+    sides = [(function(x + d), function(x - d)) for d in STEPS]
+    central = [(right - left) / (2 * d) for (right, left), d in zip(sides, STEPS, strict=True)]
+    rates = [(4 * near - far) / 3 for far, near in pairwise(central)]
+    gaps = [(r - at + (q - at)).abs() / d for (r, q), d in zip(sides, STEPS, strict=True)]
+    size = ROUNDING * (1 + at.abs() + (x * rate).abs())
+    expected, least = rate.clone(), torch.full_like(x, math.inf)
+    for k in reversed(range(len(rates) - 2)):
+        noise = size / STEPS[k + 3]
+        error = torch.maximum(*[(rates[k + 1] - rates[m]).abs() for m in (k, k + 2)]) + noise
+        smooth = [gaps[m + 1] <= 0.7 * gaps[m] + noise for m in range(k, k + 3)]
+        agrees = (rates[k + 1] - expected).abs() <= 10 * least
+        better = (error < least) & agrees & smooth[0] & smooth[1] & smooth[2]
+        least = torch.where(better, error, least)
+        expected = torch.where(better, rates[k + 1], expected)
+    return expected, least
 
 
 def _values(activation: Activation, name: str, function: Elementwise, x: Tensor) -> Tensor:
@@ -216,12 +249,12 @@ def _refuse_derivative(
     where = f"activation {activation.name!r}: at x = {float(x):.6g} "
     if name == "slope":
         raise OptionError(
-            f"{where}the slope is given as {float(given):.6g}, but sigma has the slope "
-            f"{float(expected):.6g} there."
+            f"{where}the slope is given as {float(given):.12g}, but sigma has the slope "
+            f"{float(expected):.12g} there."
         )
     raise OptionError(
-        f"{where}sigma is {float(given):.6g}, but the integral given has the slope "
-        f"{float(expected):.6g} there; its derivative must be sigma."
+        f"{where}sigma is {float(given):.12g}, but the integral given has the slope "
+        f"{float(expected):.12g} there; its derivative must be sigma."
     )
 
 
