@@ -217,3 +217,38 @@ def test_runs_of_seeds_are_replaced_together_or_not_at_all(capsys):
     assert train(*flags, "--overwrite") == 0
     assert train(*TABLE, "--out", "all", "--overwrite") == 2
     assert "all is not empty" in told(capsys)
+
+
+def test_seeds_of_an_earlier_and_larger_training_go_when_it_is_replaced(capsys):
+    flags = [*TABLE, "--out", "all"]
+    assert train(*flags, "--seeds", "4") == 0
+    Path("all/notes").mkdir()
+    Path("all/seed-3/mine.txt").write_text("mine")
+    before = files(Path("all"))
+    assert train(*flags, "--seeds", "2", "--overwrite") == 2
+    assert "all/seed-3 holds mine.txt" in told(capsys)
+    assert train(*flags, "--seeds", "2", "--overwrite", "--target", "none") == 2
+    assert files(Path("all")) == before
+    Path("all/seed-3/mine.txt").unlink()
+    assert train(*flags, "--seeds", "2", "--seed", "1", "--overwrite") == 0
+    assert {path.name for path in Path("all").iterdir()} == {"notes", "seed-1", "seed-2"}
+
+
+def test_a_run_is_not_mixed_with_those_of_seeds(capsys):
+    assert train(*TABLE, "--out", "r") == 0
+    before = files(Path("r"))
+    for flag in ([], ["--overwrite"]):
+        assert train(*TABLE, "--out", "r", "--seeds", "2", *flag) == 2
+        assert "r holds a single run" in told(capsys)
+    assert files(Path("r")) == before
+
+
+def test_the_target_cannot_be_dropped_but_a_run_that_did_so_goes_on(capsys):
+    assert train(*TABLE, "--drop", "kind") == 2
+    assert "--drop kind would leave out the target" in told(capsys)
+    assert train(*TABLE) == 0
+    run = Path("runs/t-kind-h2-2-0")
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("[train]", '[train]\ndrop = ["kind"]'))
+    (run / "metrics.json").unlink()
+    assert train("--resume", "--out", str(run)) == 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,24 @@ def clear(run: Run) -> None:
         if Path(place) != run.folder:
             with suppress(OSError):  # not empty any more
                 os.rmdir(place)
+
+
+def remove(run: Run) -> None:
+    """Remove a run and its folder; of a link to a folder only the link."""
+    if run.folder.is_symlink():
+        run.folder.unlink()
+        return
+    with locked(run.folder):
+        clear(run)
+    run.folder.rmdir()
+
+
+def others(group: Run, chosen: Collection[Run]) -> list[Run]:
+    """The runs of a folder of seeds that are not chosen again, all of which may be removed."""
+    found = [run for run in group.members if run not in chosen]
+    for run in found:
+        check(run)
+    return found
 
 
 def _files(run: Run) -> list[Path]:

@@ -66,6 +66,7 @@ def _train_runs(options: dict[str, Any]) -> tuple[list[Result | None], bool]:
                 try:
                     one = task_of(config, said)
                     one.overwrite = bool(asked["overwrite"])
+                    one.removed = asked["removed"] if number == 1 else ()
                     result = task.train(one, run, bar=bar, tensorboard=board, processes=processes)
                 except KeyboardInterrupt as error:
                     how = task.go_on(run, "train")
@@ -146,6 +147,10 @@ def _chosen_runs(
         raise OptionError(f"seeds must be a whole number from 1 to 10000, but got {count}.")
     first = options.get("seed", 0)
     chosen = []
+    if out is not None and count > 1 and not resume and Run(out).exists:
+        raise CheckpointError(
+            f"{out} holds a single run, not those of several seeds; name another folder with --out."
+        )
     for seed in range(first, first + count):
         each = {**options, "seed": seed} if count > 1 else options
         if out is None:
@@ -171,6 +176,9 @@ def _chosen_runs(
         if not isinstance(config, (TableConfig, ImageConfig)):  # only below a folder of seeds
             raise CheckpointError(f"{run.folder} holds a training on a graph; resume it alone.")
         chosen.append((config, run))
+    asked["removed"] = []
+    if overwrite and out is not None and count > 1:
+        asked["removed"] = replaced.others(Run(out), [run for _, run in chosen])
     return chosen
 
 

@@ -46,6 +46,8 @@ def read_run(path: Path) -> dict[str, Any]:
         kind = ImageConfig.kind if options.get("data") in IMAGE_SETS else TableConfig.kind
         if is_table(options.get("data")):
             options.setdefault("validation", 0.0)  # before there was one
+            if "drop" in options:  # the target could be among them, and nothing came of it
+                options["drop"] = [one for one in options["drop"] if one != options.get("target")]
             if before_penalties(options):
                 options["penalties"] = "mean"
     if options.setdefault("kind", kind) != kind:

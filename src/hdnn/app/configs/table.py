@@ -256,6 +256,11 @@ class TableConfig(BaseConfig):
         if self.is_table and not table.is_file_name(self.data):
             choose("data set (or file)", self.data, (*planar.SETS, *IMAGE_SETS))
         if self.is_table:
+            if self.target in self.drop:
+                raise OptionError(
+                    f"--drop {self.target} would leave out the target, which is never an input; "
+                    "drop other columns, or name another --target."
+                )
             return
         if self.target is not None or self.drop:
             raise OptionError(f"{self.data} needs no target and no drop: those are for files.")

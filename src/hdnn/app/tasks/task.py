@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Task(ABC):
 
     config: Any
     overwrite = False  # whether a run that is in the folder is replaced
+    removed: Collection[Run] = ()  # other runs, of seeds that are not trained again
 
     @abstractmethod
     def known(self, run: Run) -> dict[str, Any] | None:
@@ -102,6 +104,8 @@ class OwnTask(Task):
         stack.enter_context(locked(run.folder))
         if self.overwrite:
             replaced.clear(run)
+        for other in self.removed:
+            replaced.remove(other)
         run.start(self.config, self.columns)
 
     @abstractmethod
