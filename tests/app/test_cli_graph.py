@@ -27,13 +27,14 @@ from hdnn.app import graphs, progress, terminal
 from hdnn.app.commands import train as train_command
 from hdnn.app.configs.graph import ring_table
 from hdnn.app.tasks import launched
+from hdnn.base.graph_config import NETWORKS
 from hdnn.data import planar
 from hdnn.distributed import Config, GraphNetwork, Plan, read_graph, train, worker
 from hdnn.distributed.graph import file as gf
 from hdnn.distributed.graph.graph import from_edges
 from hdnn.distributed.launch import Ended
 from hdnn.distributed.messages.gloo import LostError
-from hdnn.distributed.training.run import NETWORKS
+from hdnn.distributed.network.network import SHEARS
 from parts import run_parts
 from said import files, sentence, started_alone, told, trained_elsewhere
 
@@ -145,6 +146,10 @@ def test_breaches_are_those_that_explain_finds(found):
     free = sparsity.free_weights(hdnn.Sparsity(R, T, sizes=found.sizes))
     assert result["free_weights"]["K"] + result["free_weights"]["X"] == free
     assert result["groups"] == len(sparsity.components(T, R))
+
+
+def test_the_option_names_every_network_that_a_graph_can_have():
+    assert ("h1", *SHEARS) == NETWORKS
 
 
 @pytest.mark.parametrize("network", NETWORKS)
