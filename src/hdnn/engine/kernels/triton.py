@@ -10,6 +10,12 @@ A shear with r hidden units is the sum of shears with some of the units each, wi
 and target: kernels loop over (shear, block of rows of K), so r has no limit and K takes no more
 registers than one block.
 
+The gradients of weights are sums over all samples. A narrow stack's backward kernel adds them up
+tile by tile, by atomics. Otherwise, and always in the deterministic mode, it *emits* the factors:
+every step leaves the rows of u = c sigma'(a) t and of c z (left) and those of the source and of g,
+the gradient of z V (right) behind, and a second kernel multiplies left^T right for some layers at a
+time. That needs no atomics, and leaves the chain of layers more registers.
+
 A kernel is chosen, split into tiles and compiled once for a stack (`_Recipe`). Later calls only
 allocate what they return and launch it.
 
@@ -26,6 +32,7 @@ import functools
 import inspect
 import math
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,8 +44,11 @@ from hdnn.errors import require
 MAX_WIDTH = 256
 """The widest state y, in features."""
 
-PARTIAL_BYTES = 64 * 2**20
-"""Memory for the sums of single tiles, which the deterministic mode adds up afterwards."""
+EMITTED_BYTES = 256 * 2**20
+"""Memory for the factors of weight gradients: of so many layers at a time, or of one layer."""
+
+PROGRAMS, ROWS = 256, 512
+"""Products of factors are split into parts for so many programs, but not for fewer rows."""
 
 tl: Any = None
 constexpr: TypeAlias = Any
@@ -248,30 +258,48 @@ def _store_state(y, at, m, inside, turn, source, target, EULER: constexpr):  # p
         tl.store(y + at + m, q, mask=inside)
 
 
-def _put(into, value, mask, DET: constexpr):  # pragma: kernel
-    if DET:
-        tl.store(into, value, mask=mask)
-    else:
-        tl.atomic_add(into, value, mask=mask, sem="relaxed")
+def _add(into, value, mask):  # pragma: kernel
+    tl.atomic_add(into, value, mask=mask, sem="relaxed")
 
 
-def _put_matrix(W, value, block, r, n, PAD: constexpr, DET):  # pragma: kernel
+def _add_matrix(W, value, block, r, n, PAD: constexpr):  # pragma: kernel
     at = W + _entries(block, n, value.shape[0], value.shape[1], PAD)
     if PAD == "none":
-        _put(at, value, None, DET)
+        _add(at, value, None)
     else:
-        _put(at, value, _exist(block, r, n, value.shape[0], value.shape[1], PAD), DET)
+        _add(at, value, _exist(block, r, n, value.shape[0], value.shape[1], PAD))
 
 
-def _put_column_sum(u, u_T, into, block, r, PREC: constexpr, DET):  # pragma: kernel
+def _add_column_sum(u, u_T, into, block, r, PREC: constexpr):  # pragma: kernel
     i = block * u.shape[1] + tl.arange(0, u.shape[1])
     if PREC == "ieee" or PREC == "emulated":
-        _put(into + i, tl.sum(u, 0), i < r, DET)
+        _add(into + i, tl.sum(u, 0), i < r)
     else:  # a product with ones takes the tensor cores less time than shuffles would need
         ones = _rounded(tl.full((u.shape[0], 16), 1.0, tl.float32), PREC)
         total = _dot(u_T, ones, tl.zeros((u.shape[1], 16), tl.float32), PREC)
         column = tl.arange(0, 16)[None, :]
-        _put(into + i[:, None] + column * 0, total, (i[:, None] < r) & (column == 0), DET)
+        _add(into + i[:, None] + column * 0, total, (i[:, None] < r) & (column == 0))
+
+
+def _factor_rows(B, KIND: constexpr):  # pragma: kernel
+    """How many rows a step emits on either side: those of dK and those of dV lie in turn."""
+    if KIND == "identity" or KIND == "unit":
+        return B
+    return 2 * B
+
+
+def _emit_left(into, value, first, block, B, r, PAD: constexpr):  # pragma: kernel
+    """Some columns of a left factor (B, r), for a tile of samples."""
+    row = tl.arange(0, value.shape[0])[:, None]
+    i = block * value.shape[1] + tl.arange(0, value.shape[1])[None, :]
+    mask = first + row < B
+    if PAD != "none":
+        mask = mask & (i < r)
+    tl.store(into + first * r + (row * r + i), value.to(into.dtype.element_ty), mask=mask)
+
+
+def _emit_right(into, value, at, mask):  # pragma: kernel
+    tl.store(into + at, value.to(into.dtype.element_ty), mask=mask)
 
 
 def _forward_kernel(
@@ -383,6 +411,8 @@ def _backward_kernel(
     db,
     dV,
     dcoef,
+    left,
+    right,
     B,
     low,
     high,
@@ -399,7 +429,7 @@ def _backward_kernel(
     EULER: constexpr,
     ALT: constexpr,
     KEEP: constexpr,
-    DET: constexpr,
+    EMIT: constexpr,
     STEP: constexpr,
     RB: constexpr,
     BT: constexpr,
@@ -478,26 +508,36 @@ def _backward_kernel(
 
             block = k % RB
             r = tl.where(turn == 0, r_q, r_p)
-            if DET:  # the rows of a tile of samples
-                slot = (k // RB - low).to(tl.int64) * tl.num_programs(0) + pid
-                row = slot * tl.maximum(r_p, r_q)
-                slot_coef = slot * RB + block
-            else:  # the rows of a layer: those of p come first
-                row = (1 - turn) * first_q + j * r
-                slot_coef = k // RB
-            u_T = tl.trans(_rounded(u, WPREC))
-            z_T = tl.trans(_rounded(cz, WPREC))
-            grad = tl.zeros((BR, BM), tl.float32)
-            if KIND == "same" or KIND == "canonical":
-                grad = _dot(z_T, _rounded(g_zK, WPREC), grad, WPREC)
-            if KIND == "general":
-                grad_V = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
-                _put_matrix(dV + row * m, grad_V, block, r, m, PAD, DET)
-            grad = _dot(u_T, _rounded(source, WPREC), grad, WPREC)
-            _put_matrix(dK + row * m, grad, block, r, m, PAD, DET)
-            _put_column_sum(u, u_T, db + row, block, r, WPREC, DET)
-            if STEP:
-                _put(dcoef + slot_coef, tl.sum(z * t), None, DET)
+            if EMIT:
+                emitted = (k // RB - low).to(tl.int64) * _factor_rows(B, KIND)
+                left_s = left + emitted * tl.maximum(r_p, r_q)
+                right_s = right + (emitted + first) * m
+                once = inside
+                if RB > 1:  # all blocks of a step have the same on the right
+                    once = inside & (in_kept * 0 + block == 0)
+                _emit_left(left_s, _rounded(u, WPREC), first, block, B, r, PAD)
+                _emit_right(right_s, _rounded(source, WPREC), in_kept, once)
+                if KIND != "identity" and KIND != "unit":
+                    _emit_left(left_s + B * r, _rounded(cz, WPREC), first, block, B, r, PAD)
+                    _emit_right(right_s + B * m, _rounded(g_zK, WPREC), in_kept, once)
+                if STEP:
+                    at_coef = (tl.num_programs(0).to(tl.int64) * (k // RB) + pid) * RB + block
+                    tl.store(dcoef + at_coef, tl.sum(z * t))
+            else:
+                row = (1 - turn) * first_q + j * r  # of the gradients: those of p come first
+                u_T = tl.trans(_rounded(u, WPREC))
+                z_T = tl.trans(_rounded(cz, WPREC))
+                grad = tl.zeros((BR, BM), tl.float32)
+                if KIND == "same" or KIND == "canonical":
+                    grad = _dot(z_T, _rounded(g_zK, WPREC), grad, WPREC)
+                if KIND == "general":
+                    grad_V = _dot(z_T, _rounded(g_target, WPREC), grad, WPREC)
+                    _add_matrix(dV + row * m, grad_V, block, r, m, PAD)
+                grad = _dot(u_T, _rounded(source, WPREC), grad, WPREC)
+                _add_matrix(dK + row * m, grad, block, r, m, PAD)
+                _add_column_sum(u, u_T, db + row, block, r, WPREC)
+                if STEP:
+                    _add(dcoef + k // RB, tl.sum(z * t), None)
             if ALT:
                 if not KEEP:
                     source, target = target, source
@@ -513,11 +553,86 @@ def _backward_kernel(
     _store_state(g_out + here, at, m, inside, before, g_source, g_target, EULER)
 
 
+def _weight_kernel(
+    left,
+    right,
+    dK,
+    db,
+    dV,
+    half,
+    layer,
+    B,
+    low,
+    T,
+    m,
+    r_p,
+    r_q,
+    first_q,
+    size,
+    KIND: constexpr,
+    PREC: constexpr,
+    PAD: constexpr,
+    EULER: constexpr,
+    PARTS: constexpr,
+    BK: constexpr,
+    BR: constexpr,
+    BM: constexpr,
+):  # pragma: kernel
+    """The weight gradients of a layer from what its T steps have emitted.
+
+    A program multiplies a part of the rows of left^T right, for a block of dK or dV.
+    """
+    which, part = tl.program_id(0), tl.program_id(2) % PARTS
+    turn, here = which % (2 - EULER), which // (2 - EULER)
+    r = tl.where(turn == 0, r_q, r_p)
+    columns = tl.cdiv(m, BM)
+    i = tl.program_id(1) // columns * BR + tl.arange(0, BR)
+    k = tl.program_id(1) % columns * BM + tl.arange(0, BM)
+    # On the left lie B rows of u and then B of c z; on the right, the source and then g.
+    begin, end = part * 0, _factor_rows(B, KIND)
+    if KIND == "general":
+        begin = tl.program_id(2) // PARTS * B
+        end = begin + B
+    share = tl.cdiv(tl.cdiv(end - begin, PARTS), BK) * BK
+    begin += part * share
+    end = tl.minimum(end, begin + share)
+
+    grad = tl.zeros((BR, BM), tl.float32)
+    sums = tl.zeros((BK, BR), tl.float32)
+    for t in range(T):
+        if tl.load(half + t) == turn:
+            emitted = (here * T + t).to(tl.int64) * _factor_rows(B, KIND)
+            left_t = left + emitted * tl.maximum(r_p, r_q)
+            right_t = right + emitted * m
+            for start in range(begin, end, BK):
+                row = tl.arange(0, BK)[:, None]
+                in_left, in_right = start + row < end, start + row < end
+                if PAD:
+                    in_left, in_right = in_left & (i < r)[None, :], in_right & (k < m)[None, :]
+                at = emitted * 0 + start  # as int64
+                L = tl.load(left_t + at * r + (row * r + i[None, :]), mask=in_left, other=0.0)
+                R = tl.load(right_t + at * m + (row * m + k[None, :]), mask=in_right, other=0.0)
+                grad = _dot(tl.trans(L), R, grad, PREC)
+                sums += tl.where(start + row < B, L.to(tl.float32), 0.0)
+
+    j = tl.load(layer + low + here * T).to(tl.int64)
+    row = (1 - turn) * first_q + j * r
+    beyond = part.to(tl.int64) * size
+    if KIND == "general":
+        W = tl.where(tl.program_id(2) // PARTS == 0, dK, dV)
+    else:
+        W = dK
+    exist = (i < r)[:, None] & (k < m)[None, :]
+    tl.store(W + beyond + row * m + (i[:, None] * m + k[None, :]), grad, mask=exist)
+    other = tl.program_id(1) % columns + tl.program_id(2) // PARTS  # 0: no other does the same
+    tl.store(db + beyond + row + i, tl.sum(sums, 0), mask=(i < r) & (i * 0 + other == 0))
+
+
 # Around the kernels
 
 _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__module__ == __name__]
 
-OPEN_ENDED = ("B", "M", "first_q", "low", "high", "rows")
+OPEN_ENDED = ("B", "M", "first_q", "low", "high", "rows", "T")
 """Arguments of kernels for whose values Triton does not compile again."""
 
 
@@ -616,6 +731,60 @@ def _padded(size: int) -> int:
 
 
 _INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
+_FACTORS = {"tf32": "bf16", "ieee": "tf32x3"}
+"""How weight gradients are multiplied. No other layer depends on them."""
+
+EMIT_FROM = 512
+"""The padded width of K from which factors of weight gradients are always emitted."""
+
+
+def emits(stack: Stack, deterministic: bool) -> bool:
+    """Whether the backward kernel leaves the weight gradients to large products."""
+    return deterministic or _padded(stack.width) >= EMIT_FROM
+
+
+class _Launch:
+    """A kernel with all that stays the same from call to call."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        stack: Stack,
+        sizes: tuple[int, ...],
+        constants: dict[str, Any],
+        **options: int,
+    ) -> None:
+        self.calls_directly = load()
+        self.kernel = kernel
+        self.B, self.sizes = stack.samples, sizes
+        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        # Fusing products and sums is Triton's default now, but may not stay so.
+        self.options = {**options, "enable_fp_fusion": True}
+        self.device = -1 if stack.device.type == "cpu" else stack.device.index
+        self.rest = (*sizes, *self.constants.values())
+        self.direct: dict[tuple[int, int, int], Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], *span: int) -> None:
+        """Run the kernel over a number of steps, or from one step to another."""
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self(grid, tensors, *span)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        aligned = bits % 16 == 0
+        direct = self.direct.get(grid)
+        if aligned and direct:
+            direct(*pointers, self.B, *span, *self.rest)
+            return None
+        compiled = self.kernel[grid](
+            *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
+        )
+        if aligned and self.calls_directly:
+            # Triton compiles for aligned pointers, and for each different set of constants.
+            self.direct[grid] = compiled[grid]
+        return None
 
 
 class _Recipe:
@@ -627,6 +796,7 @@ class _Recipe:
     def __init__(
         self, stack: Stack, precision: str, deterministic: bool, backward: bool, keep: bool
     ) -> None:
+        load()
         width, kind, BM = stack.width, stack.kind, _padded(stack.width)
         BT, BR, warps = tiling(stack, precision, backward=backward)
         if kind == "identity" and BM > 128:
@@ -638,22 +808,21 @@ class _Recipe:
         if width == BM:
             full = all(each == self.blocks * BR for each in stack.rows)
             padding = "none" if full else "end"
-        # The kernel has a faster loop if p and q alternate, but not if it adds in a fixed order.
-        alternating = sorted(stack.turns) == [0, 1] and not deterministic
+        emit = backward and emits(stack, deterministic)
         if interpreted():
             precision = _INTERPRETED.get(precision, precision)
         constants = {
             "ACT": stack.activation,
             "KIND": kind,
             "PREC": precision,
-            # No other layer depends on the gradients of weights.
             "WPREC": "bf16" if precision == "tf32" else precision,
             "FAST": precision in ("tf32", "bf16"),  # with inline assembly
             "PAD": padding,
             "EULER": not stack.turns,
-            "ALT": alternating and self.blocks == 1,
+            # The kernel has a faster loop if p and q alternate.
+            "ALT": sorted(stack.turns) == [0, 1] and self.blocks == 1,
             "KEEP": keep,
-            "DET": deterministic,
+            "EMIT": emit,
             "STEP": stack.learned,
             "RB": self.blocks,
             "BT": BT,
@@ -661,98 +830,105 @@ class _Recipe:
             "BR": BR,
         }
         self.gradients = _Gradients(stack)
-        self.calls_directly = load()
-        self.kernel: Any = _backward_kernel if backward else _forward_kernel
-        self.constants = {
-            name: constants[name] for name in self.kernel.arg_names if name in constants
-        }
+        self.factors = _Factors(stack, precision, kind, self.gradients) if emit else None
         first_q = (self.gradients.starts[-1],) if backward else ()
-        self.B, self.sizes = stack.samples, (width, stack.rows[0], stack.rows[-1], *first_q)
-        # Fusing products and sums is Triton's default now, but may not stay so.
-        self.options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
-        self.device = -1 if stack.device.type == "cpu" else stack.device.index
-        self.rest = (*self.sizes, *self.constants.values())
-        self.direct: Any = None
+        sizes = (width, stack.rows[0], stack.rows[-1], *first_q)
+        kernel: Any = _backward_kernel if backward else _forward_kernel
+        self._launch = _Launch(kernel, stack, sizes, constants, num_warps=warps, num_stages=1)
 
     def launch(self, tensors: tuple[Tensor, ...], *span: int) -> None:
         """Run the kernel over a number of steps, or from one step to another."""
-        if self.device >= 0 and self.device != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                return self.launch(tensors, *span)
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        aligned = bits % 16 == 0
-        if aligned and self.direct:
-            self.direct(*pointers, self.B, *span, *self.rest)
-            return None
-        grid = (self.tiles, 1, 1)
-        compiled = self.kernel[grid](
-            *tensors, self.B, *span, *self.sizes, **self.constants, **self.options
-        )
-        if aligned and self.calls_directly:
-            # Triton compiles for aligned pointers, and for each different set of constants.
-            self.direct = compiled[grid]
-        return None
+        self._launch((self.tiles, 1, 1), tensors, *span)
 
 
 class _Gradients:
     """How the gradients of a stack share one buffer, each of them contiguous.
 
-    Rows of dK, db and dV have the same order: layer by layer, all of p before all of q. A spare row
-    at the end takes what belongs to none of them.
+    Rows of dK, db and dV have the same order: layer by layer, all of p before all of q.
     """
 
     def __init__(self, stack: Stack) -> None:
         N, rows, width = stack.layers, stack.rows, stack.width
-        self.starts, self.spare = [], 0
+        self.starts, end = [], 0
         for r in rows:
-            self.starts.append(self.spare)
-            self.spare = _aligned(self.spare + N * r)
-        self.most = max(rows)
+            self.starts.append(end)
+            end = _aligned(end + N * r)
         tails = [(width,), (), (width,)] if stack.kind == "general" else [(width,), ()]
-        self.widths = [math.prod(tail) for tail in tails]
-        self.offsets = [0]
         self.places: list[tuple[tuple[int, ...], tuple[int, ...], int] | None] = []
-        for tail, w in zip(tails, self.widths, strict=True):
+        self.size = 0
+        for tail in tails:
+            w = math.prod(tail)
             for r, start in zip(rows, self.starts, strict=True):
                 strides = (r * w, w, 1)[: 2 + len(tail)]
-                self.places.append(((N, r, *tail), strides, self.offsets[-1] + start * w))
-            self.offsets.append(_aligned(self.offsets[-1] + (self.spare + 1) * w))
+                self.places.append(((N, r, *tail), strides, self.size + start * w))
+            self.size = _aligned(self.size + end * w)
         self.places += [None] * (3 * len(rows) - len(self.places))
-        self.places.append(((stack.steps,), (1,), self.offsets[-1]) if stack.learned else None)
-        self.size = self.offsets[-1] + stack.steps * stack.learned
+        self.places.append(((stack.steps,), (1,), self.size) if stack.learned else None)
+        self.size = _aligned(self.size + stack.steps * stack.learned)
+        self.each = len(rows)
 
-    def new(self, like: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """The buffer, and dK, db, dV (of p and of q each) and dc in it, all zero."""
-        buffer = like.new_zeros(self.size)
-        return buffer, [None if at is None else buffer.as_strided(*at) for at in self.places]
+    def of(self, buffer: Tensor) -> list[Any]:
+        """dK, db, dV (of p and of q each) and dc in a buffer."""
+        return [None if at is None else buffer.as_strided(*at) for at in self.places]
 
-    def add_in_order(
-        self, buffer: Tensor, rows: Tensor, recipe: _Recipe, tensors: tuple[Tensor, ...]
-    ) -> None:
-        """Launch for some steps at a time, and add up the sums of all tiles in a fixed order.
+    def targets(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dK, db, dV and dc as kernels take them; any tensor stands in for None."""
+        dK, db, dV, dc = self.of(buffer)[:: self.each]
+        return dK, db, dK if dV is None else dV, db if dc is None else dc
 
-        rows (steps, most) says where the rows of a step belong.
-        """
-        widths, most, tiles = self.widths, self.most, recipe.tiles
-        chunk = PARTIAL_BYTES // (4 * tiles * most * sum(widths))
-        chunk = max(2, chunk - chunk % 2)  # whole pairs of shears
-        parts = [buffer.new_empty(chunk, tiles, most * w) for w in widths]
-        step_parts = buffer.new_empty(chunk, tiles * recipe.blocks)
-        of_steps = buffer[self.offsets[-1] :]
-        for high in range(len(rows), 0, -chunk):
-            low = max(0, high - chunk)
-            recipe.launch((*tensors, parts[0], parts[1], parts[-1], step_parts), low, high)
-            here = rows[low:high].flatten()
-            for part, w, offset in zip(parts, widths, self.offsets, strict=False):
-                total = buffer.as_strided((self.spare + 1, w), (w, 1), offset)
-                summed = part[: high - low].sum(1).view(-1, w)
-                # This sorts the rows first; index_add_ would add in any order.
-                total.index_put_((here,), summed, accumulate=True)
-            if len(of_steps):
-                of_steps[low:high] = step_parts[: high - low].sum(1)
+
+class _Factors:
+    """The factors of weight gradients, for some layers at a time, and their products.
+
+    A product with few others at its side is computed in parts, which are added up in order.
+    """
+
+    def __init__(self, stack: Stack, precision: str, kind: str, gradients: _Gradients) -> None:
+        self.stack, self.turns = stack, len(stack.turns) or 1
+        precision = precision if interpreted() else _FACTORS.get(precision, precision)
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.rows = stack.samples * (1 if kind in ("identity", "unit") else 2)
+        self.widths = (max(stack.rows), stack.width)
+        one = self.turns * self.rows * sum(self.widths) * self.dtype.itemsize
+        chunks = -(-stack.layers // max(1, EMITTED_BYTES // max(1, one)))
+        self.layers = -(-stack.layers // max(1, chunks))
+        BR, BM = (min(128, _padded(w)) for w in self.widths)
+        blocks = math.prod(-(-w // block) for w, block in zip(self.widths, (BR, BM), strict=True))
+        products = 2 if kind == "general" else 1
+        programs = max(1, self.layers) * stack.parts * blocks * products
+        self.parts = max(1, min(PROGRAMS // programs, self.rows // products // ROWS))
+        self.grid = (stack.parts, blocks, self.parts * products)
+        constants = {
+            "KIND": kind,
+            "PREC": precision,
+            "PAD": any(r % BR for r in stack.rows) or stack.width % BM != 0,
+            "EULER": not stack.turns,
+            "PARTS": self.parts,
+            "BK": 64 if precision == "bf16" else 32,
+            "BR": BR,
+            "BM": BM,
+        }
+        sizes = (self.turns, stack.width, stack.rows[0], stack.rows[-1], gradients.starts[-1])
+        options = {"num_warps": 8 if BR * BM >= 128 * 128 else 4, "num_stages": 3}
+        kernel: Any = _weight_kernel
+        self._launch = _Launch(kernel, stack, (*sizes, gradients.size), constants, **options)
+
+    def new(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Room on the left and on the right."""
+        steps = self.layers * self.turns
+        left, right = (like.new_empty(steps * self.rows * w, dtype=self.dtype) for w in self.widths)
+        return left, right
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """From which step to which, the last ones first."""
+        chunk = self.layers * self.turns
+        for high in range(self.stack.steps, 0, -chunk):
+            yield max(0, high - chunk), high
+
+    def multiply(self, tensors: tuple[Tensor, ...], low: int, high: int) -> None:
+        """The weight gradients of the layers from one step to another."""
+        halves, blocks, parts = self.grid
+        self._launch(((high - low) // self.turns * halves, blocks, parts), tensors, low)
 
 
 def _aligned(size: int) -> int:
@@ -763,8 +939,7 @@ def _aligned(size: int) -> int:
 class TritonEuler:
     """A stack as one kernel each way; each is prepared when it is first needed.
 
-    `deterministic` adds up the tiles in a fixed order, in at most PARTIAL_BYTES. Gradients are
-    float32 and contiguous.
+    `deterministic` adds up in a fixed order, without atomics. Gradients are float32 and contiguous.
     """
 
     def __init__(self, stack: Stack, precision: str = "tf32", deterministic: bool = False) -> None:
@@ -794,24 +969,34 @@ class TritonEuler:
         self, start: Tensor, g: Tensor, tensors: Tensors, *, keep: bool
     ) -> tuple[Tensor | None, Tensors]:
         """From what was kept, or from y_N: then the shears are undone, down to y_0."""
-        recipe, in_order = self._recipe(True, keep), self.how[1]
-        copy = torch.clone if in_order or self._empty else torch.empty_like
+        recipe = self._recipe(True, keep)
+        gradients, factors = recipe.gradients, recipe.factors
+        copy = torch.clone if self._empty else torch.empty_like
         y_0, g_0 = None if keep else copy(start), copy(g)
-        buffer, parts = recipe.gradients.new(g)
+        end = (g_0 if y_0 is None else y_0, g_0)
         weights = self._weights(tensors)
+        parts = 1 if factors is None else factors.parts
+        buffer = g.new_zeros(parts, gradients.size)
         if self._empty:
             pass
-        elif in_order:
-            states = (start, g_0, g_0, g_0) if y_0 is None else (y_0, g_0, y_0, g_0)
-            rows = self._rows_of_steps(recipe.gradients)
-            recipe.gradients.add_in_order(buffer, rows, recipe, (*states, *weights))
+        elif factors is None:
+            dK, *others = gradients.targets(buffer)
+            targets = (dK, *others, dK, dK)
+            recipe.launch((start, g, *end, *weights, *targets), 0, self.stack.steps)
         else:
-            states = (start, g, g_0 if y_0 is None else y_0, g_0)
-            dK, db, dV, dc = parts[:: len(self.stack.rows)]
-            # Any tensor stands in for None, and is not touched.
-            targets: Any = (dK, db, dK if dV is None else dV, db if dc is None else dc)
-            recipe.launch((*states, *weights, *targets), 0, self.stack.steps)
-        return y_0, (g_0, *parts)
+            *targets, _ = gradients.targets(buffer)
+            left, right = factors.new(g)
+            dc = g.new_empty(self.stack.steps, recipe.tiles * recipe.blocks)
+            for low, high in factors.spans():
+                states = (start, g, *end)
+                recipe.launch((*states, *weights, *targets, dc, left, right), low, high)
+                factors.multiply((left, right, *targets, *self.schedule), low, high)
+                start, g = start if y_0 is None else y_0, g_0
+        total = buffer[0] if parts == 1 else buffer.sum(0)
+        *found, d_coef = gradients.of(total)
+        if factors is not None and d_coef is not None and not self._empty:
+            torch.sum(dc, 1, out=d_coef)
+        return y_0, (g_0, *found, d_coef)
 
     @property
     def _empty(self) -> bool:
@@ -827,15 +1012,6 @@ class TritonEuler:
         elif V[0] is None:
             V = K
         return K[0], K[-1], b[0], b[-1], V[0], V[-1], *self.schedule, c
-
-    def _rows_of_steps(self, into: _Gradients) -> Tensor:
-        """For each step, the rows of the gradients to which its rows are added."""
-        half, layer = (one.long()[:, None] for one in self.schedule)
-        r_p, r_q = self.stack.rows[0], self.stack.rows[-1]
-        i = torch.arange(into.most, device=half.device)
-        r = torch.where(half == 0, r_q, r_p)
-        start = torch.where(half == 0, into.starts[-1], 0)
-        return torch.where(i < r, start + layer * r + i, into.spare)
 
     @staticmethod
     def kept_size(stack: Stack) -> int:
