@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.base import clone
+from sklearn.exceptions import DataConversionWarning
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -254,3 +255,18 @@ def test_verbose_says_what_became_of_the_columns(capsys):
 def test_a_table_that_tells_nothing_is_refused():
     with pytest.raises(DataError, match="no column that tells anything"):
         HDNNClassifier(**SMALL).fit(pd.DataFrame({"a": ["x"] * 4}), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("kind", ["boolean", "Int64"])
+def test_labels_of_nullable_types_are_predicted_as_they_were_given(kind):
+    X = np.arange(-8.0, 8.0)[:, None]
+    y = pd.Series(X[:, 0] > 0).astype(kind)
+    for labels in (y, y.to_frame(), y.array):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DataConversionWarning)  # of a frame of one column
+            model = HDNNClassifier(epochs=1, layers=1, random_state=0).fit(X, labels)
+        assert model.classes_.tolist() == [False, True]
+        assert model.predict(X).dtype == model.classes_.dtype == y.dtype.numpy_dtype
+    y[3] = pd.NA
+    with pytest.raises(ValueError, match=r"missing|NaN"):
+        model.fit(X, y)

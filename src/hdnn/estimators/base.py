@@ -130,7 +130,9 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """All epochs of a new model, or one more of the model that there is."""
         first = whole or not self.__sklearn_is_fitted__()
         given = frames.native(X)
-        frames.check_target(y, numbers="y_numeric" in self._y_checks)
+        numbers = "y_numeric" in self._y_checks
+        frames.check_target(y, numbers=numbers)
+        y = y if numbers else frames.labels(y)
         X, y = self._checked(given, reset=first, y=y, **self._y_checks)
         weight = _sample_weights(sample_weight, X)
         self._learn_columns(given, X, weight, first=first, whole=whole)

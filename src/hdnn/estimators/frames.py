@@ -63,6 +63,17 @@ def check_target(y: Any, *, numbers: bool) -> None:
         )
 
 
+def labels(y: Any) -> Any:
+    """The same labels; booleans and whole numbers of pandas' nullable types as NumPy has them.
+
+    scikit-learn would make floats of them.
+    """
+    types = y.dtypes if hasattr(y, "columns") else [getattr(y, "dtype", None)]
+    kinds = {getattr(one, "numpy_dtype", np.dtype(object)) for one in types}
+    kind = kinds.pop() if len(kinds) == 1 else np.dtype(object)
+    return y.astype(kind) if kind.kind in "biu" and not np.any(y.isna()) else y
+
+
 def checked(estimator: Any, X: Any, *, reset: bool, gaps: bool, **options: Any) -> Any:
     """What scikit-learn's `validate_data` gives, with texts, dates and categories left as they are.
 
