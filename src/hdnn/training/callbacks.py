@@ -14,16 +14,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, TypeGuard
 
-import torch
 from torch import Tensor
 
 from hdnn.base.files import as_path
-from hdnn.base.parts import in_parts
 from hdnn.errors import TrainingError, choose, flag, require
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
 from hdnn.training import identity
-from hdnn.training.checks import check_data, head_of, number, whole_number
+from hdnn.training.checks import head_of, number, whole_number
+from hdnn.training.heldout import HeldOut
 from hdnn.training.history import Callback, Moment
 from hdnn.training.output import weights_of
 
@@ -112,6 +111,7 @@ class EarlyStopping:
         self.means, self.watched = EpochMeans(), _Watched()
         self.weights: dict[str, Tensor] = {}  # of the best epoch
         self.output: Tensor | None = None  # (W, b) of the output layer, summed over an epoch
+        self.held_out: HeldOut | None = None  # the validation set, once the model is known
 
     @property
     def values(self) -> list[float]:
@@ -157,7 +157,7 @@ class EarlyStopping:
         if self.monitor == "accuracy" and moment.accuracy is None:
             raise TrainingError('a regression has no accuracy to watch; use monitor="loss".')
         if self.data is not None:
-            check_data(moment.model, *self.data)
+            self.held_out = HeldOut(moment.model, self.data)
 
     def _watch(self, value: float, moment: Moment) -> None:
         seen = self.watched
@@ -170,20 +170,17 @@ class EarlyStopping:
                 weights = moment.model.state_dict()
                 self.weights = {name: w.detach().clone() for name, w in weights.items()}
 
-    @torch.no_grad()
     def _validate(self, model: Model) -> float:
         """Loss or accuracy at the validation set."""
         assert self.data is not None
         assert self.output is not None
-        head, (x, t) = head_of(model), self.data
-        W = weights_of(head)
+        if self.held_out is None:  # resumed
+            self.held_out = HeldOut(model, self.data)
+        head, W = head_of(model), None
         if head.weight.grad is None:  # it is solved for each minibatch, not trained
-            W = (self.output / self.means.count).to(W.dtype)
-        y = in_parts(model.features, x)
-        scores = y @ W[:, :-1].T + W[:, -1]
-        if self.monitor == "loss":
-            return float(head.loss(scores, t))
-        return float((head.predict(scores) == t).double().mean())
+            W = (self.output / self.means.count).to(head.weight.dtype)
+        found = self.held_out.measure(model, model.net, W)
+        return found.loss if self.monitor == "loss" else found.score
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to do, as JSON can hold it."""

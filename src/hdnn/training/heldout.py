@@ -52,17 +52,23 @@ class HeldOut:
         self.tensors = [one for one in (x, t, weight) if one is not None]
 
     @torch.no_grad()
-    def measure(self, model: Model, features: Callable[[Tensor], Tensor]) -> HeldOutScores:
-        """Loss and score of the model as it is; `features` gives y_N."""
+    def measure(
+        self, model: Model, features: Callable[[Tensor], Tensor], output: Tensor | None = None
+    ) -> HeldOutScores:
+        """Loss and score of the model as it is; `features` gives y_N.
+
+        `output`: another output layer (W, b).
+        """
         y = in_parts(features, self.y_0)
         head = head_of(model)
         problem = OutputProblem(head, y, self.t, self.weight, torch.float64)
-        scores = head(y)
+        scores = head(y) if output is None else y @ output[:, :-1].T + output[:, -1]
         loss = float(problem.loss(scores.double()))
         if self.regression:
             return HeldOutScores(loss, self._r2(problem, scores.double()))
         right = (head.predict(scores) == self.t).double()[:, None]
-        return HeldOutScores(loss, float((right * problem.share).sum()))
+        share = right.mean() if self.weight is None else (right * problem.share).sum()
+        return HeldOutScores(loss, float(share))
 
     def _r2(self, problem: OutputProblem, scores: Tensor) -> float:
         """The mean of R^2 over those outputs whose targets differ."""
