@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hdnn.app.svg_curves import marks
+from hdnn.app.svg_curves import Canvas, marks
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(Canvas):
     """Points, spans and bars in one frame, all places in pixels."""
 
     label: str  # of the axis
@@ -24,10 +24,7 @@ class Chart:
     bars: list[tuple[float, float, float, float]] = field(default_factory=list)  # x, y, and size
     upright: float | None = None
 
-    width: ClassVar = 380
     height: ClassVar = 260
-    left: ClassVar = 56
-    right: ClassVar = 368
     top: ClassVar = 28
     bottom: ClassVar = 220
 
@@ -42,13 +39,10 @@ class Axes:
     high_up: float
 
     def across(self, x: float) -> float:
-        share = (x - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return round(Chart.left + share * (Chart.right - Chart.left), 1)
+        return Chart.across(x, self.low, self.high)
 
     def down(self, y: float) -> float:
-        size = self.high_up - self.low_up
-        share = (y - self.low_up) / size if size > 0 else 0.5
-        return round(Chart.bottom - share * (Chart.bottom - Chart.top), 1)
+        return Chart.down(y, self.low_up, self.high_up)
 
 
 def with_diagonal(

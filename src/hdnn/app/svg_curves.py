@@ -26,9 +26,31 @@ class Line:
     dash: str = ""
 
 
+class Canvas:
+    """What a chart is drawn in, in pixels; it is small, so that a phone can show it."""
+
+    width: ClassVar = 380
+    left: ClassVar = 56
+    right: ClassVar = 368
+    height: ClassVar[int]
+    top: ClassVar[int]
+    bottom: ClassVar[int]
+
+    @classmethod
+    def across(cls, x: float, low: float, high: float) -> float:
+        """Where x lies, if the frame goes from low to high."""
+        share = (x - low) / (high - low) if high > low else 0.5
+        return round(cls.left + share * (cls.right - cls.left), 1)
+
+    @classmethod
+    def down(cls, y: float, low: float, high: float) -> float:
+        share = (y - low) / (high - low) if high > low else 0.5
+        return round(cls.bottom - share * (cls.bottom - cls.top), 1)
+
+
 @dataclass(frozen=True)
-class Curve:
-    """Lines over one axis, all places in pixels; it is small, so that a phone can show it."""
+class Curve(Canvas):
+    """Lines over one axis, all places in pixels."""
 
     label: str  # of the axis
     lines: list[tuple[Line, list[Piece]]]
@@ -37,10 +59,7 @@ class Curve:
     level: float | None  # where a line goes all the way across
     upright: float | None = None  # and all the way up
 
-    width: ClassVar = 380
     height: ClassVar = 240
-    left: ClassVar = 56
-    right: ClassVar = 368
     top: ClassVar = 12
     bottom: ClassVar = 200
 
@@ -82,13 +101,11 @@ def curve(
     x_low, x_high = min(lines[0].x), max(lines[0].x)
 
     def across(x: float) -> float:
-        share = (x - x_low) / (x_high - x_low) if x_high > x_low else 0.5
-        return round(Curve.left + share * (Curve.right - Curve.left), 1)
+        return Curve.across(x, x_low, x_high)
 
     def down(y: float) -> float:
-        a, b, c = (math.log10(v) for v in (low, high, max(y, low))) if log else (low, high, y)
-        share = (c - a) / (b - a) if b > a else 0.5
-        return round(Curve.bottom - share * (Curve.bottom - Curve.top), 1)
+        ends = max(y, low) if log else y, low, high
+        return Curve.down(*(map(math.log10, ends) if log else ends))
 
     def pieces(line: Line) -> list[Piece]:
         """The line, in pieces where values are missing."""
