@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -159,3 +160,17 @@ def test_a_network_itself_has_one_certificate_as_before():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert isinstance(certify(hdnn.H2(4, 3)), analysis.Certificate)
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_a_network_or_model_in_a_wrapper_is_certified_as_it_is(wrap):
+    net = hdnn.H2(4, 3, dtype=torch.float64)
+    model = hdnn.Model(None, net, hdnn.SoftmaxHead(4, 2, dtype=torch.float64))
+    for one in (net, model):
+        assert analysis.certify(wrap(one)) == analysis.certify(one)
+        assert analysis.certify(nn.DataParallel(wrap(one))) == analysis.certify(one)
+
+
+def test_compiled_parts_have_the_names_that_they_have_in_the_module():
+    inner = torch.compile(hdnn.H2(4, 3), backend="eager")
+    assert [*analysis.certify(nn.Sequential(nn.Linear(4, 4), inner)).parts] == ["1"]

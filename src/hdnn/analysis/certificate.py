@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,28 @@ class Certificate:
         neither = "hidden by rounding" if self.theorem == SYMPLECTIC else "not promised"
         word = {True: "yes", False: "NO", None: neither}[self.symplectic]
         return f"{word}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
+
+
+class Several(ABC):
+    """Certificates that are joined: what is wrong with any of them is said of all."""
+
+    @abstractmethod
+    def named(self) -> list[tuple[str, Certificate]]:
+        """Each with the name of what it is about, or with none where only the order counts."""
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """What is promised but does not hold numerically, and of which."""
+        return tuple(_of(name, word) for name, one in self.named() for word in one.broken)
+
+    @property
+    def unknown(self) -> str:
+        """What could not be computed, and why; nothing where all could."""
+        return "; ".join(_of(name, one.unknown) for name, one in self.named() if one.unknown)
+
+
+def _of(name: str, word: str) -> str:
+    return f"{name}: {word}" if name else word
 
 
 def number_text(value: float | None) -> str:

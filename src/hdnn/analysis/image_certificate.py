@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.analysis.certificate import Certificate, certify, compared, guarantee
+from hdnn.analysis.certificate import Certificate, Several, certify, compared, guarantee
 from hdnn.analysis.copies import exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
 from hdnn.analysis.linear import passes_on
@@ -32,21 +32,14 @@ SLACK = 1e-9  # below 1, for rounding in float64
 
 
 @dataclass(frozen=True)
-class Certificates:
+class Certificates(Several):
     """The certificate of each Hamiltonian part of an image classifier, first to last."""
 
     network: str
     parts: tuple[Certificate, ...]
 
-    @property
-    def broken(self) -> tuple[str, ...]:
-        """What is promised but does not hold numerically."""
-        return tuple(word for part in self.parts for word in part.broken)
-
-    @property
-    def unknown(self) -> str:
-        """What could not be computed, and why; nothing where all could."""
-        return "; ".join(part.unknown for part in self.parts if part.unknown)
+    def named(self) -> list[tuple[str, Certificate]]:
+        return [("", part) for part in self.parts]
 
     @property
     def nothing(self) -> str:

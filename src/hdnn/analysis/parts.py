@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn.analysis import certificate
-from hdnn.analysis.certificate import SAMPLES, Certificate
+from hdnn.analysis.certificate import SAMPLES, Certificate, Several
 from hdnn.analysis.copies import copied, exact, lost_in_own_dtype
 from hdnn.analysis.image_certificate import IMAGES, random_images, unit_certificate
 from hdnn.analysis.words import linear_text
@@ -32,7 +32,7 @@ from hdnn.networks import HamiltonianUnit, Network
 
 
 @dataclass(frozen=True)
-class PartCertificates:
+class PartCertificates(Several):
     """The certificates of the Hamiltonian parts of a module, by their names.
 
     They say nothing of the module as a whole. `missing` are the parts that could not be certified,
@@ -50,16 +50,14 @@ class PartCertificates:
             raise OptionError(f"there is no certificate of a part {name!r}: {why}.")
         return self.parts[name]
 
-    @property
-    def broken(self) -> tuple[str, ...]:
-        """What is promised but does not hold numerically."""
-        return tuple(f"{name}: {word}" for name, one in self.parts.items() for word in one.broken)
+    def named(self) -> list[tuple[str, Certificate]]:
+        return [*self.parts.items()]
 
     @property
     def unknown(self) -> str:
         """What could not be computed, and why; nothing where all could."""
-        found = {name: one.unknown for name, one in self.parts.items() if one.unknown}
-        return "; ".join(f"{name}: {why}" for name, why in (found | self.missing).items())
+        missing = (f"{name}: {why}" for name, why in self.missing.items())
+        return "; ".join(filter(None, (super().unknown, *missing)))
 
     @property
     def summary(self) -> str:
@@ -122,8 +120,9 @@ def certify(
     Points at which the network itself overflows in its own dtype count as not computed.
 
     Args:
-        model: a `hdnn.Model` or a network, for one `Certificate`. Any other module is searched for
-            networks and units of hdnn, for `PartCertificates`, which say nothing of the whole.
+        model: a `hdnn.Model` or a network, compiled or not, for one `Certificate`. Any other module
+            is searched for networks and units of hdnn, for `PartCertificates`, which say nothing of
+            the whole.
         y: where to look: inputs of a model, states of a network, or inputs of any other module, as
             it takes them (a tensor, a tuple of arguments, or a dict of named ones). The module runs
             on them once, in evaluation mode, and each part is certified at the states that it gets.
@@ -132,6 +131,7 @@ def certify(
         points: what the certificate calls them.
         seed: of random states.
     """
+    model = unwrapped(model)
     if isinstance(model, (Model, Network)):
         options: dict[str, Any] = {"samples": samples, "points": points, "seed": seed}
         return certificate.certify(model, y, **options)
@@ -163,11 +163,20 @@ def certify(
     return PartCertificates(_kind(model), parts, missing, others)
 
 
+def unwrapped(model: Any) -> Any:
+    """The module that `torch.compile` or the data-parallel classes of PyTorch were given."""
+    inner = getattr(model, "_modules", {}).get("_orig_mod")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        inner = model.module
+    return model if inner is None else unwrapped(inner)
+
+
 def hamiltonian_parts(model: nn.Module) -> Iterator[tuple[str, Network | HamiltonianUnit]]:
-    """The networks and units inside a module, by their names."""
+    """The networks and units inside a module, by their names, compiled or not."""
     for name, part in model.named_modules():
         if isinstance(part, (Network, HamiltonianUnit)):
-            yield name or _kind(part), part
+            plain = ".".join(word for word in name.split(".") if word != "_orig_mod")
+            yield plain or _kind(part), part
 
 
 def states_of(

@@ -6,20 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hdnn.analysis import Certificate
+from hdnn.analysis.certificate import Certificate, Several
 from hdnn.analysis.image_certificate import Certificates
 from hdnn.analysis.words import summary_of_several
 from hdnn.app import results, terminal
 
 
 @dataclass(frozen=True)
-class RunCertificates:
+class RunCertificates(Several):
     """The certificates of several runs, by the names of their folders."""
 
     of: dict[str, Certificate | Certificates]
 
-    @property
-    def _parts(self) -> list[tuple[str, Certificate]]:
+    def named(self) -> list[tuple[str, Certificate]]:
         """Each certificate with its run; a classifier of images has one for each unit."""
         found = []
         for run, one in self.of.items():
@@ -28,25 +27,15 @@ class RunCertificates:
         return found
 
     @property
-    def broken(self) -> tuple[str, ...]:
-        """What is promised but does not hold numerically, and in which run."""
-        return tuple(f"{run}: {word}" for run, part in self._parts for word in part.broken)
-
-    @property
-    def unknown(self) -> str:
-        """What could not be computed, and in which run; nothing where all could."""
-        return "; ".join(f"{run}: {part.unknown}" for run, part in self._parts if part.unknown)
-
-    @property
     def smallest(self) -> tuple[float, str] | None:
         """The smallest norm of all runs, and whose it is."""
-        known = [(part.smallest_norm, run) for run, part in self._parts]
+        known = [(part.smallest_norm, run) for run, part in self.named()]
         return min((one for one in known if not math.isnan(one[0])), default=None)
 
     @property
     def summary(self) -> str:
         """What they say in plain words."""
-        named = [(run, part.to_dict()) for run, part in self._parts]
+        named = [(run, part.to_dict()) for run, part in self.named()]
         what = "runs" if len(named) == len(self.of) else "Hamiltonian parts of all runs"
         return summary_of_several(named, what) or "No run has Hamiltonian layers: no guarantee."
 
@@ -63,7 +52,7 @@ class RunCertificates:
         }
 
     def __str__(self) -> str:
-        rows = [(run, results.smallest_text(part.to_dict())) for run, part in self._parts]
+        rows = [(run, results.smallest_text(part.to_dict())) for run, part in self.named()]
         if (smallest := self.smallest) is not None:
             norm, run = smallest
             rows.append(("of all", f"smallest {results.rounded_down(norm)}, in {run}"))
@@ -71,7 +60,7 @@ class RunCertificates:
             rows.append(("verdict", "BROKEN: " + "; ".join(self.broken)))
         elif self.unknown:
             rows.append(("verdict", f"COULD NOT BE COMPUTED: {self.unknown}"))
-        elif all(part.guaranteed for _, part in self._parts) and self._parts:
+        elif all(part.guaranteed for _, part in self.named()) and self.named():
             rows.append(("verdict", f"guaranteed for all {len(self.of)} runs, and it holds"))
         else:
             rows.append(("verdict", "not all runs have a guarantee"))
