@@ -118,11 +118,10 @@ def of_values(true: np.ndarray, found: np.ndarray) -> dict[str, Any]:
     """What there is to say of predicted values (B,), given the true ones."""
     true, found = np.asarray(true, np.float64), np.asarray(found, np.float64)
     told: dict[str, Any] = {"rows": len(true)}
-    with np.errstate(over="ignore", invalid="ignore"):
-        residuals = true - found
-        error, spread = _mean(residuals**2), float(true.var()) if len(true) else math.nan
-    if not (math.isfinite(error) and math.isfinite(spread)):
+    rmse, r2 = rmse_and_r2(true, found)
+    if not (math.isfinite(rmse) and math.isfinite(r2 or 0)):
         return told | {"points": [], "residuals": None}
+    residuals = true - found
     low, high = (float(end) for end in (residuals.min(), residuals.max()))
     edges = np.linspace(low, high, COLUMNS + 1 if high > low else 2)
     counts, _ = np.histogram(residuals, edges)
@@ -130,8 +129,8 @@ def of_values(true: np.ndarray, found: np.ndarray) -> dict[str, Any]:
     if len(chosen) > POINTS:
         chosen = chosen[np.linspace(0, len(chosen) - 1, POINTS).round().astype(int)]
     return told | {
-        "rmse": math.sqrt(error),
-        "r2": 1 - error / spread if spread > 0 else None,
+        "rmse": rmse,
+        "r2": r2,
         "mae": _mean(np.abs(residuals)),
         "residuals": {
             "mean": _mean(residuals),
@@ -143,6 +142,15 @@ def of_values(true: np.ndarray, found: np.ndarray) -> dict[str, Any]:
         },
         "points": [[_short(true[k]), _short(found[k])] for k in chosen],
     }
+
+
+def rmse_and_r2(true: np.ndarray, found: np.ndarray) -> tuple[float, float | None]:
+    """The root mean square error of values (B,), and R^2 unless the true ones are all the same."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        error, spread = _mean((true - found) ** 2), float(true.var()) if len(true) else math.nan
+    if not spread > 0:
+        return math.sqrt(error), None
+    return math.sqrt(error), 1 - error / spread if math.isfinite(spread) else math.nan
 
 
 def _mean(values: Any) -> float:

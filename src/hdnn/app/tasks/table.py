@@ -14,12 +14,12 @@ from torch import Tensor
 
 from hdnn import analysis, plotting, serialization
 from hdnn.analysis import Certificate
+from hdnn.analysis.scores import scored
 from hdnn.app import results, runfiles, terminal
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.app.runs import Run
 from hdnn.app.tasks.answers import Answer, answer_of
-from hdnn.app.tasks.evaluated import evaluated
 from hdnn.app.tasks.problem import Problem, prepare
 from hdnn.app.tasks.task import OwnTask
 from hdnn.base.memory import check_memory
@@ -144,8 +144,7 @@ class TableTask(OwnTask):
             "test_rows": len(problem.t_test),
             "notes": problem.notes,
             **self._stopping(),
-            **scores(self.model, problem),
-            "evaluation": evaluated(self.model, problem.columns, problem.parts),
+            **scores(self.model, problem, detailed=True),
             "certificate": certified.to_dict(),
         }
 
@@ -193,21 +192,20 @@ class TableTask(OwnTask):
         )
 
 
-def scores(model: Model, problem: Problem) -> dict[str, float]:
-    """Accuracy; or root mean square error, in units of the target, and R^2."""
-    columns, found = problem.columns, {}
-    for part, (x, t) in reversed(problem.parts.items()):
-        if not len(x):
-            continue
-        y = in_parts(model.predict, x)
-        if columns.classes:
-            found[f"{part}_accuracy"] = (y == t).double().mean().item()
-            continue
-        error = (y - t).double().square().mean()
-        spread = (t - t.mean()).double().square().mean()
-        found[f"{part}_rmse"] = math.sqrt(error) * columns.target_scale
-        if len(t) > 1 and spread > 0:
-            found[f"{part}_r2"] = 1 - (error / spread).item()
+@torch.no_grad()
+def scores(model: Model, problem: Problem, *, detailed: bool = False) -> dict[str, Any]:
+    """Accuracy; or root mean square error, in units of the target, and R^2.
+
+    `detailed`: also all that there is to say of the first part of the data that has rows.
+    """
+    head, columns, found = model.head, problem.columns, {}
+    assert isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead))
+    parts = {part: rows for part, rows in problem.parts.items() if len(rows[0])}
+    usual = int(torch.bincount(problem.t_train).argmax()) if columns.classes else None
+    for part, (x, t) in reversed(parts.items()):
+        last = detailed and part == next(iter(parts))
+        given: dict[str, Any] = {"detailed": last, "usual": usual}
+        found |= scored(part, head, in_parts(model, x), t, columns, **given)
     return found
 
 

@@ -19,6 +19,7 @@ import torch
 
 from hdnn import serialization
 from hdnn._version import __version__
+from hdnn.analysis.scores import scored
 from hdnn.base.files import as_path, finite, write_atomically
 from hdnn.base.graph_config import Config as Config
 from hdnn.data import planar
@@ -29,7 +30,6 @@ from hdnn.distributed.messages.replicas import Replicas
 from hdnn.distributed.network.network import GraphNetwork
 from hdnn.distributed.training import sources
 from hdnn.distributed.training.log import EpochLog
-from hdnn.distributed.training.scores import scored
 from hdnn.distributed.training.shards import make_folder
 from hdnn.distributed.training.sources import Inputs
 from hdnn.distributed.training.training import Training
