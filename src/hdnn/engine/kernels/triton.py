@@ -628,6 +628,170 @@ def _weight_kernel(
     tl.store(db + beyond + row + i, tl.sum(sums, 0), mask=(i < r) & (i * 0 + other == 0))
 
 
+# The same for wide layers, whose weights are packed beforehand: a loop then finds the blocks of its
+# steps one behind the other, rounded and in the order that the tensor cores want, and Triton can
+# copy some of them ahead without registers.
+
+
+def _store_packed(rows, cols, W, at, PREC: constexpr):  # pragma: kernel
+    i, k = tl.arange(0, W.shape[0]), tl.arange(0, W.shape[1])
+    at = at * (W.shape[0] * W.shape[1])
+    W_T = _ordered(tl.trans(W), PREC)
+    tl.store(rows + at + (i[:, None] * W.shape[1] + k[None, :]), _ordered(W, PREC))
+    tl.store(cols + at + (k[:, None] * W.shape[0] + i[None, :]), W_T)
+
+
+def _pack_kernel(
+    K_p, K_q, b_p, b_q, V_p, V_q, half, layer, coef,
+    K_rows, K_cols, V_rows, V_cols, bias,
+    B, m, r_p, r_q,
+    KIND: constexpr, PREC: constexpr, PAD: constexpr, RB: constexpr, BM: constexpr, BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    """The weights of a block of a step, as the products take them."""
+    step, block = tl.program_id(0) // RB, tl.program_id(0) % RB
+    turn, j, _ = _scheduled(half, layer, coef, step)
+    K_j, b_j, V_j, r = _pointers(turn, j, K_p, K_q, b_p, b_q, V_p, V_q, r_p, r_q, m, KIND)
+    K, b, V = _weights(K_j, b_j, V_j, block, r, m, BR, BM, KIND, PAD, PREC)
+    at = tl.program_id(0).to(tl.int64)
+    tl.store(bias + at * BR + tl.arange(0, BR), b)
+    _store_packed(K_rows, K_cols, K, at, PREC)
+    if KIND == "canonical":
+        V = _turned(V.to(tl.float32)).to(V.dtype)
+    if KIND != "same":
+        _store_packed(V_rows, V_cols, V, at, PREC)
+
+
+def _tile_of(W, k, H: constexpr, L: constexpr):  # pragma: kernel
+    i, j = tl.arange(0, H)[:, None], tl.arange(0, L)[None, :]
+    return tl.load(W + k * (H * L) + (i * L + j))
+
+
+def _product(x, W, acc, PREC: constexpr):  # pragma: kernel
+    """Acc + x W^T for a packed W."""
+    return _dot(_ordered(_rounded(x, PREC), PREC), tl.trans(W), acc, PREC)
+
+
+def _packed_forward_kernel(
+    y_in, y_out, kept,
+    K_rows, V_cols, bias, half, coef,
+    B, M, m,
+    ACT: constexpr, PREC: constexpr, FAST: constexpr, PAD: constexpr, EULER: constexpr,
+    KEEP: constexpr, RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    first = tl.program_id(0).to(tl.int64) * BT
+    here = first * ((2 - EULER) * m)
+    at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
+    source, target = _load_state(y_in + here, at, m, inside, EULER)
+    kept += first * m
+    turn_next, c_next = tl.load(half), tl.load(coef)
+    swap_next = turn_next != 0
+    for k in range(M * RB):
+        turn, c, swap = turn_next, c_next, swap_next
+        s = tl.minimum(k + 1, M * RB - 1) // RB
+        turn_next, c_next = tl.load(half + s), tl.load(coef + s)
+        swap_next = turn_next != turn
+        K = _tile_of(K_rows, first * 0 + k, BR, BM)
+        V = _tile_of(V_cols, first * 0 + k, BM, BR)
+        b = tl.load(bias + k * BR + tl.arange(0, BR))
+        if EULER:
+            if k % RB == 0:
+                source = target
+        else:
+            source, target = _swapped(swap, source, target)
+        if KEEP:
+            step = (first * 0 + k // RB) * (B * m)
+            starts = in_kept * 0 + k % RB == 0
+            tl.store(kept + step + in_kept, source, mask=inside & starts)
+        a = _product(source, K, tl.zeros((BT, BR), tl.float32) + b[None, :], PREC)
+        z = c * kernel_sigma(a, ACT, FAST)
+        target = _product(z, V, target, PREC)
+    _store_state(y_out + here, at, m, inside, turn_next, source, target, EULER)
+
+
+def _packed_backward_kernel(
+    y_in, g_in, y_out, g_out,
+    K_rows, K_cols, V_rows, V_cols, bias, half, coef,
+    dcoef, left, right,
+    B, low, high, m, r_p, r_q,
+    ACT: constexpr, KIND: constexpr, PREC: constexpr, WPREC: constexpr, FAST: constexpr,
+    PAD: constexpr, EULER: constexpr, KEEP: constexpr, STEP: constexpr,
+    RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    """With KEEP, y_in is what the steps have read, and none is undone; without, it is y_N."""
+    pid = tl.program_id(0)
+    first = pid.to(tl.int64) * BT
+    here = first * ((2 - EULER) * m)
+    at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
+    if KEEP:
+        y_in += first * m
+    else:
+        # Rows beyond the batch repeat its last sample, a state that can surely be undone.
+        last = (tl.minimum(B - first, BT) - 1).to(tl.int32)
+        cols = tl.arange(0, BM)[None, :]
+        again = tl.minimum(tl.arange(0, BT), last)[:, None] * (2 * m) + cols
+        source, target = _load_state(y_in + here, again, m, cols < m, EULER)
+    g_source, g_target = _load_state(g_in + here, at, m, inside, EULER)
+    turn_next, c_next = tl.load(half + high - 1), tl.load(coef + high - 1)
+    swap_next = turn_next != 0
+    for q in range((high - low) * RB):
+        k = high * RB - 1 - q
+        turn, c, swap = turn_next, c_next, swap_next
+        s = tl.maximum(k - 1, low * RB) // RB
+        turn_next, c_next = tl.load(half + s), tl.load(coef + s)
+        swap_next = turn_next != turn
+        K = _tile_of(K_rows, first * 0 + k, BR, BM)
+        K_T = _tile_of(K_cols, first * 0 + k, BM, BR)
+        V, V_T = K, K_T
+        if KIND != "same":
+            V = _tile_of(V_rows, first * 0 + k, BR, BM)
+            if not KEEP:
+                V_T = _tile_of(V_cols, first * 0 + k, BM, BR)
+        b = tl.load(bias + k * BR + tl.arange(0, BR))
+        if KEEP:
+            read = (first * 0 + k // RB) * (B * m)
+            source = tl.load(y_in + read + in_kept, mask=inside, other=0.0)
+        if EULER:
+            if k % RB == RB - 1:
+                g_target = g_source
+        else:
+            g_source, g_target = _swapped(swap, g_source, g_target)
+            if not KEEP:
+                source, target = _swapped(swap, source, target)
+        a = _product(source, K, tl.zeros((BT, BR), tl.float32) + b[None, :], PREC)
+        t = _product(g_target, V, tl.zeros((BT, BR), tl.float32), PREC)
+        z = kernel_sigma(a, ACT, FAST)
+        u = c * kernel_slope(a, z, ACT) * t
+        cz = c * z
+        g_source = _product(u, K_T, g_source, PREC)
+        if not KEEP:
+            target = _product(-cz, V_T, target, PREC)
+
+        block = k % RB
+        r = tl.where(turn == 0, r_q, r_p)
+        emitted = (first * 0 + k // RB - low) * _factor_rows(B, KIND)
+        left_s = left + emitted * tl.maximum(r_p, r_q)
+        right_s = right + (emitted + first) * m
+        _emit_left(left_s, _rounded(u, WPREC), first, block, B, r, PAD)
+        if KIND != "unit":
+            _emit_left(left_s + B * r, _rounded(cz, WPREC), first, block, B, r, PAD)
+        if block == 0:
+            _emit_right(right_s, _rounded(source, WPREC), in_kept, inside)
+            if KIND == "canonical":
+                g_zK = _turned(-g_target)
+                _emit_right(right_s + B * m, _rounded(g_zK, WPREC), in_kept, inside)
+            elif KIND != "unit":
+                _emit_right(right_s + B * m, _rounded(g_target, WPREC), in_kept, inside)
+        if STEP:
+            at_coef = (tl.num_programs(0) * (first * 0 + k // RB) + pid) * RB + block
+            tl.store(dcoef + at_coef, tl.sum(z * t))
+
+    if not KEEP:
+        _store_state(y_out + here, at, m, inside, turn_next, source, target, EULER)
+    if EULER:
+        g_target = g_source
+    _store_state(g_out + here, at, m, inside, turn_next, g_source, g_target, EULER)
+
+
 # Around the kernels
 
 _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__module__ == __name__]
@@ -664,11 +828,15 @@ def interpreted() -> bool:
 
 
 class Tiling(NamedTuple):
-    """The sizes of a kernel's parts: samples a tile, rows of K a block, warps a program."""
+    """The sizes of a kernel's parts: samples a tile, rows of K a block, warps a program.
+
+    `stages`: how many blocks of packed weights are on their way at once.
+    """
 
     samples: int
     rows: int
     warps: int
+    stages: int = 1
 
 
 # For the forward and the backward kernel, by the padded width of K; measured on an H200.
@@ -719,11 +887,38 @@ _CANONICAL = {  # Euler with V = K J^T
 }
 
 
+_PACKED: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
+    128: {
+        "ieee": (Tiling(32, 16, 8, 2), Tiling(16, 32, 8, 2)),
+        "tf32": (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
+        "tf32x3": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+        "bf16": (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+    },
+    256: {
+        "ieee": (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+        "tf32": (Tiling(64, 32, 8, 2), Tiling(64, 16, 8, 2)),
+        "tf32x3": (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+        "bf16": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    },
+}
+
+
+PACKED_FROM = 512
+"""The padded width of K from which weights are packed, and weight gradients always products."""
+
+
+def packs(stack: Stack) -> bool:
+    """Whether weights are packed before the kernels run."""
+    return _padded(stack.width) >= PACKED_FROM
+
+
 def tiling(stack: Stack, precision: str, *, backward: bool) -> Tiling:
     """The tiling of a kernel."""
     table = _SPLIT if stack.turns else _CANONICAL if stack.kind == "canonical" else _EULER
-    samples, rows, warps = table[max(32, _padded(stack.width))][precision][backward]
-    return Tiling(samples, min(rows, _padded(max(stack.rows))), warps)
+    if packs(stack):
+        table = _PACKED
+    samples, rows, *others = table[max(32, _padded(stack.width))][precision][backward]
+    return Tiling(samples, min(rows, _padded(max(stack.rows))), *others)
 
 
 def _padded(size: int) -> int:
@@ -733,14 +928,6 @@ def _padded(size: int) -> int:
 _INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
 _FACTORS = {"tf32": "bf16", "ieee": "tf32x3"}
 """How weight gradients are multiplied. No other layer depends on them."""
-
-EMIT_FROM = 512
-"""The padded width of K from which factors of weight gradients are always emitted."""
-
-
-def emits(stack: Stack, deterministic: bool) -> bool:
-    """Whether the backward kernel leaves the weight gradients to large products."""
-    return deterministic or _padded(stack.width) >= EMIT_FROM
 
 
 class _Launch:
@@ -798,8 +985,9 @@ class _Recipe:
     ) -> None:
         load()
         width, kind, BM = stack.width, stack.kind, _padded(stack.width)
-        BT, BR, warps = tiling(stack, precision, backward=backward)
-        if kind == "identity" and BM > 128:
+        BT, BR, warps, stages = tiling(stack, precision, backward=backward)
+        packed, sizes = packs(stack), (stack.width, stack.rows[0], stack.rows[-1])
+        if kind == "identity" and (packed or BM > 128):
             kind = "unit"  # z in blocks, times a unit matrix
         elif kind == "identity":
             BR = BM
@@ -808,7 +996,7 @@ class _Recipe:
         if width == BM:
             full = all(each == self.blocks * BR for each in stack.rows)
             padding = "none" if full else "end"
-        emit = backward and emits(stack, deterministic)
+        emit = backward and (deterministic or packed)
         if interpreted():
             precision = _INTERPRETED.get(precision, precision)
         constants = {
@@ -829,16 +1017,49 @@ class _Recipe:
             "BM": BM,
             "BR": BR,
         }
+        self.backward = backward
         self.gradients = _Gradients(stack)
         self.factors = _Factors(stack, precision, kind, self.gradients) if emit else None
-        first_q = (self.gradients.starts[-1],) if backward else ()
-        sizes = (width, stack.rows[0], stack.rows[-1], *first_q)
-        kernel: Any = _backward_kernel if backward else _forward_kernel
-        self._launch = _Launch(kernel, stack, sizes, constants, num_warps=warps, num_stages=1)
+        self.packing = _Packing(stack, sizes, constants) if packed else None
+        if packed:
+            kernel: Any = _packed_backward_kernel if backward else _packed_forward_kernel
+            sizes = sizes if backward else sizes[:1]
+        else:
+            kernel = _backward_kernel if backward else _forward_kernel
+            sizes = (*sizes, self.gradients.starts[-1]) if backward else sizes
+        options = {"num_warps": warps, "num_stages": stages}
+        self._launch = _Launch(kernel, stack, sizes, constants, **options)
+
+    def prepared(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The weights, the schedule and c as the kernel takes them."""
+        return tensors if self.packing is None else self.packing(tensors, self.backward)
 
     def launch(self, tensors: tuple[Tensor, ...], *span: int) -> None:
         """Run the kernel over a number of steps, or from one step to another."""
         self._launch((self.tiles, 1, 1), tensors, *span)
+
+
+class _Packing:
+    """The weights of a stack, block by block in the order of the steps."""
+
+    def __init__(self, stack: Stack, sizes: tuple[int, ...], constants: dict[str, Any]) -> None:
+        RB, BM, BR = constants["RB"], constants["BM"], constants["BR"]
+        self.blocks, self.rows, self.width = stack.steps * RB, BR, BM
+        self.same = constants["KIND"] == "same"
+        self.dtype = torch.bfloat16 if constants["PREC"] == "bf16" else torch.float32
+        kernel: Any = _pack_kernel
+        self._launch = _Launch(kernel, stack, sizes, constants, num_warps=4, num_stages=1)
+
+    def __call__(self, tensors: tuple[Tensor, ...], backward: bool) -> tuple[Tensor, ...]:
+        """K and V, each in rows and in columns, b, the halves that move, and c."""
+        *_, half, _, c = tensors
+        new = functools.partial(c.new_empty, dtype=self.dtype)
+        size = self.blocks * self.rows * self.width
+        K = new(size), new(size)
+        V = K if self.same else (new(size), new(size))
+        bias = c.new_empty(self.blocks * self.rows)
+        self._launch((self.blocks, 1, 1), (*tensors, *K, *V, bias))
+        return (*K, *V, bias, half, c) if backward else (K[0], V[1], bias, half, c)
 
 
 class _Gradients:
@@ -959,7 +1180,9 @@ class TritonEuler:
             return y.clone(), kept
         out = torch.empty_like(y)
         states = (y, out, out if kept is None else kept)
-        self._recipe(False, keep).launch((*states, *self._weights(tensors)), self.stack.steps)
+        recipe = self._recipe(False, keep)
+        weights = recipe.prepared(self._weights(tensors))
+        recipe.launch((*states, *weights), self.stack.steps)
         return out, kept
 
     def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
@@ -974,7 +1197,6 @@ class TritonEuler:
         copy = torch.clone if self._empty else torch.empty_like
         y_0, g_0 = None if keep else copy(start), copy(g)
         end = (g_0 if y_0 is None else y_0, g_0)
-        weights = self._weights(tensors)
         parts = 1 if factors is None else factors.parts
         buffer = g.new_zeros(parts, gradients.size)
         if self._empty:
@@ -982,14 +1204,18 @@ class TritonEuler:
         elif factors is None:
             dK, *others = gradients.targets(buffer)
             targets = (dK, *others, dK, dK)
+            weights = recipe.prepared(self._weights(tensors))
             recipe.launch((start, g, *end, *weights, *targets), 0, self.stack.steps)
         else:
             *targets, _ = gradients.targets(buffer)
             left, right = factors.new(g)
             dc = g.new_empty(self.stack.steps, recipe.tiles * recipe.blocks)
+            weights = recipe.prepared(self._weights(tensors))
+            # A kernel that could also add by itself takes its targets, and does not touch them.
+            targets_too = targets if recipe.packing is None else []
             for low, high in factors.spans():
                 states = (start, g, *end)
-                recipe.launch((*states, *weights, *targets, dc, left, right), low, high)
+                recipe.launch((*states, *weights, *targets_too, dc, left, right), low, high)
                 factors.multiply((left, right, *targets, *self.schedule), low, high)
                 start, g = start if y_0 is None else y_0, g_0
         total = buffer[0] if parts == 1 else buffer.sum(0)
@@ -1007,7 +1233,7 @@ class TritonEuler:
         *weights, c = tensors
         each = len(self.stack.rows)
         K, b, V = weights[:each], weights[each : 2 * each], weights[2 * each :]
-        if self.stack.kind == "identity" and self.stack.width > 128:
+        if self.stack.kind == "identity" and (packs(self.stack) or self.stack.width > 128):
             V = [torch.eye(self.stack.width, dtype=c.dtype, device=c.device)]
         elif V[0] is None:
             V = K
