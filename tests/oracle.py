@@ -99,16 +99,25 @@ def interconnection(X):
     return [zeros + scaled(-1, row) for row in transpose(X)] + [row + zeros for row in X]
 
 
+_solved = {}  # the last root and Newton matrix for guesses that are as good as the same
+
+
 def solve(residual, guess):
     """The root of `residual` near `guess`, by Newton's method.
 
     The Jacobian is inverted in double precision and kept near the root, since an error in it
-    costs a few more steps and no digits.
+    costs a few more steps and no digits. A difference asks for a root that is hardly elsewhere
+    than the one before: it starts there, if what is left over is small.
     """
-    x, change, step = list(guess), [mp.one], mp.mpf(10) ** -25
-    for _ in range(60):
+    place = tuple(round(float(a), 9) for a in guess)
+    x, newton = _solved.get(place, (guess, None))
+    r = residual(x)
+    if max(map(abs, r)) > 1e-9:
+        x, newton = guess, None
         r = residual(x)
-        if max(map(abs, change)) > 1e-4:
+    step = mp.mpf(10) ** -25
+    for _ in range(60):
+        if newton is None:
             columns = []
             for i in range(len(x)):
                 moved = residual([*x[:i], x[i] + step, *x[i + 1 :]])
@@ -116,8 +125,13 @@ def solve(residual, guess):
             newton = exact(numpy.linalg.inv(numpy.array(columns).T).tolist())
         change = scaled(-1, times(newton, r))
         x = plus(x, change)
-        if max(map(abs, change)) < mp.mpf(10) ** -54:  # and the next is 1e-4 times that, or less
+        size = max(map(abs, change))
+        if size < mp.mpf(10) ** -54:  # and the next is 1e-4 times that, or less
+            _solved[place] = x, newton
             return x
+        if size > 1e-4:
+            newton = None
+        r = residual(x)
     raise ArithmeticError("Newton's method did not converge")
 
 

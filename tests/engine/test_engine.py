@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,9 +73,10 @@ def gradients(function: Callable[..., Tensor], y: Tensor, weights: list, **optio
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 5), st.integers(1, 70), st.sampled_from(ACTIVATIONS), seeds
+    st.integers(1, 4), st.integers(1, 5), st.integers(1, 20), st.sampled_from(ACTIVATIONS), seeds
 )
-@settings(max_examples=25)
+@example(m=2, r=3, N=70, activation="tanh", seed=0)
+@settings(max_examples=15)
 @pytest.mark.parametrize("name", STACKS)
 def test_all_ways_agree_with_the_reference(name, m, r, N, activation, seed):
     normal = Random(seed)
@@ -202,7 +203,8 @@ def h2_weights(N: int, m: int, scale: float, dtype: torch.dtype) -> list[Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_fixed_point_state_is_reversed_to_the_last_bit(dtype):
-    N, weights, y = 4096, h2_weights(4096, 8, 2.0, dtype), Random(1)(10, 16).to(dtype)
+    N, y = 1000, Random(1)(10, 16).to(dtype)
+    weights = h2_weights(N, 8, 2.0, dtype)
     coef = torch.tensor([-0.5, 0.5], dtype=dtype).repeat(N)
     stack = Stack("tanh", "same", N, (0, 1), False, 10, 16, (8, 8), dtype, y.device)
     kernel, tensors = fixed.FixedShears(stack), (*weights, None, None, coef)
@@ -465,11 +467,16 @@ def test_networks_carry_their_way_to_run_and_report_it():
 REVERSIBLE = {"backprop": "reversible"}
 
 
-@pytest.mark.parametrize("way", [{}, {"backprop": "checkpoint"}, {"engine": "fused"}, REVERSIBLE])
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, {}) for name in STACKS]
+    + [(name, {"backprop": "checkpoint"}) for name in ("h2_inverse", "ms1", "h1")]
+    + [(name, {"engine": "fused"}) for name in ("verlet", "ms3", "ms2")]
+    + [(name, REVERSIBLE) for name in ("h2", "ms1", "h1")],
+)
 def test_inside_compile_a_stack_is_one_operator(name, way):
     torch._dynamo.reset()
-    function, weights = stack(name, Random(0), 2, 3, 70)
+    function, weights = stack(name, Random(0), 2, 3, 20)
     y = Random(1)(5, 4)
     if name not in INVERTIBLE and way == REVERSIBLE:
         with pytest.raises(Exception, match="explicit inverse"):
@@ -491,7 +498,7 @@ def test_inside_compile_a_stack_is_one_operator(name, way):
 
 
 def test_the_operator_keeps_the_promises_of_an_operator():
-    normal, N = Random(0), 70
+    normal, N = Random(0), 10
     tensors = [normal(N, 2, 2), normal(N, 2, 2), normal(N, 2), normal(N, 2)]
     coef = coefficients((-0.5, 1.0, -0.5), 0.1, N, True, F64, torch.device("cpu"))
     leaves = [t.requires_grad_() for t in (*tensors, coef.clone())]

@@ -114,7 +114,14 @@ def assert_close(actual, expected, what):
     assert error <= TOLERANCE, f"{what} is off by {mp.nstr(error, 3)}"
 
 
-def assert_agreement(name, activation="tanh", trajectory=False, **drawn):
+def assert_gradient(gradient, loss, nested, what):
+    """The slope of loss() along a random direction, which no wrong entry of a gradient has."""
+    direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(11)).double()
+    answer = oracle.along(loss, nested, exact(direction.reshape(-1).tolist()))
+    assert_close((gradient * direction).sum(), [answer], what)
+
+
+def assert_agreement(name, activation="tanh", trajectory=False, by_entry=False, **drawn):
     """Values, and the gradients of a linear function of them to every argument."""
     arguments = draw(name, **drawn)
     numbers = lists(arguments)
@@ -133,7 +140,10 @@ def assert_agreement(name, activation="tanh", trajectory=False, **drawn):
 
     for key, gradient in zip(leaves, gradients, strict=True):
         what = f"the gradient of {name} to {key}"
-        assert_close(gradient, oracle.gradient(loss, numbers[key]), what)
+        if by_entry:
+            assert_close(gradient, oracle.gradient(loss, numbers[key]), what)
+        else:
+            assert_gradient(gradient, loss, numbers[key], what)
 
 
 # The oracle on its own ----------------------------------------------------------------------
@@ -164,7 +174,7 @@ def inverse(A):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("x", [-40, -8, -1e-6, 0.3, 5, 40])
+@pytest.mark.parametrize("x", [-40, -1.3, 0.3, 40])
 def test_the_oracle_integrates_sigma_as_quadrature_does(activation, x):
     cuts = mp.linspace(0, x, 9)
     quadrature = mp.quad(oracle.SIGMA[activation], cuts)
@@ -349,7 +359,8 @@ def test_activations_know_the_range_of_their_slope(name):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", [*STACKS, "energy"])
 def test_every_function_agrees_with_forty_digits_for_every_activation(name, activation):
-    assert_agreement(name, activation, trajectory=name != "energy")
+    by_entry = activation == "tanh"
+    assert_agreement(name, activation, trajectory=name != "energy", by_entry=by_entry)
 
 
 @pytest.mark.parametrize("h", ["shared", "per layer"])
@@ -415,7 +426,7 @@ def test_second_derivatives_agree_with_forty_digits(name):
 
     for key, actual in zip(numbers, second, strict=True):
         what = f"the second derivative of {name} to {key}"
-        assert_close(actual, oracle.gradient(directional, numbers[key]), what)
+        assert_gradient(actual, directional, numbers[key], what)
 
 
 @pytest.mark.parametrize("name", INVERTIBLE)
@@ -441,5 +452,8 @@ def test_inverses_agree_with_forty_digits(name):
         return -mp.fdot(adjoint, expected(name, numbers, "tanh")[0])
 
     for key, gradient in zip(numbers, gradients, strict=True):
-        answer = adjoint if key == "y" else oracle.gradient(loss, numbers[key])
-        assert_close(gradient, answer, f"the gradient of the inverse of {name} to {key}")
+        what = f"the gradient of the inverse of {name} to {key}"
+        if key == "y":
+            assert_close(gradient, adjoint, what)
+        else:
+            assert_gradient(gradient, loss, numbers[key], what)
