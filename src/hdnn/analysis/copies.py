@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,3 +55,19 @@ def lost_in_own_dtype(module: nn.Module, x: Tensor) -> Tensor:
     twin, weight = copied(module).eval(), next(module.parameters())
     out = (twin.features if isinstance(twin, Model) else twin)(x.to(weight))
     return ~out.isfinite().reshape(len(x), -1).all(1).cpu()
+
+
+@torch.no_grad()
+def entering(model: nn.Module, parts: Iterable[Module], x: Tensor) -> list[tuple[Module, Tensor]]:
+    """Each of these parts with the states that enter it, as they are called when a model runs."""
+    seen: list[tuple[Any, Tensor]] = []
+    hooks = [
+        part.register_forward_pre_hook(lambda part, given: seen.append((part, given[0])))
+        for part in parts
+    ]
+    try:
+        model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

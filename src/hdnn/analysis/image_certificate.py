@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hdnn.analysis.certificate import Certificate, Several, certify, compared, guarantee
-from hdnn.analysis.copies import exact, lost_in_own_dtype
+from hdnn.analysis.copies import entering, exact, lost_in_own_dtype
 from hdnn.analysis.extremes import unit_extremes
 from hdnn.analysis.linear import passes_on
 from hdnn.analysis.measured import Measured, at_least_1
@@ -89,16 +89,9 @@ def certify_images(
         y = _pixels(twin, x, samples)
         found = certify(model.net, y, samples=samples, points=f"pixels of {points}")
         return Certificates(name, (found,))
-    seen: list[tuple[Any, Tensor]] = []
-    hooks = [
-        unit.register_forward_pre_hook(lambda unit, given: seen.append((unit, given[0])))
-        for unit in twin.units
-    ]
     x = x[: min(samples, IMAGES)]
-    with torch.no_grad():
-        twin(x)
-    for hook in hooks:
-        hook.remove()
+    units = [unit for unit in twin.units if isinstance(unit, HamiltonianUnit)]
+    seen = entering(twin, units, x)
     where = f"{points}, norms by Lanczos from below"
     dtype, lost = next(model.parameters()).dtype, lost_in_own_dtype(model, x)
     parts = (unit_certificate(unit, y, dtype, where, lost) for unit, y in seen)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdnn.analysis import Extremes, chain_extremes, unit_extremes
+from hdnn.analysis import Extremes, chain_extremes, copies, unit_extremes
 from hdnn.base.files import finite
 from hdnn.data import cifar10
 from hdnn.errors import DataError, OptionError, require
@@ -63,18 +63,10 @@ def depth(stage: Stage) -> int:
     return stage[0].layers if isinstance(stage[0], HamiltonianUnit) else len(stage)
 
 
-@torch.no_grad()
 def entering(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The states that enter each stage, from images x."""
-    seen: list[Tensor] = []
     firsts = [stage[0] for stage in stages(model)]
-    hooks = [m.register_forward_pre_hook(lambda _, y: seen.append(y[0])) for m in firsts]
-    try:
-        model(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
+    return [y for _, y in copies.entering(model, firsts, x)]
 
 
 def extremes(stage: Stage, y: Tensor, j: int, steps: int) -> Extremes:

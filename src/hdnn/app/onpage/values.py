@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hdnn.analysis import words
 from hdnn.app import results
 
 NONE = "–"  # in place of what is not there
@@ -29,12 +30,8 @@ def entry(given: Any, name: str) -> dict[str, Any]:
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    found = words.number(value)
+    return None if found is None or math.isinf(found) else found
 
 
 def text(value: Any, digits: int = 4) -> str:
