@@ -9,8 +9,10 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +201,15 @@ GROUPS = {
         ("split", (20, 8, 8, 8, 2), {"scheme": "verlet", "inverse": True, "deterministic": True}),
         ("euler", (40, 10, 10, 3), {"kind": "identity", "deterministic": True}),
     ],
+    "packed": [  # in the interpreter, with the weights packed as those of wide layers are
+        ("split", (40, 8, 9, 20, 2), {"kind": "general", "precision": "tf32", "inverse": True}),
+        ("split", (20, 16, 16, 16, 1), {"precision": "tf32"}),
+        ("split", (20, 4, 4, 4, 2), {"scheme": "verlet"}),
+        ("split", (5, 5, 5, 5, 2), {"kind": "identity", "precision": "bf16"}),
+        ("euler", (40, 10, 20, 2), {"kind": "canonical", "precision": "tf32"}),
+        ("euler", (20, 20, 7, 2), {"kind": "same", "deterministic": True}),
+        ("split", (0, 4, 4, 4, 2), {}),
+    ],
     "precisions": [
         (stack, sizes, {"precision": precision, **options})
         for precision in TOLERANCE
@@ -271,7 +282,10 @@ def test_gradients_through_64_layers_are_as_exact_as_the_precision_promises(prec
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_the_widest_states_fit(precision):
     options = {"precision": precision, "device": "cuda"}
-    assert max(split_errors(100, 128, 128, 128, 3, **options).values()) < TOLERANCE[precision]
+    for B in (100, 3000):
+        for kind in ("same", "general", "identity"):
+            errors = split_errors(B, 128, 128, 128, 3, kind=kind, **options)
+            assert max(errors.values()) < TOLERANCE[precision]
     for kind in ("general", "canonical"):
         errors = euler_errors(100, 256, 256, 3, kind=kind, **options)
         assert max(errors.values()) < TOLERANCE[precision]
@@ -377,5 +391,8 @@ if __name__ == "__main__":
     for group in sys.argv[1:]:
         if group == "portions":
             engine.EMITTED_BYTES, engine.ROWS = 5000, 16
-        found += failures(group)
+        pair = engine.Tiling(16, 16, 4, 2), engine.Tiling(32, 16, 4, 2)
+        always = mock.patch.object(engine, "packed_tilings", return_value=pair)
+        with always if group == "packed" else nullcontext():
+            found += failures(group)
     sys.stdout.write(json.dumps(found))

@@ -11,10 +11,13 @@ and target: kernels loop over (shear, block of rows of K), so r has no limit and
 registers than one block.
 
 The gradients of weights are sums over all samples. A narrow stack's backward kernel adds them up
-tile by tile, by atomics. Otherwise, and always in the deterministic mode, it *emits* the factors:
-every step leaves the rows of u = c sigma'(a) t and of c z (left) and those of the source and of g,
-the gradient of z V (right) behind, and a second kernel multiplies left^T right for some layers at a
-time. That needs no atomics, and leaves the chain of layers more registers.
+tile by tile, by atomics. That of a wide stack, and any in the deterministic mode, *emits* their
+factors instead: each step leaves behind the rows of u = c sigma'(a) t and of c z (left), and those
+of its source and of g, the gradient of z V (right). A second kernel multiplies left^T right, for
+some layers at a time. That needs no atomics, and leaves more registers to the chain of layers.
+
+Weights of wide layers are also packed beforehand, so that the loop over layers finds them as the
+tensor cores take them, and can copy them ahead without registers.
 
 A kernel is chosen, split into tiles and compiled once for a stack (`_Recipe`). Later calls only
 allocate what they return and launch it.
@@ -302,6 +305,31 @@ def _emit_right(into, value, at, mask):  # pragma: kernel
     tl.store(into + at, value.to(into.dtype.element_ty), mask=mask)
 
 
+def _emit(
+    u, cz, along, source, g_zK,
+    dcoef, left, right,
+    first, in_kept, inside, k, low, turn, B, m, r_p, r_q,
+    KIND: constexpr, WPREC: constexpr, PAD: constexpr, STEP: constexpr, RB: constexpr,
+):  # fmt: skip  # pragma: kernel
+    """Leave the factors of the weight gradients of a block of a step, and a part of dc."""
+    block = k % RB
+    r = tl.where(turn == 0, r_q, r_p)
+    B += first * 0  # as int64
+    emitted = (k // RB - low) * _factor_rows(B, KIND)
+    left += emitted * tl.maximum(r_p, r_q)
+    right += (emitted + first) * m
+    _emit_left(left, _rounded(u, WPREC), first, block, B, r, PAD)
+    if KIND != "identity" and KIND != "unit":
+        _emit_left(left + B * r, _rounded(cz, WPREC), first, block, B, r, PAD)
+    if block == 0:  # all blocks of a step have the same on the right
+        _emit_right(right, _rounded(source, WPREC), in_kept, inside)
+        if KIND != "identity" and KIND != "unit":
+            _emit_right(right + B * m, _rounded(g_zK, WPREC), in_kept, inside)
+    if STEP:
+        step = tl.num_programs(0) * (first * 0 + k // RB) + tl.program_id(0)
+        tl.store(dcoef + step * RB + block, tl.sum(along))
+
+
 def _forward_kernel(
     y_in,
     y_out,
@@ -437,8 +465,7 @@ def _backward_kernel(
     BR: constexpr,
 ):  # pragma: kernel
     """With KEEP, y_in is what the steps have read, and none is undone; without, it is y_N."""
-    pid = tl.program_id(0)
-    first = pid.to(tl.int64) * BT
+    first = tl.program_id(0).to(tl.int64) * BT
     here = first * ((2 - EULER) * m)
     at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
     if KEEP:
@@ -506,24 +533,16 @@ def _backward_kernel(
                 else:
                     target = _times(-cz, V, target, PREC)
 
-            block = k % RB
-            r = tl.where(turn == 0, r_q, r_p)
             if EMIT:
-                emitted = (k // RB - low).to(tl.int64) * _factor_rows(B, KIND)
-                left_s = left + emitted * tl.maximum(r_p, r_q)
-                right_s = right + (emitted + first) * m
-                once = inside
-                if RB > 1:  # all blocks of a step have the same on the right
-                    once = inside & (in_kept * 0 + block == 0)
-                _emit_left(left_s, _rounded(u, WPREC), first, block, B, r, PAD)
-                _emit_right(right_s, _rounded(source, WPREC), in_kept, once)
-                if KIND != "identity" and KIND != "unit":
-                    _emit_left(left_s + B * r, _rounded(cz, WPREC), first, block, B, r, PAD)
-                    _emit_right(right_s + B * m, _rounded(g_zK, WPREC), in_kept, once)
-                if STEP:
-                    at_coef = (tl.num_programs(0).to(tl.int64) * (k // RB) + pid) * RB + block
-                    tl.store(dcoef + at_coef, tl.sum(z * t))
+                _emit(
+                    u, cz, z * t, source, g_zK,
+                    dcoef, left, right,
+                    first, in_kept, inside, k, low, turn, B, m, r_p, r_q,
+                    KIND, WPREC, PAD, STEP, RB,
+                )  # fmt: skip
             else:
+                block = k % RB
+                r = tl.where(turn == 0, r_q, r_p)
                 row = (1 - turn) * first_q + j * r  # of the gradients: those of p come first
                 u_T = tl.trans(_rounded(u, WPREC))
                 z_T = tl.trans(_rounded(cz, WPREC))
@@ -628,9 +647,10 @@ def _weight_kernel(
     tl.store(db + beyond + row + i, tl.sum(sums, 0), mask=(i < r) & (i * 0 + other == 0))
 
 
-# The same for wide layers, whose weights are packed beforehand: a loop then finds the blocks of its
-# steps one behind the other, rounded and in the order that the tensor cores want, and Triton can
-# copy some of them ahead without registers.
+# The same for wide layers. A loop finds the blocks of its steps packed one behind the other,
+# rounded and in the order of the tensor cores, so that Triton can copy the next ones ahead. It does
+# so only if no value is handed on from one iteration to the next but one, as exchanging source and
+# target by name would.
 
 
 def _store_packed(rows, cols, W, at, PREC: constexpr):  # pragma: kernel
@@ -718,8 +738,7 @@ def _packed_backward_kernel(
     RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
 ):  # fmt: skip  # pragma: kernel
     """With KEEP, y_in is what the steps have read, and none is undone; without, it is y_N."""
-    pid = tl.program_id(0)
-    first = pid.to(tl.int64) * BT
+    first = tl.program_id(0).to(tl.int64) * BT
     here = first * ((2 - EULER) * m)
     at, in_kept, inside = _places(first, B, m, BT, BM, PAD, EULER)
     if KEEP:
@@ -766,24 +785,15 @@ def _packed_backward_kernel(
         if not KEEP:
             target = _product(-cz, V_T, target, PREC)
 
-        block = k % RB
-        r = tl.where(turn == 0, r_q, r_p)
-        emitted = (first * 0 + k // RB - low) * _factor_rows(B, KIND)
-        left_s = left + emitted * tl.maximum(r_p, r_q)
-        right_s = right + (emitted + first) * m
-        _emit_left(left_s, _rounded(u, WPREC), first, block, B, r, PAD)
-        if KIND != "unit":
-            _emit_left(left_s + B * r, _rounded(cz, WPREC), first, block, B, r, PAD)
-        if block == 0:
-            _emit_right(right_s, _rounded(source, WPREC), in_kept, inside)
-            if KIND == "canonical":
-                g_zK = _turned(-g_target)
-                _emit_right(right_s + B * m, _rounded(g_zK, WPREC), in_kept, inside)
-            elif KIND != "unit":
-                _emit_right(right_s + B * m, _rounded(g_target, WPREC), in_kept, inside)
-        if STEP:
-            at_coef = (tl.num_programs(0) * (first * 0 + k // RB) + pid) * RB + block
-            tl.store(dcoef + at_coef, tl.sum(z * t))
+        g_zK = g_target  # dL/d(z K), if V is made of K
+        if KIND == "canonical":
+            g_zK = _turned(-g_target)
+        _emit(
+            u, cz, z * t, source, g_zK,
+            dcoef, left, right,
+            first, in_kept, inside, k, low, turn, B, m, r_p, r_q,
+            KIND, WPREC, PAD, STEP, RB,
+        )  # fmt: skip
 
     if not KEEP:
         _store_state(y_out + here, at, m, inside, turn_next, source, target, EULER)
@@ -887,47 +897,59 @@ _CANONICAL = {  # Euler with V = K J^T
 }
 
 
-_PACKED: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
+# With packed weights: for up to FEW samples of a shear stack, for more, and for forward Euler.
+# Where there is nothing, they were not measured to be faster.
+_PACKED_FEW: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
     128: {
-        "ieee": (Tiling(32, 16, 8, 2), Tiling(16, 32, 8, 2)),
-        "tf32": (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2)),
-        "tf32x3": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
-        "bf16": (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
-    },
-    256: {
-        "ieee": (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
-        "tf32": (Tiling(64, 32, 8, 2), Tiling(64, 16, 8, 2)),
-        "tf32x3": (Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
-        "bf16": (Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+        "tf32": (Tiling(16, 64, 4, 2), Tiling(16, 64, 4, 2)),
+        "bf16": (Tiling(64, 64, 4, 2), Tiling(64, 64, 8, 2)),
     },
 }
+_PACKED: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
+    128: {
+        "tf32": (Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2)),
+        "bf16": (Tiling(64, 64, 4, 2), Tiling(64, 64, 8, 2)),
+    },
+}
+_PACKED_EULER: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
+    256: {"tf32": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2))},
+}
+FEW = 2048
+"""Samples that small tiles spread over the multiprocessors of an H200, one for each."""
+
+SHARED_BYTES = 227 * 2**10
+"""Shared memory that a program must have for packed weights: of an H100, and later ones."""
 
 
-PACKED_FROM = 512
-"""The padded width of K from which weights are packed, and weight gradients always products."""
+def packed_tilings(stack: Stack, precision: str) -> tuple[Tiling, Tiling] | None:
+    """The tilings for packed weights, or None where those are not used."""
+    table = (_PACKED_FEW if stack.samples <= FEW else _PACKED) if stack.turns else _PACKED_EULER
+    found = table.get(_padded(stack.width), {}).get(precision)
+    return found if found and _shared_bytes(stack.device) >= SHARED_BYTES else None
 
 
-def packs(stack: Stack) -> bool:
-    """Whether weights are packed before the kernels run."""
-    return _padded(stack.width) >= PACKED_FROM
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have."""
+    if device.type == "cpu":
+        return SHARED_BYTES
+    driver = require("triton.runtime", extra="gpu").driver
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def tiling(stack: Stack, precision: str, *, backward: bool) -> Tiling:
     """The tiling of a kernel."""
     table = _SPLIT if stack.turns else _CANONICAL if stack.kind == "canonical" else _EULER
-    if packs(stack):
-        table = _PACKED
-    samples, rows, *others = table[max(32, _padded(stack.width))][precision][backward]
+    packed = packed_tilings(stack, precision)
+    pair = packed or table[max(32, _padded(stack.width))][precision]
+    samples, rows, *others = pair[backward]
+    if packed and stack.kind != "same":
+        rows = min(rows, 32)  # so that K and V fit into shared memory together
     return Tiling(samples, min(rows, _padded(max(stack.rows))), *others)
 
 
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
-
-
-_INTERPRETED = {"tf32": "ieee", "bf16": "emulated"}
-_FACTORS = {"tf32": "bf16", "ieee": "tf32x3"}
-"""How weight gradients are multiplied. No other layer depends on them."""
 
 
 class _Launch:
@@ -986,7 +1008,8 @@ class _Recipe:
         load()
         width, kind, BM = stack.width, stack.kind, _padded(stack.width)
         BT, BR, warps, stages = tiling(stack, precision, backward=backward)
-        packed, sizes = packs(stack), (stack.width, stack.rows[0], stack.rows[-1])
+        packed = packed_tilings(stack, precision) is not None
+        sizes = (stack.width, stack.rows[0], stack.rows[-1])
         if kind == "identity" and (packed or BM > 128):
             kind = "unit"  # z in blocks, times a unit matrix
         elif kind == "identity":
@@ -997,14 +1020,18 @@ class _Recipe:
             full = all(each == self.blocks * BR for each in stack.rows)
             padding = "none" if full else "end"
         emit = backward and (deterministic or packed)
-        if interpreted():
-            precision = _INTERPRETED.get(precision, precision)
+        # No other layer depends on the gradients of weights.
+        for_weights = "bf16" if precision == "tf32" else precision
+        if interpreted():  # it cannot multiply bf16, and cuts off what it should round
+            for_weights = "ieee" if precision == "tf32" else precision
+            if precision == "bf16":
+                precision = for_weights = "emulated"
         constants = {
             "ACT": stack.activation,
             "KIND": kind,
             "PREC": precision,
-            "WPREC": "bf16" if precision == "tf32" else precision,
-            "FAST": precision in ("tf32", "bf16"),  # with inline assembly
+            "WPREC": for_weights,
+            "FAST": precision in ("tf32", "bf16") and not interpreted(),  # with inline assembly
             "PAD": padding,
             "EULER": not stack.turns,
             # The kernel has a faster loop if p and q alternate.
@@ -1017,9 +1044,9 @@ class _Recipe:
             "BM": BM,
             "BR": BR,
         }
-        self.backward = backward
+        self.backward, self.kind = backward, kind
         self.gradients = _Gradients(stack)
-        self.factors = _Factors(stack, precision, kind, self.gradients) if emit else None
+        self.factors = _Factors(stack, for_weights, kind, self.gradients) if emit else None
         self.packing = _Packing(stack, sizes, constants) if packed else None
         if packed:
             kernel: Any = _packed_backward_kernel if backward else _packed_forward_kernel
@@ -1106,7 +1133,8 @@ class _Factors:
 
     def __init__(self, stack: Stack, precision: str, kind: str, gradients: _Gradients) -> None:
         self.stack, self.turns = stack, len(stack.turns) or 1
-        precision = precision if interpreted() else _FACTORS.get(precision, precision)
+        if precision == "ieee" and not interpreted():
+            precision = "tf32x3"  # as exact to rounding, and much faster than without tensor cores
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.rows = stack.samples * (1 if kind in ("identity", "unit") else 2)
         self.widths = (max(stack.rows), stack.width)
@@ -1130,7 +1158,9 @@ class _Factors:
             "BM": BM,
         }
         sizes = (self.turns, stack.width, stack.rows[0], stack.rows[-1], gradients.starts[-1])
-        options = {"num_warps": 8 if BR * BM >= 128 * 128 else 4, "num_stages": 3}
+        roomy = _shared_bytes(stack.device) >= 99 * 2**10
+        warps = 8 if BR * BM >= 128 * 128 else 4
+        options = {"num_warps": warps, "num_stages": 3 if roomy else 1}
         kernel: Any = _weight_kernel
         self._launch = _Launch(kernel, stack, (*sizes, gradients.size), constants, **options)
 
@@ -1181,7 +1211,7 @@ class TritonEuler:
         out = torch.empty_like(y)
         states = (y, out, out if kept is None else kept)
         recipe = self._recipe(False, keep)
-        weights = recipe.prepared(self._weights(tensors))
+        weights = recipe.prepared(self._weights(recipe, tensors))
         recipe.launch((*states, *weights), self.stack.steps)
         return out, kept
 
@@ -1204,18 +1234,17 @@ class TritonEuler:
         elif factors is None:
             dK, *others = gradients.targets(buffer)
             targets = (dK, *others, dK, dK)
-            weights = recipe.prepared(self._weights(tensors))
+            weights = recipe.prepared(self._weights(recipe, tensors))
             recipe.launch((start, g, *end, *weights, *targets), 0, self.stack.steps)
         else:
             *targets, _ = gradients.targets(buffer)
             left, right = factors.new(g)
             dc = g.new_empty(self.stack.steps, recipe.tiles * recipe.blocks)
-            weights = recipe.prepared(self._weights(tensors))
-            # A kernel that could also add by itself takes its targets, and does not touch them.
-            targets_too = targets if recipe.packing is None else []
+            weights = recipe.prepared(self._weights(recipe, tensors))
+            unused = targets if recipe.packing is None else []  # by a kernel that could add, too
             for low, high in factors.spans():
                 states = (start, g, *end)
-                recipe.launch((*states, *weights, *targets_too, dc, left, right), low, high)
+                recipe.launch((*states, *weights, *unused, dc, left, right), low, high)
                 factors.multiply((left, right, *targets, *self.schedule), low, high)
                 start, g = start if y_0 is None else y_0, g_0
         total = buffer[0] if parts == 1 else buffer.sum(0)
@@ -1228,12 +1257,12 @@ class TritonEuler:
     def _empty(self) -> bool:
         return self.stack.samples == 0 or self.stack.steps == 0
 
-    def _weights(self, tensors: Tensors) -> tuple[Tensor, ...]:
+    def _weights(self, recipe: _Recipe, tensors: Tensors) -> tuple[Tensor, ...]:
         """K, b and V of p and of q, the schedule and c, as kernels take them."""
         *weights, c = tensors
         each = len(self.stack.rows)
         K, b, V = weights[:each], weights[each : 2 * each], weights[2 * each :]
-        if self.stack.kind == "identity" and (packs(self.stack) or self.stack.width > 128):
+        if recipe.kind == "unit":
             V = [torch.eye(self.stack.width, dtype=c.dtype, device=c.device)]
         elif V[0] is None:
             V = K
