@@ -23,8 +23,13 @@ torch.set_num_threads(1)
 settings.register_profile(
     "explore", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
+# The same few in every run of all tests; whoever runs some of them explores further.
 settings.register_profile(
-    "reproducible", settings.get_profile("explore"), derandomize=True, database=None
+    "reproducible",
+    settings.get_profile("explore"),
+    max_examples=20,
+    derandomize=True,
+    database=None,
 )
 settings.load_profile("reproducible" if os.environ.get("CI") == "true" else "explore")
 

@@ -500,8 +500,7 @@ def test_too_few_iterations_are_said_so(name):
         call(name, 3 * Y, K=2 * arguments(name)["K"], max_iter=1)
 
 
-@pytest.mark.parametrize("name", ["implicit_h2", "midpoint"])
-@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(("name", "value"), [("implicit_h2", NAN), ("midpoint", INF)])
 @pytest.mark.parametrize("which", ["y", "K", "b", "h"])
 def test_an_implicit_step_of_a_nan_or_an_infinity_says_so(name, which, value):
     bad = {"y": Y, **arguments(name), "h": torch.full((2,), 0.1, dtype=torch.float64)}
@@ -574,7 +573,8 @@ def test_a_bad_last_layer_is_refused_before_the_first_is_run(name, monkeypatch):
 # Checks inside a compiled graph
 
 COMPILED = {
-    **{kind: getattr(hdnn, kind) for kind in ("H1", "H2", "MS1", "MS2", "MS3", "MLP")},
+    "H1": hdnn.H1,
+    "MS3": hdnn.MS3,
     "verlet": partial(hdnn.HamiltonianNet, integrator="verlet"),
 }
 
@@ -602,7 +602,7 @@ def test_the_checks_of_steps_can_be_traced_with_sizes_and_steps_that_change(kind
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_networks_that_differ_in_T_compile_one_after_the_other():
     torch._dynamo.reset()
-    for T in (0.5, 1.0, 2.0, 3.0):
+    for T in (0.5, 1.0, 3.0):
         net = hdnn.H2(4, 3, T=T, dtype=torch.float64)
         same_as_eager(torch.compile(net, fullgraph=True, backend="aot_eager"), net, 5)
 

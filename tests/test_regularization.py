@@ -75,7 +75,7 @@ def test_smoothness_is_the_papers_sum(seed, N, r, n, h):
     assert float(smoothness(K, b, each.tolist())) == pytest.approx(R_K(K, b, each.tolist()))
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.sampled_from(KINDS), seeds, sizes, st.integers(1, 4), st.booleans(), st.booleans())
 def test_a_networks_smoothness_is_that_of_its_own_K_and_b(kind, seed, m, N, each, learn):
     h = [0.1 * (j + 1) for j in range(N)] if each else [0.3] * N
@@ -241,7 +241,7 @@ def shears(draw):
     return randomise(net, normal, draw(st.floats(0.1, 1.5)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(shears(), seeds)
 def test_the_budget_bounds_every_gradient_from_both_sides(net, seed):
     y = Random(seed)(3, net.features)

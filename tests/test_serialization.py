@@ -105,7 +105,7 @@ def model(seed: int = 0, dtype=torch.float32, head: str = "softmax") -> Model:
 # Round trips
 
 
-@settings(files, max_examples=150)
+@settings(files, max_examples=50)
 @given(networks())
 def test_every_network_with_every_option_comes_back_bit_for_bit(tmp_path, net):
     path = tmp_path / "net"
@@ -436,7 +436,7 @@ def test_a_folder_is_no_checkpoint(tmp_path):
         hdnn.load(tmp_path)
 
 
-@settings(files, max_examples=60)
+@settings(files, max_examples=25)
 @given(st.data())
 def test_a_file_cut_anywhere_is_refused(saved, data):
     whole = saved.read_bytes()
@@ -447,7 +447,7 @@ def test_a_file_cut_anywhere_is_refused(saved, data):
         hdnn.load(broken)
 
 
-@settings(files, max_examples=60)
+@settings(files, max_examples=25)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(tmp_path, content):
     path = tmp_path / "random"
@@ -456,7 +456,7 @@ def test_random_bytes_are_refused(tmp_path, content):
         hdnn.load(path)
 
 
-@settings(files, max_examples=150)
+@settings(files, max_examples=50)
 @given(st.data())
 def test_a_damaged_byte_is_noticed_or_harmless_but_never_a_crash(saved, data):
     whole = bytearray(saved.read_bytes())

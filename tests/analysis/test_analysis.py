@@ -57,7 +57,7 @@ def networks(draw, kinds=(*ODE, "MLP")):
 # Backward sensitivity
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks(), seeds, st.sampled_from([(), (2,), (2, 1)]))
 def test_a_bsm_is_the_transposed_jacobian_of_the_layers_that_follow(net, seed, batch):
     y = Random(seed)(*batch, net.features)
@@ -281,7 +281,7 @@ def largest(net, y) -> float:
     return float(analysis.norms(analysis.backward_sensitivity(net, y)).max())
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.sampled_from(["H1", "MS2"]), st.sampled_from(ACTIVATIONS), seeds, sizes, steps)
 def test_the_bound_of_forward_euler_holds(kind, activation, seed, m, h):
     net = make(kind, 2 * m, 4, step=h, activation=activation, generator=generator(seed))
@@ -290,7 +290,7 @@ def test_the_bound_of_forward_euler_holds(kind, activation, seed, m, h):
     assert largest(net, Random(seed)(3, 2 * m)) <= bound * (1 + 1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.sampled_from(["H1", "H2", "MS1", "MS2", "MS3"]), st.sampled_from(ACTIVATIONS), seeds)
 def test_the_continuous_bounds_hold_for_a_fine_network(kind, activation, seed):
     coarse = make(kind, 4, 2, T=0.5, activation=activation, generator=generator(seed))

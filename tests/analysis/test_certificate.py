@@ -37,7 +37,7 @@ def make(kind, n=4, N=5, **options):
     seeds,
     st.floats(0.01, 1.0),
 )
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_nothing_that_is_guaranteed_is_ever_broken(kind, activation, m, N, seed, h):
     normal, options = Random(seed), {"activation": activation, "init": "paper", "dtype": F64}
     if kind in ("ImplicitH2", "midpoint"):

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -90,14 +89,13 @@ def test_without_validation_the_training_loss_is_watched_and_without_patience_th
     assert found["validation_r2"] <= 1
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs SIGKILL")
 @pytest.mark.parametrize("saves", [5, 8])  # in the middle of an epoch, and at its end
-def test_a_killed_run_goes_on_to_the_same_bits(saves, capsys):
+def test_a_killed_run_goes_on_to_the_same_bits(saves, stem, tmp_path, capsys):
     whole = trained(capsys, "--out", "whole", "--epochs", "9", "--batch", "40")
     flags = [*WATCHED, "--drop", "value", "--epochs", "9", "--batch", "40", "--out", "cut"]
-    command = [sys.executable, "-c", KILLED, str(saves), *flags]
-    ended = subprocess.run(command, capture_output=True, timeout=300, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    process = stem.fork(["-c", KILLED, str(saves), *flags], tmp_path / "words", folder=os.getcwd())
+    ended = process.wait(300)
+    assert ended.code == -signal.SIGKILL, ended.errors
     again = trained(capsys, "--out", "cut", "--epochs", "9", "--batch", "40", "--resume")
     for name in ("epochs", "kept_epoch", "validation_loss", "test_accuracy", "loss"):
         assert again[name] == whole[name], name

@@ -92,7 +92,7 @@ def by_all(net: GraphNetwork, y: torch.Tensor, g: torch.Tensor):
 # One process is the block-sparse network
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     seeds,
     st.sampled_from(["h2", "verlet", "yoshida4", "h1"]),
@@ -189,7 +189,7 @@ def test_the_four_nodes_of_the_paper_change_their_sparsities_from_layer_to_layer
 # Any parts are one process, bit for bit
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     seeds,
     st.sampled_from(["h2", "verlet", "h1"]),
@@ -411,7 +411,7 @@ def test_bad_input_is_one_sentence_before_any_step(change, error, message):
 # Trees
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(1, 12))
 def test_sums_minima_and_moves_along_the_tree(seed, M):
     graph = Graph(random_links(seed, M, 0.1))
@@ -451,7 +451,7 @@ def test_sums_minima_and_moves_along_the_tree(seed, M):
 # Graphs
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(2, 6))
 def test_the_dependency_of_lists_is_that_of_matrices(seed, M):
     R, T = random_links(seed, M, 0.3), random_links(seed + 1, M, 0.2, symmetric=True)

@@ -172,7 +172,7 @@ VALUES = st.recursive(
 ROWS = st.lists(st.lists(st.integers(-1, 4), min_size=1, max_size=4), max_size=4)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     st.fixed_dictionaries(
         {"nodes": st.integers(0, 4) | VALUES},
@@ -187,7 +187,7 @@ def test_any_table_is_a_graph_or_an_error_of_its_own(table):
     assert nodes == table["nodes"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @example(b"")
 @example(b"\x00")
 @example(b"\xff\xfe")
@@ -303,7 +303,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @example("nodes = 8 # eight\nR = [ # links\n  [0, 1], [1,2],\n]\n")
 @example("nodes = 08")
 @example("nodes = 8 R = []")

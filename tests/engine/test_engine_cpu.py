@@ -127,7 +127,7 @@ def path(request) -> str:
     seeds, widths, widths, widths, BATCHES, schedules(), dtypes, kinds, paths,
     st.sampled_from(ACTIVATIONS),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_schedule_of_shears_has_the_values_and_gradients_of_the_definition(
     seed, m, r_p, r_q, B, schedule, dtype, kind, path, activation
 ):
@@ -177,7 +177,7 @@ def euler_reference(y: Tensor, K, b, h, V, activation: str) -> Tensor:
     st.sampled_from(["same", "identity", "general", "canonical"]), paths,
     st.sampled_from(ACTIVATIONS),
 )  # fmt: skip
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_any_euler_stack_has_the_values_and_gradients_of_the_definition(
     seed, n, r, B, N, dtype, kind, path, activation
 ):

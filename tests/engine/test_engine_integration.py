@@ -699,7 +699,7 @@ def made(call: dict[str, Any], **way: Any) -> list[Tensor]:
 
 
 @given(calls())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_no_call_gives_what_another_should_have(sequence):
     for call in sequence:
         expected = made(call, **REFERENCE)

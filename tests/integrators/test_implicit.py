@@ -46,7 +46,7 @@ def fixed_point(c, B, A, a, activation="tanh", iterations=400):
 # Solutions
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     seeds,
     st.integers(1, 6),
@@ -64,7 +64,7 @@ def test_a_contraction_is_solved_to_rounding_by_its_one_solution(seed, k, r, bat
     torch.testing.assert_close(x, fixed_point(c, B, A, a, name), rtol=1e-11, atol=1e-11)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 6), st.sampled_from(ACTIVATIONS), st.floats(-4, 4), st.floats(-3, 3))
 def test_a_contraction_is_solved_at_any_scale(seed, k, name, state, balance):
     c, B, A, a = problem(seed, k, 2 * k, (5,), factor=0.999, activation=name)
@@ -78,7 +78,7 @@ def test_a_contraction_is_solved_at_any_scale(seed, k, name, state, balance):
     assert float(residual(x, c, B, A, a, name).abs().max() / scale) < 1e-13
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(seeds, st.floats(1.5, 8), st.floats(-3, 3), st.floats(-1, 1))
 def test_a_tanh_with_three_solutions_is_solved_by_one_of_them(seed, weight, c, a):
     """x = c + w tanh(x + a) in one dimension: three solutions for small c and a."""
@@ -100,7 +100,7 @@ def test_all_three_solutions_are_near_to_some_guess():
     assert found[2] > 3
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(2, 5), st.floats(1.5, 4))
 def test_bounded_activations_are_solved_past_the_contraction(seed, k, factor):
     c, B, A, a = problem(seed, k, 2 * k, (4,), factor=factor)
@@ -193,7 +193,7 @@ def test_lower_precisions_are_solved_as_well_as_they_can_tell(dtype, tolerance, 
     torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(1, 8), st.floats(-2, 3))
 def test_single_precision_never_stalls_on_a_contraction(seed, k, state):
     c, B, A, a = (t.float() for t in problem(seed, k, 2 * k, (20,), factor=0.99))
@@ -383,7 +383,7 @@ def test_an_ensemble_of_networks_can_be_mapped_over_its_weights():
 # The two schemes that are solved
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(1, 3), st.integers(1, 5), st.sampled_from(ACTIVATIONS))
 def test_an_implicit_step_satisfies_its_equation(seed, m, r, name):
     normal, sigma = Random(seed), activations.get(name)
@@ -398,7 +398,7 @@ def test_an_implicit_step_satisfies_its_equation(seed, m, r, name):
     assert float((out - expected).abs().max()) < 1e-12 * scale
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(1, 5), st.integers(1, 5), st.sampled_from(ACTIVATIONS))
 def test_a_midpoint_step_satisfies_its_equation(seed, n, r, name):
     normal, sigma = Random(seed), activations.get(name)
@@ -437,7 +437,7 @@ def test_the_contraction_factor_is_that_of_the_errata():
 # Coupling
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(seeds, st.integers(1, 6), st.integers(1, 8), st.sampled_from(ACTIVATIONS))
 def test_a_coupling_below_one_is_a_contraction_though_the_norms_are_large(seed, k, r, name):
     c, B, A, a = problem(seed, k, r, (5,))
@@ -572,7 +572,7 @@ def test_midpoint_steps_of_a_monotone_activation_have_one_solution_at_any_coupli
     torch.testing.assert_close(net.inverse(net(y)), y, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(seeds, st.integers(1, 4), st.integers(1, 4), st.sampled_from(ACTIVATIONS), st.floats(0.5, 5))
 def test_one_solution_is_claimed_only_where_the_matrix_never_turns_singular(
     seed, k, r, name, factor

@@ -192,10 +192,9 @@ def test_alexnet_takes_small_images_or_its_own_size():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("network", ["h1", "h2"])
-def test_hdnn_star_compiles_into_one_graph(network):
+def test_hdnn_star_compiles_into_one_graph():
     torch._dynamo.reset()
-    model = models.hdnn_star(network, 1, (4, 8), size=8, dtype=torch.float64)
+    model = models.hdnn_star("h2", 1, (4, 8), size=8, dtype=torch.float64)
     x = Random(0)(2, 3, 8, 8)
     out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(out, model(x), rtol=1e-10, atol=1e-10)

@@ -287,7 +287,7 @@ def test_the_default_dtype_is_torchs():
 # The function that a network is
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks())
 def test_a_network_runs_its_function_on_its_weights(net):
     y = state(net, 2)
@@ -309,7 +309,7 @@ def test_a_network_runs_its_function_on_its_weights(net):
     torch.testing.assert_close(path[-1], net(y), rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks())
 def test_the_layers_one_after_the_other_are_the_network(net):
     y = state(net, 2)
@@ -319,7 +319,7 @@ def test_the_layers_one_after_the_other_are_the_network(net):
         torch.testing.assert_close(y, path[j + 1], rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks(INVERTIBLE))
 def test_the_inverse_takes_the_network_back(net):
     y = state(net, 2)
@@ -330,7 +330,7 @@ def test_the_inverse_takes_the_network_back(net):
     assert torch.equal(back[-1], path[-1])
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks(ODE))
 def test_a_layer_follows_its_field_for_a_short_time(net):
     """(y_1 - y_0) / h is J K^T sigma(K y_0 + b) as h goes to 0."""
@@ -352,7 +352,7 @@ def test_a_layer_follows_its_field_for_a_short_time(net):
     assert torch.equal(net.J, field["J"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks())
 def test_a_copy_is_equal_and_independent(net):
     y = state(net, 2)
@@ -365,7 +365,7 @@ def test_a_copy_is_equal_and_independent(net):
     assert torch.equal(net(y), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_to_casts_parameters_and_constants_alike(net, dtype):
     net.to(dtype)
@@ -375,7 +375,7 @@ def test_to_casts_parameters_and_constants_alike(net, dtype):
         assert not torch.is_tensor(value) or value.dtype == dtype
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks())
 def test_to_moves_parameters_and_constants_alike(net):
     net.to("meta")
@@ -383,7 +383,7 @@ def test_to_moves_parameters_and_constants_alike(net):
     assert net(torch.empty(2, net.features, dtype=F64, device="meta")).device.type == "meta"
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks())
 def test_config_and_constants_make_the_same_network_again(net):
     options = {"dtype": F64, "generator": generator(99)}
@@ -394,7 +394,7 @@ def test_config_and_constants_make_the_same_network_again(net):
     assert repr(again) == repr(net)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(networks())
 def test_the_repr_tells_what_the_network_is(net):
     text = repr(net)
@@ -490,7 +490,7 @@ def test_the_constants_of_a_network_are_its_own():
 # Tied weights
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(networks(ODE))
 def test_tied_layers_are_equal_layers(net):
     if not net.tied:
@@ -515,7 +515,7 @@ def test_tied_weights_get_the_gradient_of_all_layers():
 # Refinement
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(networks(ODE), st.integers(1, 4))
 def test_refining_multiplies_the_layers_and_divides_the_step(net, k):
     before = torch.get_rng_state()

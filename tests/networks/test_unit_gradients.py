@@ -6,6 +6,7 @@ have nothing to do with those that the forward pass went through.
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from unittest import mock
@@ -94,14 +95,9 @@ def furthest(found, wanted):
     return float(torch.stack(errors).max())
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_gradients_by_default_are_no_further_from_float64_than_those_of_a_plain_loop(
-    room, monkeypatch
-):
-    if not room:
-        monkeypatch.setattr(dispatch, "stored_limit", lambda device: 0)
+def test_gradients_by_default_are_no_further_from_float64_than_those_of_a_plain_loop():
     compared = 0
-    for seed in range(80):
+    for seed in range(40):
         unit, y, g = draw(seed, dtypes=(F32,))
         exact = HamiltonianUnit(
             unit.channels, unit.layers, network=unit.network, step=unit.step, norm=unit.norm,
@@ -116,11 +112,11 @@ def test_gradients_by_default_are_no_further_from_float64_than_those_of_a_plain_
         found = furthest(gradients(unit, y, g), wanted)
         assert found <= 20 * max(plain, 1e-6), (seed, unit, found, plain)
         compared += 1
-    assert compared >= 60
+    assert compared >= 30
 
 
 def test_gradients_by_default_are_those_of_stored_states_to_the_bit(no_room):
-    for seed in range(40):
+    for seed in range(30):
         unit, y, g = draw(seed)
         found = gradients(unit, y, g)
         unit.backprop = "stored"
@@ -229,8 +225,7 @@ def test_units_that_save_memory_can_be_transformed(network, no_room):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("network", ["h1", "h2"])
+@pytest.mark.parametrize(("network", "dynamic"), [("h1", None), ("h2", True)])
 def test_units_that_save_memory_compile_into_one_graph(network, dynamic, no_room):
     torch._dynamo.reset()
     unit = HamiltonianUnit(2, 5, network=network, norm="inside", step=0.3, dtype=F64)
@@ -275,7 +270,7 @@ def test_every_reversal_is_checked():
 
 def test_no_reversal_is_off_by_a_percent_without_a_word():
     wrong = 0
-    for seed in range(120):
+    for seed in range(60):
         unit, y, g = draw(seed, networks=("h2",))
         unit.backprop = "stored"
         wanted = gradients(unit, y, g)
@@ -291,7 +286,7 @@ def test_no_reversal_is_off_by_a_percent_without_a_word():
                 continue
         wrong += bool(seen)
         assert seen or found < 0.01, (seed, unit, found)
-    assert wrong >= 8
+    assert wrong >= 4
 
 
 def test_small_states_beside_large_biases_are_no_drift():
@@ -313,16 +308,14 @@ def test_where_nothing_can_be_read_worthless_gradients_are_nan():
     fine, y, g = expanding(1.0)
     wanted = gradients(fine, y, g)
     broken, *_ = expanding(4.0)
-    for unit in (fine, broken):
-        torch._dynamo.reset()
-        compiled = torch.compile(unit, fullgraph=True, backend="aot_eager")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            found = gradients(unit, y, g, compiled)
-        if unit is fine:
-            assert furthest(found, wanted) < 1e-5
-        else:
-            assert all(grad.isnan().all() for grad in found)
+    torch._dynamo.reset()
+    unit = copy.deepcopy(fine)
+    compiled = torch.compile(unit, fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert furthest(gradients(unit, y, g, compiled), wanted) < 1e-5
+        unit.load_state_dict(broken.state_dict())
+        assert all(grad.isnan().all() for grad in gradients(unit, y, g, compiled))
     ys = torch.stack([y, y]).detach().requires_grad_()
     for unit in (fine, broken):
         (grad,) = torch.autograd.grad(torch.func.vmap(unit)(ys).sum(), ys)

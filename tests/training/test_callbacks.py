@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import hdnn
+from graph_runs import until
 from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.app.tasks import kinds, task
@@ -263,32 +264,28 @@ def test_a_state_that_a_callback_cannot_read_is_one_sentence(tmp_path):
 # One training in a folder at a time
 
 TRAINING = """
-import sys, torch, hdnn
+import signal, sys, torch, hdnn
 from hdnn.data import planar
 data = planar.double_moons(40, seed=1)
 model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 2), hdnn.SigmoidHead(4))
 def wait(moment):
     print("training", flush=True)
-    sys.stdin.readline()
+    signal.pause()
 hdnn.training.fit(model, data.x_train, data.t_train, epochs=1, folder=sys.argv[1], callbacks=[wait])
 """
 
 
-def test_a_second_process_is_told_that_the_folder_is_taken(tmp_path):
-    pytest.importorskip("fcntl")
-    with subprocess.Popen(
-        [sys.executable, "-c", TRAINING, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        with pytest.raises(CheckpointError, match="another process is training in"):
-            quick(model_of(), folder=tmp_path, resume=True)
-        process.kill()
-    with checkpoint.locked(tmp_path):  # the lock has died with the process
+def test_a_second_process_is_told_that_the_folder_is_taken(stem, tmp_path):
+    folder, words = tmp_path / "run", tmp_path / "words"
+    process = stem.fork(["-c", TRAINING, str(folder)], words)
+    until(lambda: Path(f"{words}.out").exists() and "training" in Path(f"{words}.out").read_text())
+    with pytest.raises(CheckpointError, match="another process is training in"):
+        quick(model_of(), folder=folder, resume=True)
+    process.kill()
+    process.wait()
+    with checkpoint.locked(folder):  # the lock has died with the process
         pass
-    assert {path.name for path in tmp_path.iterdir()} == {checkpoint.NAME, checkpoint.LOG}
+    assert {path.name for path in folder.iterdir()} == {checkpoint.NAME, checkpoint.LOG}
 
 
 def test_a_thread_can_lock_a_folder_twice_and_another_cannot(tmp_path):

@@ -38,7 +38,7 @@ def case(kind, n, c, B, seed, dtype, weighted, scale=1.0):
     st.sampled_from(["newton", "adam", "joint"]),
     st.sampled_from([0.1, 1.0, 10.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_small_heads_are_those_of_the_plain_solvers(kind, n, c, B, seed, weighted, method, scale):
     head, y, t, weight = case(kind, n, c, B, seed, torch.float64, weighted, scale)
     assert small_heads.usable(head, y, method)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -520,13 +519,12 @@ like = {"generator": torch.Generator().manual_seed(0)}
 net = hdnn.H2(4, 16, **like)
 model = hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, **like))
 data = planar.double_moons(400, seed=1)
-print("ready", flush=True)
-fit(model, data.x_train, data.t_train, epochs=120, batch=20, folder=sys.argv[1], resume=True)
+fit(model, data.x_train, data.t_train, epochs=60, batch=20, folder=sys.argv[1], resume=True)
 hdnn.save(model, sys.argv[1] + "/model.safetensors")
 """
 
 
-def test_a_killed_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_killed_training_goes_on_to_the_same_bits(stem, tmp_path, monkeypatch):
     def run(folder: Path) -> bytes:
         monkeypatch.setattr(sys, "argv", ["", str(folder)])
         exec(KILLED, {})
@@ -534,18 +532,13 @@ def test_a_killed_training_goes_on_to_the_same_bits(tmp_path, monkeypatch):
 
     def killed(folder: Path, alive: float) -> None:
         before = saved(folder)
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE
-        )
-        with process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            while saved(folder) == before:
-                assert process.poll() is None
-                time.sleep(0.01)
-            time.sleep(alive)
-            os.kill(process.pid, signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
+        process = stem.fork(["-c", KILLED, str(folder)], tmp_path / "words")
+        while saved(folder) == before:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(alive)
+        process.kill()
+        assert process.wait().code == -signal.SIGKILL
 
     def saved(folder: Path) -> int:
         file = folder / checkpoint.NAME
