@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import json
 import os
 import runpy
@@ -259,9 +258,6 @@ def serve() -> NoReturn:
     config = Config(graph=ring(4), data="double_circles", layers=1, options=options)
     train(config, graph_of(config.graph))
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
-    # What is here already is not looked through, and so not copied, when a fork ends.
-    gc.collect()
-    gc.freeze()
     running: set[int] = set()
     for line in sys.stdin:
         question = json.loads(line)
