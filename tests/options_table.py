@@ -25,13 +25,28 @@ SAME = (
     ),
     ("T", "T", "the time that all layers span; a step is T/N"),
     ("activation", "activation", "of the layers"),
-    ("epochs", "epochs", "passes over the rows to train on, at most"),
-    ("batch", "batch", "rows of a minibatch; by default sqrt(2 rows), or all of up to 64"),
-    ("learning_rate", "learning_rate", "at the start; it falls to zero as a cosine"),
+    (
+        "epochs",
+        "epochs",
+        "passes over the rows to train on, at most; by default 40, or 2560 / n if that is less, "
+        "but at least 10",
+    ),
+    (
+        "batch",
+        "batch",
+        "rows of a minibatch; by default sqrt(2 rows), rounded up to a multiple of 32, or all of "
+        "up to 64",
+    ),
+    (
+        "learning_rate",
+        "learning_rate",
+        "at the start, by default 0.02, times sqrt(24 / n) if n > 24; it falls to zero as a cosine",
+    ),
     (
         "weight_decay",
         "weight_decay",
-        "of the hidden layers, by default 0.5 n; divided by the rows to train on",
+        "of the hidden layers, by default 0.5 n, or 3.3 sqrt(n) if that is less; divided by the "
+        "rows to train on",
     ),
     ("solver", "solver", "of the output layer: newton, adam or joint, which auto is"),
     (

@@ -28,6 +28,7 @@ import hdnn
 from hdnn.__main__ import main
 from hdnn.app import progress, terminal
 from hdnn.app.commands import info, reproduce
+from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.app.tasks import kinds
 from hdnn.app.tasks import table as table_task
@@ -140,8 +141,10 @@ def test_a_run_of_before_goes_on_with_penalties_that_are_not_divided(capsys):
     Path("t.csv").write_text(table())
     Path("old").mkdir()
     Path("old/config.toml").write_text(OLD_RUN)
-    options = Run("old").config().fit_options(32)
+    old = Run("old").config()
+    options = old.fit_options(32)
     assert (options["weight_decay"], options["ridge"]) == (2.0, 0.01)
+    assert [old.scaling, TableConfig.of({"data": "t.csv"}).scaling] == ["deviation", "bounded"]
     flags = ["--resume", "--out", "old", "--weight-decay", "2.0", "--json"]
     assert main(["train", *flags]) == 0
     assert capsys.readouterr().err == ""

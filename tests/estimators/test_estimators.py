@@ -400,6 +400,35 @@ def test_the_defaults_are_those_of_the_command_line():
         assert run.batch is run.weight_decay is run.ridge is run.features is None
 
 
+def test_wide_networks_take_fewer_and_smaller_steps_and_minibatches_are_whole_tiles():
+    assert [table_recipe.epochs(n) for n in (16, 64, 96, 4120)] == [40, 40, 27, 10]
+    rates = [table_recipe.learning_rate(n) for n in (16, 24, 96)]
+    assert rates == pytest.approx([0.02, 0.02, 0.01])
+    assert [table_recipe.penalty("weight_decay", n) for n in (16, 100)] == [8, 33]
+    assert table_recipe.penalty("ridge", 100) == 1
+    assert [table_recipe.batch(rows) for rows in (0, 64, 65, 513, 5000)] == [1, 64, 32, 64, 128]
+
+
+def test_rare_values_are_no_large_inputs_in_either_door_nor_in_parts():
+    X = np.random.default_rng(0).normal(size=(200, 2))
+    X[7, 1] = 1000.0
+    y = (X[:, 0] > 0).astype(int)
+    model = HDNNClassifier(layers=1, epochs=1, random_state=0).fit(X, y)
+    inputs = model.scaler_.transform(X)
+    assert np.abs(inputs).max(0)[1] == pytest.approx(4)
+    assert inputs[:, 0].std() == pytest.approx(1)
+    parts = HDNNClassifier(layers=1, random_state=0)
+    for some in (slice(None, 100), slice(100, None)):
+        parts.partial_fit(X[some], y[some], classes=[0, 1])
+    np.testing.assert_allclose(parts.scaler_.scale_, model.scaler_.scale_)
+    without = HDNNClassifier(layers=1, epochs=1, random_state=0)
+    without.fit(X, y, sample_weight=np.arange(200) != 7)
+    assert without.scaler_.scale_[1] < 2
+    columns = Columns("classification", "y", ["a", "b"], [], [], ["0", "1"])
+    assert columns.standardised(X, y, "bounded").scale == pytest.approx(list(model.scaler_.scale_))
+    assert columns.standardised(X, y).scale == pytest.approx(list(X.std(0)))
+
+
 @pytest.mark.parametrize("rows", [40, 200])
 def test_what_depends_on_rows_and_columns_is_the_same_in_the_command_line(rows, monkeypatch):
     asked, fit = {}, base.training.fit

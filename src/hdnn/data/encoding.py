@@ -23,6 +23,8 @@ KINDS = ("number", "categories", "nothing")
 SEEN = ("seen", "none", "refused")  # missing values in the rows learned from
 FEW = 20  # categories that any column may have
 MOST = 255  # categories of a column that was not named as one
+SCALINGS = ("deviation", "bounded")
+FARTHEST = 4.0  # from the mean, that a number may be of those to learn from, if they are bounded
 HALF = 0.5  # the largest standard deviation that an input of 0 and 1 can have
 
 
@@ -112,8 +114,13 @@ def indicators(encoded: Sequence[Encoded]) -> np.ndarray:
     return np.array([*itertools.chain(*parts)], bool)
 
 
-def rescale(scale: Any, encoded: Sequence[Encoded]) -> None:
-    """Give inputs of 0 and 1 a scale that does not blow up rare categories."""
+def rescale(scale: Any, encoded: Sequence[Encoded], far: np.ndarray | None = None) -> None:
+    """Give inputs a scale that blows up neither rare categories nor rare values.
+
+    `far` are the largest distances from the means: no input is farther than `FARTHEST` then.
+    """
+    if far is not None:
+        np.maximum(scale, far / FARTHEST, out=scale)
     if encoded:
         scale[indicators(encoded)] = HALF
 

@@ -21,6 +21,7 @@ from hdnn.data.cells import WHOLE as WHOLE
 from hdnn.data.cells import number
 from hdnn.data.encoding import FEW as FEW
 from hdnn.data.encoding import GAPS as GAPS
+from hdnn.data.encoding import SCALINGS as SCALINGS
 from hdnn.data.encoding import Encoded
 from hdnn.data.encoding import TableWarning as TableWarning
 from hdnn.data.remarks import remarks
@@ -119,13 +120,14 @@ class Columns:
             return self.names
         return [one["name"] for one in self.encoding for _ in range(encoding.width(one))]
 
-    def standardised(self, x: np.ndarray, t: np.ndarray) -> Self:
+    def standardised(self, x: np.ndarray, t: np.ndarray, scaling: str = "deviation") -> Self:
         """The same columns, with the means and spreads of these rows."""
         (mean, scale), (centre, spread) = _moments(x), _moments(t[:, None].astype(float))
         for name, m, s in zip(self.names, mean, scale, strict=True):
             if not (math.isfinite(m) and math.isfinite(s)):
                 raise DataError(f"the numbers in column {name!r} are too large to standardise.")
-        encoding.rescale(scale, self.encoding)
+        bounded = choose("scaling", scaling, encoding.SCALINGS) == "bounded"
+        encoding.rescale(scale, self.encoding, np.abs(x - mean).max(0) if bounded else None)
         found = replace(self, mean=mean.tolist(), scale=scale.tolist())
         if self.task != "regression":
             return found

@@ -80,9 +80,9 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     features: int | None = DEFAULTS["features"]
     activation: str = DEFAULTS["activation"]
     T: float = DEFAULTS["T"]
-    epochs: int = DEFAULTS["epochs"]
+    epochs: int | None = DEFAULTS["epochs"]
     batch: int | None = DEFAULTS["batch"]
-    learning_rate: float = DEFAULTS["learning_rate"]
+    learning_rate: float | None = DEFAULTS["learning_rate"]
     weight_decay: float | None = DEFAULTS["weight_decay"]
     solver: str = DEFAULTS["solver"]
     ridge: float | None = DEFAULTS["ridge"]
@@ -139,8 +139,15 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = self._encoded(X)
         t, weight_of_loss = self._targets(y, weight, first=first, **known)
         standardise(self.scaler_, "X", X, weight)
-        encoding.rescale(self.scaler_.scale_, self.columns_)
+        encoding.rescale(self.scaler_.scale_, self.columns_, self._farthest(X, weight))
         return self._learn(X, t, weight_of_loss, whole=whole)
+
+    def _farthest(self, X: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+        """The largest distance of each input from its mean, also of earlier samples."""
+        counted = X if weight is None else X[weight > 0]
+        ends = [*getattr(self, "_ends", ()), counted.min(0), counted.max(0)]
+        low, high = self._ends = np.min(ends, axis=0), np.max(ends, axis=0)
+        return np.maximum(high - self.scaler_.mean_, self.scaler_.mean_ - low)
 
     def _targets(
         self, y: np.ndarray, weight: np.ndarray | None, *, first: bool
@@ -189,6 +196,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         net = NETWORKS[kind](n, self.layers, **options)
         self.model_ = Model(Augment(inputs, n).to(self.device), net, head(n, **factory))
         self.scaler_ = StandardScaler()
+        self._ends = ()  # the smallest and the largest of each input
         self.history_, self.n_iter_ = History(), 0
 
     def _learn(self, X: np.ndarray, t: np.ndarray, weight: np.ndarray | None, whole: bool) -> Self:
@@ -205,8 +213,11 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
             rows = rows * (counted - held) / counted
         options |= {name: self._penalty(name, rows) for name in table_recipe.PENALTIES}
         options["batch"] = table_recipe.batch(len(x)) if self.batch is None else self.batch
+        n, rate = self._n_features_out, self.learning_rate
+        options["learning_rate"] = table_recipe.learning_rate(n) if rate is None else rate
         if whole:
-            options |= {"epochs": self.epochs, "solver": solver_of(self.solver)}
+            options["epochs"] = table_recipe.epochs(n) if self.epochs is None else self.epochs
+            options["solver"] = solver_of(self.solver)
             self._begin_output(options, *data)
         else:  # solving the output layer would forget earlier data
             options |= {"epochs": 1, "solver": "joint", "schedule": "constant"}
@@ -215,7 +226,6 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
                 self.model_,
                 *data[:2],
                 weight=data[2],
-                learning_rate=self.learning_rate,
                 smoothness=self.smoothness,
                 seed=self._seed + self.n_iter_,
                 progress=False,

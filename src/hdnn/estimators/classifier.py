@@ -34,13 +34,15 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             and at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together; a step is T/N. Not for "mlp".
-        epochs: passes over the data.
+        epochs: passes over the data; by default 40, or 2560 / `features` if that is less,
+            but at least 10.
         batch: samples for each step of the optimiser; by default the square root of twice their
-            number, or all of up to 64.
-        learning_rate: at the start; it falls to zero as a cosine.
+            number, rounded up to a multiple of 32, or all of up to 64.
+        learning_rate: at the start; it falls to zero as a cosine. By default 0.02, times
+            sqrt(24 / `features`) if there are more than 24.
         weight_decay: pulls the layers towards the identity, and the model towards a linear one; by
-            default 0.5 times `features`. Divided by the number of samples, as scikit-learn's
-            penalties are; so is `ridge`.
+            default 0.5 times `features`, or 3.3 times their square root if that is less. Divided by
+            the number of samples, as scikit-learn's penalties are; so is `ridge`.
         solver: of the output layer, "newton", "adam" or "joint" (see `hdnn.training.fit`); "auto"
             is "joint". Joint training begins with an output layer fitted to the untrained network.
         ridge: penalty on the output layer; by default 0.01 times `features`.

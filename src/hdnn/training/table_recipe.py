@@ -4,7 +4,8 @@ Chosen by log loss and R^2 on one group of tables and reported on another, which
 docs/results/estimators.md. Weights are penalised as if each were drawn from a normal distribution
 before any data were seen: the more rows, the less this counts, and the wider the network, the
 smaller each weight is expected to be. So noisy labels leave the network near a linear model, and
-data that need more get it.
+data that need more get it. Wide networks, whose weights add up to more, take smaller and fewer
+steps.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "features": None,
         "activation": "relu",
         "T": 4.0,
-        "epochs": 40,
+        "epochs": None,
         "batch": None,
-        "learning_rate": 2e-2,
+        "learning_rate": None,
         "weight_decay": None,
         "solver": "auto",
         "ridge": None,
@@ -38,14 +39,21 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 PENALTIES: Mapping[str, float] = MappingProxyType({"weight_decay": 0.5, "ridge": 0.01})
 """For each feature of the network, added to the sum of the losses: see `share`."""
+MOST_DECAY = 3.3  # for the square root of the features: noise in weights grows no faster than that
+
+EPOCHS, LEAST_EPOCHS = 40, 10
+RATE = 2e-2
+MANY, WIDE = 24, 64  # features, above which the learning rate and the epochs fall
 
 WHOLE = 64  # rows, up to which all make one minibatch: a weight of two is then as good as two rows
+TILE = 32  # rows that the compiled kernels take at once: a part of that costs as much
 WIDEST = 4096  # inputs; a network for more must be asked for
 
 
 def penalty(name: str, features: int) -> float:
     """The default of "weight_decay" or "ridge" for a network of so many features."""
-    return PENALTIES[name] * features
+    usual = PENALTIES[name] * features
+    return min(usual, MOST_DECAY * math.sqrt(features)) if name == "weight_decay" else usual
 
 
 def share(penalty: float, rows: float) -> float:
@@ -53,9 +61,22 @@ def share(penalty: float, rows: float) -> float:
     return penalty / rows
 
 
+def epochs(features: int) -> int:
+    """The default for a network of so many features; wide ones need fewer, and cost more."""
+    return max(LEAST_EPOCHS, round(EPOCHS * min(1.0, WIDE / features)))
+
+
+def learning_rate(features: int) -> float:
+    """The default for a network of so many features: each step changes all of their weights."""
+    return RATE * math.sqrt(min(1.0, MANY / features))
+
+
 def batch(rows: int) -> int:
-    """The square root of twice the rows: few of them get enough steps, many not too many."""
-    return max(rows, 1) if rows <= WHOLE else round(math.sqrt(2 * rows))
+    """The square root of twice the rows: few of them get enough steps, many not too many.
+
+    Rounded up to whole tiles, which cost no more.
+    """
+    return max(rows, 1) if rows <= WHOLE else TILE * math.ceil(math.sqrt(2 * rows) / TILE)
 
 
 def solver_of(solver: str) -> str:

@@ -48,6 +48,7 @@ def read_run(path: Path) -> dict[str, Any]:
             options.setdefault("validation", 0.0)  # before there was one
             if "drop" in options:  # the target could be among them, and nothing came of it
                 options["drop"] = [one for one in options["drop"] if one != options.get("target")]
+            options.setdefault("scaling", "deviation")  # the only one then
             if before_penalties(options):
                 options["penalties"] = "mean"
     if options.setdefault("kind", kind) != kind:

@@ -38,6 +38,7 @@ def table_defaults() -> dict[str, Any]:
     return {
         **{k: v for k, v in table_recipe.DEFAULTS.items() if k not in _NOT_SO},
         "penalties": "sum",
+        "scaling": "bounded",
         "init": "scaled",
         "dtype": "float64",
         "test_fraction": 0.2,
@@ -66,6 +67,12 @@ def _gaps() -> Collection[str]:
     from hdnn.data import table
 
     return table.GAPS
+
+
+def _scalings() -> Collection[str]:
+    from hdnn.data import table
+
+    return table.SCALINGS
 
 
 _data, _network, _training, _run = (
@@ -109,6 +116,12 @@ class TableConfig(BaseConfig):
     class_weight: str | None = _data(
         None, "balanced, or a weight for each class such as yes=2,no=1 (1 where none is given)"
     )
+    scaling: str = _data(
+        "deviation",
+        "of numbers, by their standard deviation; bounded (default for a file): by more where some "
+        "lie farther than four of it from the mean",
+        choices=_scalings,
+    )
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
     validation: float | None = _data(
         None, "fraction of the other rows to hold out, and to measure after each epoch (default: 0)"
@@ -138,21 +151,27 @@ class TableConfig(BaseConfig):
     multilevel: str | None = _training(
         None, "2,2: train a quarter of the layers, then half, then all; that many epochs each"
     )
-    epochs: int = _training(
-        50, "default: 50; for a file 40; for images 40, with the recipe of the paper's tables"
+    epochs: int | None = _training(
+        50,
+        "default: 50; for a file 40, if it is wide fewer; for images 40, with the recipe of the "
+        "paper's tables",
     )
     patience: int | None = _training(
         None,
         "end after so many epochs in which the held-out loss did not fall, and keep the best "
         "model; without --validation it is the training loss",
     )
-    batch: int | None = _training(125, "minibatch size (default: 125; for a file sqrt(2 rows))")
+    batch: int | None = _training(
+        125, "minibatch size (default: 125; for a file about sqrt(2 rows))"
+    )
     optimizer: str = _training("adam", "adam (default) or sgd")
-    learning_rate: float = _training(5e-2, "default: 0.05; for a file 0.02")
+    learning_rate: float | None = _training(
+        5e-2, "default: 0.05; for a file 0.02, if it is wide smaller"
+    )
     schedule: str = _training("cosine", "cosine (default) or constant")
     warmup: float = _training(0.0, "fraction of steps with a rising rate")
     weight_decay: float | None = _training(
-        0.0, "of hidden layers (default: 0; for a file half of features)"
+        0.0, "of hidden layers (default: 0; for a file half of features, if it is wide less)"
     )
     clip: float | None = _training(None, "largest gradient norm")
     solver: str = _training(
@@ -313,6 +332,8 @@ class TableConfig(BaseConfig):
         T = self.T
         if T is None and self.step is None and self.network != "mlp":
             T = table_recipe.DEFAULTS["T"] if self.is_table else PLANAR_T
+        rate = self.learning_rate
+        rate = table_recipe.learning_rate(features) if rate is None else rate
         counted = 1 if self.penalties == "sum" else rows
         blanks = {
             name: table_recipe.share(table_recipe.penalty(name, features), counted)
@@ -326,7 +347,9 @@ class TableConfig(BaseConfig):
             task=columns.task,
             features=features,
             T=T,
+            epochs=table_recipe.epochs(features) if self.epochs is None else self.epochs,
             batch=table_recipe.batch(rows) if self.batch is None else self.batch,
+            learning_rate=rate,
             solver=table_recipe.solver_of(self.solver),
             **blanks,
         )

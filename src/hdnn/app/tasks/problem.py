@@ -74,7 +74,7 @@ def prepare(config: TableConfig) -> Problem:
         rows=train,
         notes=notes,
     )
-    columns = columns.standardised(x[train], t[train])
+    columns = columns.standardised(x[train], t[train], config.scaling)
     config = config.resolved(columns, len(train))
     x = torch.from_numpy(columns.of(source, x)).to(dtype)
     if columns.classes:
