@@ -118,8 +118,7 @@ class TableConfig(BaseConfig):
     )
     scaling: str = _data(
         "deviation",
-        "of numbers, by their standard deviation; bounded (default for a file): by more where some "
-        "lie farther than four of it from the mean",
+        "of numbers: deviation, or bounded (default for a file): never farther than 4 from 0",
         choices=_scalings,
     )
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
@@ -152,9 +151,7 @@ class TableConfig(BaseConfig):
         None, "2,2: train a quarter of the layers, then half, then all; that many epochs each"
     )
     epochs: int | None = _training(
-        50,
-        "default: 50; for a file 40, if it is wide fewer; for images 40, with the recipe of the "
-        "paper's tables",
+        50, "default: 50; for a file 40 or fewer; for images 40, with the recipe of the paper"
     )
     patience: int | None = _training(
         None,
