@@ -5,8 +5,9 @@ those of scikit-learn. The other tables lie in packages, which are not imported 
 
     pip install --no-deps statsmodels ISLP palmerpenguins
 
-Texts and gaps are left as they are. Besides `SEARCH`, the rules for wide tables were chosen on images
-of MNIST, averaged over squares of 4, 2 and 1 pixels: 600, 1500, 800 and 400 of them to learn from.
+Texts and gaps are left as they are. Besides `SEARCH`, the rules for wide tables were chosen on
+images of MNIST, averaged over squares of 4, 2 and 1 pixels: 600, 1500, 800 and 400 of them to learn
+from.
 """
 
 from __future__ import annotations
