@@ -446,10 +446,11 @@ def test_what_depends_on_rows_and_columns_is_the_same_in_the_command_line(rows, 
     assert filled.T == HDNNClassifier().T
     wanted = filled.fit_options(rows)
     assert {name: asked[name] for name in ("batch", "solver", "ridge", "weight_decay")} == {
-        "batch": rows if rows == 40 else 20,
+        "batch": rows if rows == 40 else 32,
         "solver": "joint",
         "ridge": wanted["ridge"],
         "weight_decay": wanted["weight_decay"],
     }
-    assert wanted["batch"] == asked["batch"]
+    for name in ("batch", "learning_rate"):
+        assert wanted[name] == asked[name]
     assert wanted["weight_decay"] == 8 / rows
