@@ -31,10 +31,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import choose
 import floor
 import report
 import rivals
 import torch
+import width
 from rivals import PLAIN, Row, Step, say, training_step, weights
 from torch import Tensor
 
@@ -388,6 +390,23 @@ def import_time(quick: bool) -> Row:
     return row | {"numba_or_triton": brought, "target": "< 0.1 s, numba and triton not imported"}
 
 
+def widths(seconds: float, out: Path | None) -> int:
+    result: dict[str, Any] = {
+        "command": "python benchmarks/engine.py --device cuda --widths",
+        "machine": report.machine("cuda"),
+        "accuracy": width.accuracy(),
+        "memory": width.memory(),
+        "speed": width.speed(in_turns, seconds, compiled=True),
+    }
+    report.keep(result, width.page(result), "engine-width", out)
+    if out is not None:
+        try:
+            width.plot(result, out / "engine-width.png")
+        except ImportError:
+            print("no plot: matplotlib is not installed", file=sys.stderr)
+    return 0
+
+
 # The command
 
 
@@ -405,6 +424,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=positive, default=3.0, help="time for each comparison")
     parser.add_argument("--out", type=Path, help="folder for engine-DEVICE.json, .md and .png")
     parser.add_argument("--quick", action="store_true", help="does it run? The figures are rough")
+    parser.add_argument("--choose", action="store_true", help="measure what auto decides by, only")
+    parser.add_argument("--widths", action="store_true", help="wide stacks on a GPU, only")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; use --device cpu", file=sys.stderr)
@@ -416,6 +437,16 @@ def main() -> int:
             print(f"--out {options.out} cannot be a folder: {error.strerror}", file=sys.stderr)
             return 2
     device, quick = options.device, options.quick
+    if (options.choose or options.widths) and device != "cuda":
+        print("--choose and --widths need --device cuda", file=sys.stderr)
+        return 2
+    if options.widths:
+        return widths(0.05 if quick else options.seconds / 8, options.out)
+    if options.choose:
+        table = choose.measure(quick)
+        if not quick:
+            choose.write(table)
+        return 0
     before = report.processor_time()
     seconds = 0.2 if quick else options.seconds
     result: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """What the backward pass of a stack starts from: stored states, checkpoints, or y_N alone.
 
-Each of the three runs a stack forwards (`last`: y_N alone; `forward`: with what must be kept) and
+Each method runs a stack forwards (`last`: y_N alone; `forward`: with what must be kept) and
 backwards. What is kept is never y_N itself, so changing y_N in place changes no gradient.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.engine.drift import check_reversal, drift_of
+from hdnn.engine.drift import check_reversal, drift_of, recorded
 from hdnn.engine.kernels.protocol import Stack, Tensors
+from hdnn.engine.tracing import transformed
 
 MakeKernel = Callable[[Stack], Any]
 
@@ -23,13 +24,19 @@ MakeKernel = Callable[[Stack], Any]
 class Stored:
     """Keeps what every layer reads."""
 
-    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
-        self.stack, self.make, self.check = stack, make, check
-        self.kernel = make(stack)
+    def __init__(
+        self, stack: Stack, make: MakeKernel, *, check: bool = True, limit: float = 0.0
+    ) -> None:
+        self.stack, self.make, self.check, self.limit = stack, make, check, limit
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.kernel = self.make(self.stack)
 
     def with_samples(self, samples: int) -> Stored:
         """The same for another number of samples."""
-        return type(self)(replace(self.stack, samples=samples), self.make, check=self.check)
+        more = replace(self.stack, samples=samples)
+        return type(self)(more, self.make, check=self.check, limit=self.limit)
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
         """y_N from y_0 (B, n)."""
@@ -47,13 +54,16 @@ class Stored:
 class Checkpoints(Stored):
     """Keeps the state once every few layers, and runs those between a second time."""
 
-    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
-        self.stack, self.make, self.check = stack, make, check
-        N, size = stack.layers, between(stack.layers)
+    def _prepare(self) -> None:
+        stack, N, size = self.stack, self.stack.layers, self._size()
         cuts = [(first, min(first + size, N)) for first in range(0, N, size)]
-        kernels = {count: make(replace(stack, layers=count)) for count in {b - a for a, b in cuts}}
+        lengths = {b - a for a, b in cuts}
+        kernels = {count: self.make(replace(stack, layers=count)) for count in lengths}
         # In the order in which they run.
         self.segments = [(a, b, kernels[b - a]) for a, b in (cuts[::-1] if stack.inverse else cuts)]
+
+    def _size(self) -> int:
+        return between(self.stack.layers)
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
         for first, last, kernel in self.segments:
@@ -84,9 +94,10 @@ class Reversible(Stored):
     The first layer reads y_0 itself: what is exactly 0 there stays 0.
     """
 
-    def __init__(self, stack: Stack, make: MakeKernel, *, check: bool = True) -> None:
-        super().__init__(stack, make, check=check)
-        self.first, self.others = (make(replace(stack, layers=k)) for k in (1, stack.layers - 1))
+    def _prepare(self) -> None:
+        super()._prepare()
+        sizes = (1, self.stack.layers - 1)
+        self.first, self.others = (self.make(replace(self.stack, layers=k)) for k in sizes)
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         y_N = self.last(y, tensors)
@@ -105,7 +116,60 @@ class Reversible(Stored):
         return found
 
 
-METHODS = {"stored": Stored, "checkpoint": Checkpoints, "reversible": Reversible}
+class Checked(Checkpoints):
+    """Keeps a few states, however many layers there are, and undoes the layers between them.
+
+    Where that does not lead back to the state that was kept, rounding has grown, and these layers
+    run again from there: gradients are those of stored states, for any weights. So they do where
+    nothing can be compared: in a CUDA graph, and under the transforms of `torch.func`.
+    """
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.rest = 0  # calls for which nothing is undone, since it was in vain
+        # All segments but the last have the same length, and the methods that run them again.
+        lengths = {last - first for first, last, _ in self.segments}
+        self.again = {
+            count: Checkpoints(replace(self.stack, layers=count), self.make) for count in lengths
+        }
+
+    def _size(self) -> int:
+        return max(1, -(-self.stack.layers // SPANS))
+
+    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
+        y_N, kept = super().forward(y, tensors)
+        return y_N, torch.cat([kept, y_N[None]])
+
+    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
+        found, states = [], [y, *kept.unbind(0)]
+        undoing = self.rest == 0 and not transformed() and not recorded(y)
+        self.rest = max(0, self.rest - 1)
+        for k in reversed(range(len(self.segments))):
+            first, last, kernel = self.segments[k]
+            part, grads = self.stack.part(tensors, first, last), None
+            if undoing and y.numel():
+                rebuilt, grads = kernel.undo(states[k + 1], g, part)
+                if not float(drift_of(states[k], rebuilt, states[k + 1])) <= self.limit:
+                    grads, undoing, self.rest = None, False, REST
+            if grads is None:
+                again = self.again[last - first]
+                grads = again.backward(states[k], again.forward(states[k], part)[1], g, part)
+            g, *others = grads
+            found.append(others)
+        return g, *_joined(found[::-1], self.stack.inverse)
+
+
+SPANS = 8
+"""States that `Checked` keeps at most, besides y_0."""
+REST = 50
+"""Calls after a reversal in vain, until the next is tried: weights change slowly."""
+
+METHODS = {
+    "stored": Stored,
+    "checkpoint": Checkpoints,
+    "reversible": Reversible,
+    "checked": Checked,
+}
 
 
 def between(N: int) -> int:

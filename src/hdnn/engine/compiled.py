@@ -29,7 +29,11 @@ def choose(call: Call, engine: str | None, backprop: str | None) -> Callable[[Ca
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
     traced = _exporting() or transformed() or not activations.is_registered(call.sigma)
     plan = dispatch.plan_of_call(settings, call, traced=traced)
-    return None if plan.is_reference else partial(_run, plan.engine, plan.backprop)
+    if plan.is_reference:
+        return None
+    # An operator of a graph cannot read whether a rebuilt state is right.
+    backprop = "checkpoint" if plan.backprop == "checked" else plan.backprop
+    return partial(_run, plan.engine, backprop)
 
 
 def _exporting() -> bool:
@@ -44,7 +48,12 @@ def _run(engine: str, backprop: str, call: Call) -> Tensor:
     wide = torch.float32 if engine == "fused" and y.dtype in dispatch.HALF else y.dtype
     turns = "".join([str(half) for half in call.turns]) or "euler"
     order = "backwards" if call.inverse else "forwards"
-    how = f"{turns} {order} {call.kind} {engine} {backprop} {call.sigma.name}"
+    precision = dispatch.precision(Settings(), y)
+    name = "any"
+    if engine == "fused" and y.is_cuda:
+        n, layers = y.shape[-1], len(call.weights[0])
+        name = dispatch.gpu_kernel(call.turns, precision, n, y.numel() // n, layers)
+    how = f"{turns} {order} {call.kind} {engine} {backprop} {name} {precision} {call.sigma.name}"
     # Kernels must not read products that autocast has rounded.
     with torch.autocast(y.device.type, enabled=False):
         link = None if link is None else link.to(wide)
@@ -59,19 +68,20 @@ def _run(engine: str, backprop: str, call: Call) -> Tensor:
 # The operator
 
 
-def _described(y: Tensor, tensors: Sequence[Tensor], how: str) -> tuple[Stack, str, str]:
-    """The stack, the engine and what the backward pass starts from; `how` is as in `_run`."""
-    turns, order, kind, engine, backprop, activation = how.split(" ", 5)
+def _described(y: Tensor, tensors: Sequence[Tensor], how: str) -> tuple[Stack, list[str]]:
+    """The stack, and its engine, backprop, kernel and precision; `how` is as in `_run`."""
+    turns, order, kind, *by, activation = how.split(" ", 7)
     (batch, n), (N, r, _) = y.shape, tensors[0].shape
     halves = () if turns == "euler" else tuple([int(half) for half in turns])
     rows, inverse = (r, tensors[1].shape[1]) if halves else (r,), order == "backwards"
     made = Stack(activation, kind, N, halves, inverse, batch, n, rows, y.dtype, y.device)
-    return made, engine, backprop
+    return made, by
 
 
 def _method(y: Tensor, tensors: Sequence[Tensor], how: str) -> Stored:
-    settings = Settings(precision=dispatch.precision(Settings(), y))
-    return dispatch.method(*_described(y, tensors, how), settings)
+    described, (engine, backprop, name, precision) = _described(y, tensors, how)
+    chosen = None if name == "any" else name
+    return dispatch.method(described, engine, backprop, Settings(precision=precision), chosen)
 
 
 def _all(tensors: Sequence[Tensor], stack: Stack) -> tuple[Tensor | None, ...]:
@@ -89,15 +99,17 @@ def stack(y: Tensor, tensors: Sequence[Tensor], how: str) -> tuple[Tensor, Tenso
 
 @stack.register_fake
 def _(y, tensors, how):
-    described, _, backprop = _described(y, tensors, how)
+    described, (_, backprop, name, precision) = _described(y, tensors, how)
     N = described.layers
     if backprop == "reversible":
         kept = y.shape
     elif backprop == "checkpoint":
         kept = (math.ceil(N / between(N)) - 1, *y.shape)
     else:
-        shears, euler = dispatch.FUSED_KERNELS[y.device.type][0]
-        kept = ((shears if described.turns else euler).kept_size(described),)
+        kernels = dispatch.FUSED_KERNELS[y.device.type][0]
+        # Those of a CPU keep the same, so that which of them runs is decided when it does.
+        kernel = kernels["tiles" if name == "any" else name]
+        kept = (kernel.kept_size(described, precision),)
     return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(kept)
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from hdnn.base import memory
 from hdnn.base.shapes import autocasting
-from hdnn.engine import Settings
+from hdnn.engine import Settings, choice
 from hdnn.engine.backprop import METHODS, Stored
 from hdnn.engine.call import Call
 from hdnn.engine.fixed import FixedShears
 from hdnn.engine.kernels.blas import BlasKernel
 from hdnn.engine.kernels.cpu import CpuKernel
 from hdnn.engine.kernels.plain import PlainKernel
+from hdnn.engine.kernels.products import ProductsKernel
 from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, installed
-from hdnn.engine.kernels.triton import TritonEuler, TritonShears
+from hdnn.engine.kernels.triton import MAX_WIDTH, TritonEuler, TritonShears
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant, transformed, watched
 from hdnn.errors import MissingExtraError, OptionError
@@ -43,12 +44,16 @@ NOT_REVERSIBLE = (
 )
 
 
-SHARE = 1 / 32
-"""The part of the memory of a GPU, or of the machine, in which `auto` stores a stack's states.
+SHARES = {"cpu": 32, "cuda": 128}
+"""`auto` stores the states of a stack in at most one part in so many of the memory.
 
-Beyond that it keeps about sqrt(N) checkpoints, and runs the layers between them twice.
+Of that of the machine, or of the GPU.
+
+Beyond that it keeps a few states and rebuilds those between, if the layers can be undone, or keeps
+about sqrt(N) checkpoints and runs the layers between them twice.
 """
-TOO_LARGE = f"; all states would take more than 1/{1 / SHARE:.0f} of the memory"
+UNIT_SHARE = 32
+"""The same for a unit of an image network, whatever the device."""
 
 _MACHINE = memory.total_bytes()
 
@@ -58,7 +63,7 @@ class EnginePlan:
     """What runs, and why."""
 
     engine: str  # "reference" or "fused"
-    backprop: str  # "stored", "checkpoint" or "reversible"
+    backprop: str  # "stored", "checkpoint", "reversible" or "checked": see `backprop.py`
     why: str
 
     @property
@@ -80,8 +85,9 @@ def plan(
 ) -> EnginePlan:
     """Choose for a stack of that size; what was asked for and cannot run is an error.
 
-    `steps` are layers of forward Euler, or shears, which read half a state each. By default no
-    states are rebuilt from later ones: gradients are those of stored states for any weights.
+    `steps` are layers of forward Euler, or shears, which read half a state each. By default
+    gradients are those of stored states for any weights: what is rebuilt from later states is
+    compared with states that were kept, and computed again where they differ.
     """
     engine, backprop = settings.engine, settings.backprop
     if backprop == "reversible" and not reversible:
@@ -92,7 +98,7 @@ def plan(
     if engine == "fused" and missing:
         raise error(f'engine="fused" cannot run here: {missing}.')
     if engine == "auto":
-        worth, why = _worth_fusing(device, n, batch, reversible)
+        worth, why = _worth_fusing(device, n, batch)
         if traced:
             engine, why = "reference", "the call is traced or transformed by PyTorch"
         elif missing:
@@ -103,10 +109,12 @@ def plan(
         why = f'engine="{engine}" is asked for'
     if backprop == "auto":
         backprop = "stored"
-        states = steps * batch * (n // 2 if reversible else n)
-        if engine == "fused" and states * max(4, dtype.itemsize) > stored_limit(device):
-            backprop = "checkpoint"
-            why += TOO_LARGE
+        states = steps * batch * (n // 2 if reversible else n) * max(4, dtype.itemsize)
+        if device.type == "cuda" and n > MAX_WIDTH:
+            states *= 2  # with what their activations read
+        if engine == "fused" and states > stack_limit(device):
+            backprop = "checked" if reversible else "checkpoint"
+            why += f"; all states would take more than 1/{SHARES[device.type]} of the memory"
     return EnginePlan(engine, backprop, why)
 
 
@@ -127,11 +135,21 @@ def plan_of_call(settings: Settings, call: Call, *, traced: bool) -> EnginePlan:
 
 
 @constant
+def stack_limit(device: torch.device) -> float:
+    """How many bytes of states `auto` stores at most for one stack on that device."""
+    return _memory(device) / SHARES[device.type]
+
+
+@constant
 def stored_limit(device: torch.device) -> float:
-    """How many bytes of states `auto` stores at most for one stack or unit on that device."""
+    """The same for a unit of an image network."""
+    return _memory(device) / UNIT_SHARE
+
+
+def _memory(device: torch.device) -> float:
     if device.type == "cuda":
-        return SHARE * torch.cuda.get_device_properties(device).total_memory
-    return SHARE * _MACHINE
+        return torch.cuda.get_device_properties(device).total_memory
+    return _MACHINE
 
 
 def _fixed_plan(settings: Settings, reversible: bool) -> EnginePlan:
@@ -156,55 +174,81 @@ def _why_not_fused(
         return f"the kernels do not know the activation {activation!r}", OptionError
     if device.type not in FUSED_KERNELS:
         return f"there is no kernel for {device.type}", OptionError
-    (shears, _), module, extra = FUSED_KERNELS[device.type]
-    why = shears.why_not(dtype, n)
+    kernels, module, extra = FUSED_KERNELS[device.type]
+    why = list(kernels.values())[-1].why_not(dtype, n)
     if not why and not installed(module):
         return f"{module} is not installed: pip install 'hdnn[{extra}]'", MissingExtraError
     return why, OptionError
 
 
-FUSED_KERNELS: dict[str, tuple[tuple[Any, Any], str, str]] = {
-    "cpu": ((CpuKernel, CpuKernel), "numba", "fast"),
-    "cuda": ((TritonShears, TritonEuler), "triton", "gpu"),
+FUSED_KERNELS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "cpu": ({"tiles": CpuKernel, "blas": BlasKernel}, "numba", "fast"),
+    "cuda": (
+        {"shears": TritonShears, "euler": TritonEuler, "products": ProductsKernel},
+        "triton",
+        "gpu",
+    ),
 }
-"""By device: the kernels of shears and of forward Euler, the package that compiles, its extra."""
+"""By device: the kernels by name, the least picky last, who compiles them, and the extra."""
 
 
-def _worth_fusing(device: torch.device, n: int, batch: int, reversible: bool) -> tuple[bool, str]:
+def _worth_fusing(device: torch.device, n: int, batch: int) -> tuple[bool, str]:
     """The measured rule: where one kernel beats a loop of PyTorch's (docs/results/engine-*.md)."""
     if batch == 0:
         return False, "there are no samples"
-    if device.type == "cuda":
-        widest = 128 if reversible else 64  # past that the state no longer fits the registers
-    else:
-        widest = 256  # past that, separate matrix products by BLAS are as fast
-    if n > widest:
+    widest = 256  # past that, separate matrix products by BLAS are as fast on a CPU
+    if device.type == "cpu" and n > widest:
         return False, f"one kernel is not faster for more than {widest} features"
-    return True, "one kernel for all layers is faster than one an operation"
+    return True, "one launch for all layers is faster than one an operation"
 
 
 # Kernels
 
 
 @lru_cache(maxsize=1024)
-def method(stack: Stack, engine: str, backprop: str, settings: Settings) -> Stored:
+def method(
+    stack: Stack, engine: str, backprop: str, settings: Settings, name: str | None = None
+) -> Stored:
     """How a stack of such sizes runs: its kernels, and what the backward pass starts from.
 
-    The precision in the settings must not be "auto" any more.
+    The precision in the settings must not be "auto" any more. `name` is that of the kernel, by
+    default the best of `kernel_name`.
     """
     if settings.state == "fixed":
         return Stored(stack, FixedShears)
-    make = partial(kernel, engine=engine, settings=settings)
-    return METHODS[backprop](stack, make, check=settings.check)
+    name = name or kernel_name(stack, settings.precision)
+    make = partial(kernel, engine=engine, settings=settings, name=name)
+    return METHODS[backprop](stack, make, check=settings.check, limit=limit(settings, stack.dtype))
 
 
-def kernel(stack: Stack, engine: str, settings: Settings) -> Any:
+def limit(settings: Settings, dtype: torch.dtype) -> float:
+    """The relative error of a rebuilt state that counts as rounding."""
+    coarse = {"tf32": 2.0**-13, "bf16": 2.0**-10}
+    return coarse.get(settings.precision, 64 * torch.finfo(dtype).eps)
+
+
+def kernel_name(stack: Stack, precision: str) -> str:
+    """The fastest fused kernel for a stack."""
+    if stack.device.type == "cpu":
+        return "blas" if blas_is_faster(stack) else "tiles"
+    return gpu_kernel(stack.turns, precision, stack.features, stack.samples, stack.layers)
+
+
+def gpu_kernel(turns: tuple[int, ...], precision: str, n: int, samples: int, layers: int) -> str:
+    """The fastest kernel of a GPU; compilers may leave the number of samples open."""
+    if n <= MAX_WIDTH:
+        batch, scheme = choice.nearest_batch(samples), choice.scheme(turns)
+        if choice.best("cuda", scheme, precision, n, batch, layers) == "one kernel":
+            return "shears" if turns else "euler"
+    return "products"
+
+
+def kernel(stack: Stack, engine: str, settings: Settings, name: str | None = None) -> Any:
     """The kernel that runs a stack."""
     if engine == "reference":
         return PlainKernel(stack)
-    if stack.device.type == "cpu" and blas_is_faster(stack):
-        return BlasKernel(stack)
-    made = FUSED_KERNELS[stack.device.type][0][not stack.turns]
+    name = name or kernel_name(stack, settings.precision)
+    made = FUSED_KERNELS[stack.device.type][0][name]
     if stack.device.type == "cpu":
         return made(stack)
     return made(stack, settings.precision, settings.deterministic)
@@ -238,5 +282,10 @@ def precision(settings: Settings, y: Tensor) -> str:
     dtype = torch.get_autocast_dtype("cuda") if autocasting(y.device) else y.dtype
     if dtype in HALF:
         return "bf16" if dtype == torch.bfloat16 else "tf32"
-    wanted = torch.get_float32_matmul_precision()
+    wanted = _matmul_setting()
     return {"high": "tf32", "medium": "bf16"}.get(wanted, "ieee")
+
+
+@constant
+def _matmul_setting() -> str:
+    return torch.get_float32_matmul_precision()

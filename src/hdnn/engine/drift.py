@@ -46,14 +46,18 @@ def drift_of(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
     return torch.where(end.isfinite().all(), worst, torch.nan)
 
 
+def recorded(t: Tensor) -> bool:
+    """Whether a CUDA graph records what happens, so that no value can be read."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def check_reversal(drift: Tensor, grads: Sequence[Tensor | None]) -> list[Any]:
     """The gradients; warns if the drift is noticeable, and raises if it is too large.
 
     Worthless gradients become NaN where values cannot be read (in a CUDA graph, in `torch.compile`
     and under the transforms of `torch.func`), and if y_N is not finite.
     """
-    recorded = drift.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or recorded or transformed():
+    if torch.compiler.is_compiling() or recorded(drift) or transformed():
         return [None if g is None else torch.where(drift < WORTHLESS, g, torch.nan) for g in grads]
     found, wide = float(drift), drift.dtype
     if found <= noticeable(wide):

@@ -60,7 +60,7 @@ class _Sizes:
         self.backward_products = B * chunk * R * width
 
 
-def kept_size(stack: Stack) -> int:
+def kept_size(stack: Stack, precision: str = "") -> int:
     """How many numbers a stack keeps: whole tiles of what each step reads."""
     lanes = VECTOR_BYTES // stack.dtype.itemsize
     return stack.steps * (-(-stack.samples // lanes) * lanes) * stack.width

@@ -83,7 +83,7 @@ class PlainKernel:
         return torch.cat(grads, -1), *found
 
     @staticmethod
-    def kept_size(stack: Stack) -> int:
+    def kept_size(stack: Stack, precision: str = "") -> int:
         return stack.steps * stack.samples * stack.width
 
     @staticmethod

@@ -88,7 +88,7 @@ class Kernel(Protocol):
         ...
 
     @staticmethod
-    def kept_size(stack: Stack) -> int:
+    def kept_size(stack: Stack, precision: str = "") -> int:
         """How many numbers `forward` keeps."""
         ...
 

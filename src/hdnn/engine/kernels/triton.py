@@ -1269,7 +1269,7 @@ class TritonEuler:
         return K[0], K[-1], b[0], b[-1], V[0], V[-1], *self.schedule, c
 
     @staticmethod
-    def kept_size(stack: Stack) -> int:
+    def kept_size(stack: Stack, precision: str = "") -> int:
         return stack.steps * stack.samples * stack.width
 
     @staticmethod

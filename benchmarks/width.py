@@ -1,0 +1,205 @@
+"""Wide stacks on a GPU: `auto` against the best plain loop, and against its matrix products alone.
+
+    python benchmarks/engine.py --device cuda --widths [--out docs/results]
+
+A training step of 64 layers, forwards and backwards, at batch 8192 and 512. "Products alone" are
+the matrix products that a step cannot do without (12 a layer of H2, 6 of H1, at full size), as one
+CUDA graph: the floor. The compiled loop is the plain one by `torch.compile(mode="reduce-overhead")`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import report
+import rivals
+import torch
+from rivals import PLAIN, Row, Step, say, training_step, weights
+from torch import Tensor
+
+import hdnn
+from hdnn import functional
+
+LAYERS = 64
+CASES = [
+    *(("h2", n, 8192, precision) for precision in ("tf32", "bf16") for n in (256, 512, 1024, 2048)),
+    *(("h2", n, 512, "tf32") for n in (256, 1024)),
+    *(("h1", n, 8192, "tf32") for n in (256, 512, 1024)),
+    ("h2", 512, 8192, "ieee"),
+]
+DEPTHS = (16, 256)
+TOLERANCES = {"ieee": 1e-5, "tf32": 3e-3, "bf16": 5e-2}
+
+
+def products(kind: str, n: int, batch: int, precision: str) -> Step:
+    """The products of a training step and nothing else, captured in a CUDA graph."""
+    m, each = (n // 2, 4) if kind == "h2" else (n, 2)
+    half = torch.bfloat16 if precision == "bf16" else torch.float32
+    options: Any = {"device": "cuda", "dtype": half}
+    K, x = torch.randn(LAYERS, m, m, **options), torch.randn(batch, m, **options)
+    z, d = torch.empty(batch, m, **options), torch.empty(m, m, **options)
+
+    def all_of_them() -> None:
+        for j in range(LAYERS):
+            for _ in range(each):
+                torch.mm(x, K[j].mT, out=z)
+                torch.mm(x, K[j], out=z)
+                torch.mm(z.mT, x, out=d)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        all_of_them()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_of_them()
+    return graph.replay
+
+
+def speed(in_turns: Any, seconds: float, compiled: bool) -> list[Row]:
+    """Each case, all contestants in turns."""
+    rows = []
+    for kind, n, batch, precision in CASES:
+        torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+        tensors = weights(kind, n, batch, LAYERS, "cuda")
+        steps: dict[str, Step] = {"products": products(kind, n, batch, precision)}
+        with hdnn.engine.use(precision=precision):
+            steps["auto"] = training_step(getattr(functional, kind), tensors)
+            if precision != "bf16":
+                steps["plain"] = training_step(PLAIN[kind], tensors)
+            if compiled and precision == "tf32" and kind == "h2" and n <= 1024:
+                loop = torch.compile(PLAIN[kind], mode="reduce-overhead")
+                steps["compiled"] = training_step(loop, tensors)
+            try:
+                times = in_turns(steps, "cuda", seconds, least=3)
+            except Exception as error:  # a contestant that does not run is a result too
+                say(f"{kind} {n} {batch} {precision}: {rivals.why_not(error)}")
+                continue
+        found = {name: sorted(ms) for name, ms in times.items()}
+        row: Row = {"kind": kind, "n": n, "batch": batch, "precision": precision}
+        row |= {name: ms[len(ms) // 2] for name, ms in found.items()}
+        row |= {"spread": {name: [ms[0], ms[-1]] for name, ms in found.items()}}
+        rows.append(row)
+        say(f"{kind} {n} {batch} {precision}: " + ", ".join(f"{k} {row[k]:.2f}" for k in found))
+    torch.set_float32_matmul_precision("highest")
+    return rows
+
+
+def memory() -> list[Row]:
+    """MiB at the peak of a step by default, beyond weights and gradients."""
+    rows = []
+    torch.set_float32_matmul_precision("high")
+    for kind, n in (("h2", 512), ("h2", 2048), ("h1", 512)):
+        row: Row = {"kind": kind, "n": n, "batch": 8192}
+        for N in DEPTHS:
+            tensors = weights(kind, n, 8192, N, "cuda")
+            step = training_step(getattr(functional, kind), tensors, 6.4 / N)
+            for _ in range(3):
+                step()
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            row[str(N)] = (torch.cuda.max_memory_allocated() - held) / 2**20
+            del tensors, step
+            torch.cuda.empty_cache()
+        rows.append(row)
+        say(f"memory, {kind} {n}: " + ", ".join(f"{row[str(N)]:.0f} MiB at {N}" for N in DEPTHS))
+    torch.set_float32_matmul_precision("highest")
+    return rows
+
+
+def accuracy() -> list[Row]:
+    """Gradients against float64, at every width and precision: the worst of all tensors."""
+    rows = []
+    for kind in ("h2", "h1"):
+        for n in (128, 256, 512, 2048):
+            tensors = weights(kind, n, 1000, 8, "cuda")
+            exact = [t.detach().double().requires_grad_() for t in tensors]
+            training_step(getattr(functional, kind), exact, engine="reference")()
+            for precision, target in TOLERANCES.items():
+                with hdnn.engine.use(precision=precision):
+                    training_step(getattr(functional, kind), tensors)()
+                error = max(_error(t, e) for t, e in zip(tensors, exact, strict=True))
+                rows.append({"kind": kind, "n": n, "precision": precision, "error": error})
+                met = "" if error < target else " MISSED"
+                say(f"gradients, {kind} {n} {precision}: {error:.1e} ({target:.0e}){met}")
+    return rows
+
+
+def _error(t: Tensor, exact: Tensor) -> float:
+    assert t.grad is not None
+    assert exact.grad is not None
+    return float((t.grad - exact.grad).norm() / exact.grad.norm())
+
+
+def page(result: dict[str, Any]) -> str:
+    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    lines = [
+        "# Wide stacks on a GPU",
+        "",
+        f"`{result['command']}`, {about}",
+        "",
+        f"A training step of {LAYERS} layers, forwards and backwards, in milliseconds: the median of "
+        "turns taken by all in one process. The products alone are those that a step cannot do "
+        "without, as one CUDA graph. In tf32 the gradients of weights are products of bf16 factors, "
+        "which is how `auto` can be faster than them. The compiled loop is the plain one by "
+        '`torch.compile(mode="reduce-overhead")`.',
+        "",
+        "![Time against width](engine-width.png)",
+    ]
+    rows = []
+    for row in result["speed"]:
+        low, high = row["spread"]["auto"]
+        rivals_ = [f"{row[k]:.1f}" if k in row else "" for k in ("plain", "compiled")]
+        over = f"{row['auto'] / row['products']:.2f}"
+        times = [f"{row['auto']:.2f} ({low:.2f} .. {high:.2f})", f"{row['products']:.2f}", over]
+        what = [row["kind"].upper(), row["n"], row["batch"], row["precision"]]
+        rows.append([*what, *times, *rivals_])
+    head = "network | n | batch | precision | auto | products alone | auto / products"
+    lines += report.table(f"{head} | plain loop | compiled loop", rows)
+    lines += ["", "## Memory by default, at the peak, beyond weights and gradients", ""]
+    lines += [f"MiB, batch 8192, tf32, T = 6.4, {DEPTHS[0]} and {DEPTHS[1]} layers."]
+    rows = [
+        [r["kind"].upper(), r["n"], *(f"{r[str(N)]:.0f}" for N in DEPTHS)] for r in result["memory"]
+    ]
+    lines += report.table(f"network | n | {DEPTHS[0]} layers | {DEPTHS[1]} layers", rows)
+    lines += ["", "## Gradients against float64, the worst of all tensors", ""]
+    rows = []
+    for r in result["accuracy"]:
+        bound = TOLERANCES[r["precision"]]
+        met = "yes" if r["error"] < bound else "no"
+        rows.append([r["kind"].upper(), r["n"], r["precision"], f"{r['error']:.1e}", bound, met])
+    lines += report.table("network | n | precision | relative error | bound | met", rows)
+    return "\n".join(lines) + "\n"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time against width at batch 8192, H2, with the products alone as the floor."""
+    pyplot: Any = import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for precision, colour in (("tf32", "#0072b2"), ("bf16", "#d55e00")):
+        rows = [
+            r
+            for r in result["speed"]
+            if (r["kind"], r["batch"], r["precision"]) == ("h2", 8192, precision)
+        ]
+        for name, style, label in (
+            ("auto", "o-", "hdnn"),
+            ("products", "s:", "products alone"),
+            ("plain", "^--", "plain loop"),
+        ):
+            known = [r for r in rows if name in r]
+            if known:
+                times = [r[name] for r in known]
+                label = f"{label}, {precision}"
+                axes.plot([r["n"] for r in known], times, style, color=colour, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="features n", ylabel="ms a training step")
+    ticks = sorted({r["n"] for r in result["speed"]})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.set_title(f"H2, {LAYERS} layers, batch 8192")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=140)
