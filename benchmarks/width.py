@@ -4,7 +4,8 @@
 
 A training step of 64 layers, forwards and backwards, at batch 8192 and 512. "Products alone" are
 the matrix products that a step cannot do without (12 a layer of H2, 6 of H1, at full size), as one
-CUDA graph: the floor. The compiled loop is the plain one by `torch.compile(mode="reduce-overhead")`.
+CUDA graph: the floor. The compiled loop is the plain one by
+`torch.compile(mode="reduce-overhead")`.
 """
 
 from __future__ import annotations
@@ -141,10 +142,10 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"`{result['command']}`, {about}",
         "",
-        f"A training step of {LAYERS} layers, forwards and backwards, in milliseconds: the median of "
-        "turns taken by all in one process. The products alone are those that a step cannot do "
-        "without, as one CUDA graph. In tf32 the gradients of weights are products of bf16 factors, "
-        "which is how `auto` can be faster than them. The compiled loop is the plain one by "
+        f"A training step of {LAYERS} layers, forwards and backwards, in milliseconds: the median "
+        "of turns taken by all in one process. The products alone are those that a step cannot do "
+        "without, as one CUDA graph. In tf32 the gradients of weights are products of bf16 "
+        "factors, which is how `auto` can be faster. The compiled loop is the plain one by "
         '`torch.compile(mode="reduce-overhead")`.',
         "",
         "![Time against width](engine-width.png)",

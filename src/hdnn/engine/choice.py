@@ -1,8 +1,9 @@
 """Which of the fused kernels runs a stack: the one that was measured to be fastest for its sizes.
 
 `python benchmarks/engine.py --device cuda --choose` measures all of them over a grid of widths,
-batches and depths, and writes `choices.json`. Between them times are interpolated; a batch counts as the one of the grid that it is nearest to, in ratio. Past the widest
-state that one kernel can hold, nothing is to be chosen.
+batches and depths, and writes `choices.json`. Between them times are interpolated; a batch counts
+as the one of the grid that it is nearest to, in ratio. Past the widest state that one kernel can
+hold, nothing is to be chosen.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ NOT_REVERSIBLE = (
 
 
 SHARES = {"cpu": 32, "cuda": 128}
-"""`auto` stores the states of a stack in at most one part in so many of the memory.
-
-Of that of the machine, or of the GPU.
+"""`auto` stores the states of a stack in at most this part of the memory: one in so many.
 
 Beyond that it keeps a few states and rebuilds those between, if the layers can be undone, or keeps
 about sqrt(N) checkpoints and runs the layers between them twice.
