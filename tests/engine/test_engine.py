@@ -461,6 +461,20 @@ def test_the_kernel_of_a_gpu_is_the_fastest_of_the_measured_ones():
     ]
 
 
+def test_a_compiler_can_ask_for_the_kernel_of_a_gpu_and_leave_the_batch_open():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def chosen(y: Tensor) -> Tensor:
+        assert dispatch._matmul_setting() in ("highest", "high", "medium")
+        name = dispatch.gpu_kernel((), "ieee", 64, y.numel() // 64, 9)
+        return y.new_full((), len(name))
+
+    for batch in (3, 100, 5000):
+        wanted = len(dispatch.gpu_kernel((), "ieee", 64, batch, 9))
+        assert int(chosen(torch.zeros(batch, 64))) == wanted
+
+
 def test_times_between_those_of_the_table_are_interpolated():
     times = {"64": {"16": 1.0, "64": 4.0}, "256": {"16": 16.0, "64": 64.0}}
     assert choice._time("products", times, 64, 16) == pytest.approx(1)

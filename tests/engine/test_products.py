@@ -138,7 +138,7 @@ def test_float64_and_unknown_dtypes_are_left_to_the_reference():
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_products_agree_with_float64_on_a_gpu(precision):
     cases = [(s, k, precision, i, 0, a) for s, k, _, i, _, a in CASES]
-    assert failed(cases, "cuda") == {}
+    assert failed(cases, "cuda", B=300, m=64) == {}  # the errors of small matrices scatter
     assert failed(cases[:2] + cases[-2:], "cuda", B=300, m=192, N=9) == {}
 
 

@@ -78,14 +78,14 @@ class Checkpoints(Stored):
         return y, torch.stack(states[1:]) if len(states) > 1 else y.new_empty(0, *y.shape)
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
-        found, starts = [], [y, *kept.unbind(0)]
+        whole, starts = Whole(self.stack, tensors), [y, *kept.unbind(0)]
         for (first, last, kernel), start in reversed([*zip(self.segments, starts, strict=True)]):
             part = self.stack.part(tensors, first, last)
             states = kernel.forward(start, part, True)[1]
             g, *grads = kernel.backward(states, g, part)
             del states
-            found.append(grads)
-        return g, *_joined(found[::-1], self.stack.inverse)
+            whole.put(grads, first, last)
+        return g, *whole.found
 
 
 class Reversible(Stored):
@@ -110,7 +110,10 @@ class Reversible(Stored):
         y_1, states = self.first.forward(y, of_first, True)
         rebuilt, (g, *late) = self.others.undo(y_N, g, of_others)
         g, *early = self.first.backward(states, g, of_first)
-        found = [g, *_joined([early, late], self.stack.inverse)]
+        whole = Whole(self.stack, tensors)
+        for grads, span in zip((early, late), spans, strict=True):
+            whole.put(grads, *span)
+        found = [g, *whole.found]
         if self.check and y.numel():
             found = check_reversal(drift_of(y_1, rebuilt, y_N), found)
         return found
@@ -141,7 +144,7 @@ class Checked(Checkpoints):
         return y_N, torch.cat([kept, y_N[None]])
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
-        found, states = [], [y, *kept.unbind(0)]
+        whole, states = Whole(self.stack, tensors), [y, *kept.unbind(0)]
         undoing = self.rest == 0 and not transformed() and not recorded(y)
         self.rest = max(0, self.rest - 1)
         for k in reversed(range(len(self.segments))):
@@ -155,8 +158,8 @@ class Checked(Checkpoints):
                 again = self.again[last - first]
                 grads = again.backward(states[k], again.forward(states[k], part)[1], g, part)
             g, *others = grads
-            found.append(others)
-        return g, *_joined(found[::-1], self.stack.inverse)
+            whole.put(others, first, last)
+        return g, *whole.found
 
 
 SPANS = 8
@@ -177,16 +180,21 @@ def between(N: int) -> int:
     return max(1, math.isqrt(N))
 
 
-def _joined(found: list[Any], inverse: bool) -> list[Tensor | None]:
-    """The gradients of whole stacks, from those of their parts in the order in which they ran.
+class Whole:
+    """The gradients of whole stacks, to which those of their parts are copied one by one."""
 
-    Weights are ordered by layer, and c in the order in which the steps run.
-    """
-    by_layer = found[::-1] if inverse else found
-    *weights, _ = (_cat(pieces) for pieces in zip(*by_layer, strict=True))
-    return [*weights, _cat([grads[-1] for grads in found])]
+    def __init__(self, stack: Stack, tensors: Tensors) -> None:
+        self.stack, self.room = (
+            stack,
+            tuple(None if t is None else torch.empty_like(t) for t in tensors),
+        )
+        self.found: list[Tensor | None] = [None] * len(tensors)
 
-
-def _cat(pieces: Sequence[Tensor | None]) -> Tensor | None:
-    present = [piece for piece in pieces if piece is not None]
-    return torch.cat(present) if present else None
+    def put(self, grads: Sequence[Tensor | None], first: int, last: int) -> None:
+        """Take the gradients of the layers from `first` to before `last`."""
+        for k, (grad, at) in enumerate(
+            zip(grads, self.stack.part(self.room, first, last), strict=True)
+        ):
+            if grad is not None:
+                at.copy_(grad)
+                self.found[k] = self.room[k]

@@ -26,7 +26,7 @@ from hdnn.engine.kernels.replay import Replays, Streams
 from hdnn.engine.kernels.versions import Ring, places
 from hdnn.interconnection import times_canonical
 
-CHUNK_BYTES = 600 * 2**20
+CHUNK_BYTES = 256 * 2**20
 """Memory for the factors of one batch of weight gradients; there are two such batches at a time."""
 
 LANES = 2
@@ -341,7 +341,9 @@ class ProductsKernel:
         stack = self.stack
         one = 2 * sum(self._rows) + (1 + rebuilt) * self.places.steps * stack.width
         size = self.low.itemsize
-        return min(stack.layers, max(1, CHUNK_BYTES // max(1, one * stack.samples * size)))
+        # Of float32 factors cuBLAS multiplies few at a time many times slower.
+        least = 1 if self.low.itemsize == 2 or stack.width >= 1024 else 16
+        return min(stack.layers, max(least, CHUNK_BYTES // max(1, one * stack.samples * size)))
 
     def _ring(self, layers: int, rebuilt: bool) -> Ring:
         E, width, sums, dots = self.places.steps, self.stack.width, [], []
