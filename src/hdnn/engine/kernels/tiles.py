@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hdnn.base.notice import said_if_slow
 from hdnn.engine.kernels import vectors
 from hdnn.engine.kernels.protocol import KINDS
 from hdnn.errors import require
@@ -619,6 +620,8 @@ INLINE += ("_unless_far", "_turns", "_sin", "_cos", "_one_row", "_two_rows", "_f
 PARTS = ("_activate", "_affine", "_add_adjoint", "_move", "_add_outer", "_add_sums")
 PARTS += ("_turn", "_gather", "_scatter", "_weigh", "_clear", "_add")
 
+COMPILING = "hdnn: compiling a kernel for this processor (once after each installation)"
+
 _compiled: dict[tuple[str, torch.dtype], Any] = {}
 _kept: list[Any] = []
 _lock = threading.RLock()
@@ -628,7 +631,7 @@ def kernel(name: str, dtype: torch.dtype) -> Any:
     """The compiled kernel, a C function of the address of its arguments."""
     found = _compiled.get((name, dtype))
     if found is None:
-        with _lock:
+        with _lock, said_if_slow(COMPILING):
             found = _compile(name, dtype)
     return found
 
