@@ -309,3 +309,26 @@ def test_the_index_that_pandas_writes_is_no_input(tmp_path):
         (tmp_path / "t.csv").write_text(text)
         with pytest.raises(DataError, match="has no name in the first line"):
             table.read(tmp_path / "t.csv")
+
+
+def test_only_mostly_constant_inputs_are_bounded_by_their_rare_values():
+    x = np.zeros((100, 4))
+    x[:, 0] = np.linspace(-1, 1, 100)
+    x[7, 0] = 1000.0  # perhaps a mistake, in a column that varies
+    x[3, 1] = 8.0  # a rare value
+    x[:50, 2] = 1.0  # half and half
+    mean = x.mean(0)
+    far = encoding.farthest(x, mean)
+    assert far.tolist() == [0.0, 8.0 - mean[1], 0.0, 0.0]
+    scale = x.std(0)
+    encoding.rescale(scale, [], far)
+    assert np.abs(x - mean)[:, 1].max() / scale[1] == pytest.approx(encoding.FARTHEST)
+    assert scale[0] == pytest.approx(x[:, 0].std())
+
+
+def test_a_weight_of_two_counts_as_two_rows_where_inputs_are_bounded():
+    x = np.array([[0.0], [0.0], [1.0], [5.0]])
+    weight = np.array([1.0, 1.0, 0.0, 3.0])
+    repeated = np.array([[0.0], [0.0], [5.0], [5.0], [5.0]])
+    mean = repeated.mean(0)
+    assert encoding.farthest(x, mean, weight) == encoding.farthest(repeated, mean)

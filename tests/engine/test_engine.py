@@ -17,10 +17,11 @@ from torch import Tensor
 import hdnn
 from hdnn import engine, functional
 from hdnn.engine import choice, compiled, dispatch, fixed, prepared
-from hdnn.engine.backprop import REST, SPANS
+from hdnn.engine.backprop import SPANS
 from hdnn.engine.call import Call, coefficients
 from hdnn.engine.drift import ReversalWarning
-from hdnn.engine.kernels import cpu
+from hdnn.engine.kernels import cpu, factors
+from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.protocol import Stack
 from hdnn.errors import HDNNError, MissingExtraError, OptionError, TrainingError
 from hdnn.integrators import splitting
@@ -436,14 +437,64 @@ def test_what_cannot_be_rebuilt_within_rounding_is_computed_again():
     wanted = stored.backward(y, stored.forward(y, tensors)[1], g, tensors)
     with pytest.raises(TrainingError, match="worthless"):
         reversible.backward(y, reversible.forward(y, tensors)[1], g, tensors)
-    for rest in (REST, REST - 1):
+    for _ in range(2):
         kept = checked.forward(y, tensors)[1]
         assert len(kept) <= SPANS
         found = checked.backward(y, kept, g, tensors)
-        assert checked.rest == rest
         for one, other in zip(found, wanted, strict=True):
             if other is not None:
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("large", ["feature", "sample"])
+@pytest.mark.parametrize("seed", range(3))
+def test_large_numbers_hide_no_error_of_a_rebuilt_state(seed, large, monkeypatch):
+    normal, N, m = Random(seed), 64, 4
+    K = [0.1 * normal(N, m, m) for _ in range(2)]
+    for one in K:
+        one[24:32] *= 60.0  # chaotic layers in the middle
+        if large == "feature":
+            one[:, :, 0] = 0.0  # which reads no weight
+    weights, y = [*K, normal(N, m), normal(N, m)], normal(5, 2 * m)
+    if large == "feature":
+        y[:, [0, m]] = 1e6
+    else:
+        y[2] *= 1e9
+    args = [t.float() for t in (y, *weights)]
+    monkeypatch.setattr(dispatch, "_MACHINE", 0)
+    prepared._known.clear()
+
+    def sines(y: Tensor, *weights: Tensor, **options: Any) -> Tensor:
+        return functional.h2(y, *weights, 0.9, activation="sin", engine="fused", **options)
+
+    _, found = gradients(sines, args[0], args[1:])
+    _, wanted = gradients(sines, args[0], args[1:], backprop="stored")
+    for one, other in zip(found, wanted, strict=True):
+        one, other = one.double(), other.double()
+        assert float((one - other).norm() / other.norm()) < 1e-3
+    prepared._known.clear()
+
+
+def test_what_is_exactly_zero_at_the_start_stays_so_when_states_are_rebuilt(monkeypatch):
+    monkeypatch.setattr(dispatch, "_MACHINE", 0)
+    prepared._known.clear()
+    torch.manual_seed(0)
+    net = hdnn.H2(16, 16, activation="relu", T=4.0)
+    y = torch.cat([torch.randn(20, 8), torch.zeros(20, 8)], -1)
+    found = torch.autograd.grad(net(y).square().sum(), [*net.parameters()])
+    net.backprop = "stored"
+    wanted = torch.autograd.grad(net(y).square().sum(), [*net.parameters()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    prepared._known.clear()
+
+
+def test_layers_that_move_one_half_alone_run_on_any_device():
+    assert dispatch.gpu_kernel((0,), "tf32", 64, 100, 9) == "shears"
+    assert dispatch.gpu_kernel((0, 0), "tf32", 3000, 100, 9) == "plain"
+    cuda = torch.device("cuda", 0)
+    stack = Stack("tanh", "same", 3, (0,), False, 5, 600, (4, 4), torch.float32, cuda)
+    assert type(dispatch.kernel(stack, "fused", engine.Settings(precision="tf32"))) is PlainKernel
 
 
 # Choosing
@@ -473,6 +524,22 @@ def test_a_compiler_can_ask_for_the_kernel_of_a_gpu_and_leave_the_batch_open():
     for batch in (3, 100, 5000):
         wanted = len(dispatch.gpu_kernel((), "ieee", 64, batch, 9))
         assert int(chosen(torch.zeros(batch, 64))) == wanted
+
+
+def test_the_precision_is_known_whichever_way_it_was_set(monkeypatch):
+    def refuses() -> str:
+        raise RuntimeError("a mix of the legacy and new APIs")
+
+    assert factors.float32_setting() == torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    for was, known in (("tf32", "high"), ("ieee", "highest"), ("none", "highest")):
+        matmul = SimpleNamespace(fp32_precision=was)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+        assert factors.float32_setting() == known
+        for precision in ("tf32", "ieee", "bf16"):
+            with factors.multiplying(precision, torch.device("cuda")):
+                assert matmul.fp32_precision == (was if precision == "bf16" else precision)
+            assert matmul.fp32_precision == was
 
 
 def test_times_between_those_of_the_table_are_interpolated():

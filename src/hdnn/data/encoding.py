@@ -114,10 +114,27 @@ def indicators(encoded: Sequence[Encoded]) -> np.ndarray:
     return np.array([*itertools.chain(*parts)], bool)
 
 
+def farthest(x: np.ndarray, mean: np.ndarray, weight: np.ndarray | None = None) -> np.ndarray:
+    """How far the values of mostly constant inputs are from their means (d,); 0 for other inputs.
+
+    A value that few rows have is ordinary there, and must not become a large input. In an input
+    that varies it may be a mistake, to which the others must not be adapted.
+    """
+    weight = np.ones(len(x)) if weight is None else weight
+    counted, weight = x[weight > 0], weight[weight > 0]
+    half, found = weight.sum() / 2, np.zeros(x.shape[1])
+    for k, column in enumerate(counted.T):
+        order = np.argsort(column, kind="stable")
+        middle = column[order[np.searchsorted(np.cumsum(weight[order]), half)]]
+        if weight[column == middle].sum() > half:
+            found[k] = np.abs(column - mean[k]).max()
+    return found
+
+
 def rescale(scale: Any, encoded: Sequence[Encoded], far: np.ndarray | None = None) -> None:
     """Give inputs a scale that blows up neither rare categories nor rare values.
 
-    `far` are the largest distances from the means: no input is farther than `FARTHEST` then.
+    `far` are distances from the means, as of `farthest`: none is more than `FARTHEST` then.
     """
     if far is not None:
         np.maximum(scale, far / FARTHEST, out=scale)

@@ -127,7 +127,8 @@ class Columns:
             if not (math.isfinite(m) and math.isfinite(s)):
                 raise DataError(f"the numbers in column {name!r} are too large to standardise.")
         bounded = choose("scaling", scaling, encoding.SCALINGS) == "bounded"
-        encoding.rescale(scale, self.encoding, np.abs(x - mean).max(0) if bounded else None)
+        far = encoding.farthest(x, mean) if bounded else None
+        encoding.rescale(scale, self.encoding, far)
         found = replace(self, mean=mean.tolist(), scale=scale.tolist())
         if self.task != "regression":
             return found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdnn.engine.drift import check_reversal, drift_of, recorded
+from hdnn.engine.drift import check_reversal, drift_of, recorded, strict_drift_of
 from hdnn.engine.kernels.protocol import Stack, Tensors
 from hdnn.engine.tracing import transformed
 
@@ -129,7 +129,6 @@ class Checked(Checkpoints):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.rest = 0  # calls for which nothing is undone, since it was in vain
         # All segments but the last have the same length, and the methods that run them again.
         lengths = {last - first for first, last, _ in self.segments}
         self.again = {
@@ -145,15 +144,14 @@ class Checked(Checkpoints):
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
         whole, states = Whole(self.stack, tensors), [y, *kept.unbind(0)]
-        undoing = self.rest == 0 and not transformed() and not recorded(y)
-        self.rest = max(0, self.rest - 1)
+        undoing = y.numel() > 0 and not transformed() and not recorded(y)
         for k in reversed(range(len(self.segments))):
             first, last, kernel = self.segments[k]
             part, grads = self.stack.part(tensors, first, last), None
-            if undoing and y.numel():
+            if undoing and k:  # the first layers read y_0 itself: what is 0 there stays 0
                 rebuilt, grads = kernel.undo(states[k + 1], g, part)
-                if not float(drift_of(states[k], rebuilt, states[k + 1])) <= self.limit:
-                    grads, undoing, self.rest = None, False, REST
+                if not float(strict_drift_of(states[k], rebuilt, states[k + 1])) <= self.limit:
+                    grads, undoing = None, False
             if grads is None:
                 again = self.again[last - first]
                 grads = again.backward(states[k], again.forward(states[k], part)[1], g, part)
@@ -164,8 +162,6 @@ class Checked(Checkpoints):
 
 SPANS = 8
 """States that `Checked` keeps at most, besides y_0."""
-REST = 50
-"""Calls after a reversal in vain, until the next is tried: weights change slowly."""
 
 METHODS = {
     "stored": Stored,

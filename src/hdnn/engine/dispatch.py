@@ -17,6 +17,7 @@ from hdnn.engine.call import Call
 from hdnn.engine.fixed import FixedShears
 from hdnn.engine.kernels.blas import BlasKernel
 from hdnn.engine.kernels.cpu import CpuKernel
+from hdnn.engine.kernels.factors import float32_setting
 from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.products import ProductsKernel
 from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, installed
@@ -234,6 +235,8 @@ def kernel_name(stack: Stack, precision: str) -> str:
 
 def gpu_kernel(turns: tuple[int, ...], precision: str, n: int, samples: int, layers: int) -> str:
     """The fastest kernel of a GPU; compilers may leave the number of samples open."""
+    if turns and {*turns} != {0, 1}:  # one half never moves
+        return "shears" if n <= MAX_WIDTH else "plain"
     if n <= MAX_WIDTH:
         batch, scheme = choice.nearest_batch(samples), choice.scheme(turns)
         if choice.best("cuda", scheme, precision, n, batch, layers) == "one kernel":
@@ -246,6 +249,8 @@ def kernel(stack: Stack, engine: str, settings: Settings, name: str | None = Non
     if engine == "reference":
         return PlainKernel(stack)
     name = name or kernel_name(stack, settings.precision)
+    if name == "plain":
+        return PlainKernel(stack)
     made = FUSED_KERNELS[stack.device.type][0][name]
     if stack.device.type == "cpu":
         return made(stack)
@@ -286,4 +291,4 @@ def precision(settings: Settings, y: Tensor) -> str:
 
 @constant
 def _matmul_setting() -> str:
-    return torch.get_float32_matmul_precision()
+    return float32_setting()

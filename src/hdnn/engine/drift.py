@@ -46,6 +46,18 @@ def drift_of(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
     return torch.where(end.isfinite().all(), worst, torch.nan)
 
 
+def strict_drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
+    """The relative error of a rebuilt state (B, n), for its worst entry.
+
+    An entry counts as no smaller than it was at the end, where rounding began, nor than the middle
+    of its column: a large feature, or a large sample, does not hide the errors of others.
+    """
+    size = torch.maximum(y.abs(), end.abs())
+    size = torch.maximum(size, size.median(0).values)
+    off = (rebuilt - y).abs()
+    return torch.where(off > 0, off / size, 0.0).nan_to_num(torch.inf, torch.inf).max()
+
+
 def recorded(t: Tensor) -> bool:
     """Whether a CUDA graph records what happens, so that no value can be read."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -20,6 +20,7 @@ from hdnn import activations
 from hdnn.base.shapes import Step, autocasting
 from hdnn.engine import Settings, autograd, compiled, current, dispatch
 from hdnn.engine.call import Call, coefficients, with_V
+from hdnn.engine.kernels.factors import float32_setting
 from hdnn.engine.kernels.protocol import Tensors
 from hdnn.engine.tracing import traced, transformed, watched
 
@@ -79,7 +80,7 @@ def _key(call: Call, settings: Settings) -> Any:
     if torch.is_autocast_enabled(device):
         key.append(torch.get_autocast_dtype(device))
     if device == "cuda":
-        key.append(torch.get_float32_matmul_precision())
+        key.append(float32_setting())
     return tuple(key)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.drift import check_reversal, drift_of
+from hdnn.engine.kernels.factors import float32_setting
 from hdnn.engine.kernels.pixels import Pixels, Step, differentiable, empty_images, images
 from hdnn.operators import conv
 
@@ -113,7 +114,7 @@ def _as_precise_as_set() -> Iterator[None]:
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32
-    cudnn.allow_tf32 = before and torch.get_float32_matmul_precision() != "highest"
+    cudnn.allow_tf32 = before and float32_setting() != "highest"
     try:
         yield
     finally:

@@ -139,15 +139,10 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         X = self._encoded(X)
         t, weight_of_loss = self._targets(y, weight, first=first, **known)
         standardise(self.scaler_, "X", X, weight)
-        encoding.rescale(self.scaler_.scale_, self.columns_, self._farthest(X, weight))
+        if whole:  # what partial_fit sees of a column is too little to judge it by
+            self._far = encoding.farthest(X, np.asarray(self.scaler_.mean_), weight)
+        encoding.rescale(self.scaler_.scale_, self.columns_, getattr(self, "_far", None))
         return self._learn(X, t, weight_of_loss, whole=whole)
-
-    def _farthest(self, X: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-        """The largest distance of each input from its mean, also of earlier samples."""
-        counted = X if weight is None else X[weight > 0]
-        ends = [*getattr(self, "_ends", ()), counted.min(0), counted.max(0)]
-        low, high = self._ends = np.min(ends, axis=0), np.max(ends, axis=0)
-        return np.maximum(high - self.scaler_.mean_, self.scaler_.mean_ - low)
 
     def _targets(
         self, y: np.ndarray, weight: np.ndarray | None, *, first: bool
@@ -196,7 +191,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         net = NETWORKS[kind](n, self.layers, **options)
         self.model_ = Model(Augment(inputs, n).to(self.device), net, head(n, **factory))
         self.scaler_ = StandardScaler()
-        self._ends = ()  # the smallest and the largest of each input
+        self._far = None
         self.history_, self.n_iter_ = History(), 0
 
     def _learn(self, X: np.ndarray, t: np.ndarray, weight: np.ndarray | None, whole: bool) -> Self:

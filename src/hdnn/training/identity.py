@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hdnn import engine
 from hdnn.base.tensorfile import bits
+from hdnn.engine.kernels.factors import float32_setting
 from hdnn.models import ImageModel
 from hdnn.networks import Network
 
@@ -54,7 +54,7 @@ def of_model(model: nn.Module) -> dict[str, Any]:
         "dtype": dtypes[0] if len(dtypes) == 1 else _brief(several),
         "device": named[0][1].device.type,
         "engine": {k: v for k, v in now.items() if v != usual[k] and k != "check"},
-        "matmul precision": torch.get_float32_matmul_precision(),
+        "matmul precision": float32_setting(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,29 +11,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_switch = threading.RLock()
+
 
 @contextmanager
 def multiplying(precision: str, device: torch.device) -> Iterator[None]:
     """Let cuBLAS take factors in float32 as they are, or rounded to tf32.
 
-    PyTorch has one switch for all threads. It is not touched where it stands right.
+    PyTorch has one switch for all threads, so that those of ours take turns with it. Products that
+    another thread launches meanwhile follow it too.
     """
     if device.type != "cuda" or precision == "bf16":
         yield
         return
-    matmul: Any = torch.backends.cuda.matmul
-    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
     tf32 = precision == "tf32"
-    wanted = ("tf32" if tf32 else "ieee") if name == "fp32_precision" else tf32
-    before = getattr(matmul, name)
-    if before == wanted:
-        yield
-        return
-    setattr(matmul, name, wanted)
+    with _switch:
+        matmul: Any = torch.backends.cuda.matmul
+        legacy = _legacy_setting() is not None
+        name, wanted = ("allow_tf32", tf32) if legacy else ("fp32_precision", NAMES[tf32])
+        before = getattr(matmul, name)
+        if before != wanted:
+            setattr(matmul, name, wanted)
+        try:
+            yield
+        finally:
+            if before != wanted:
+                setattr(matmul, name, before)
+
+
+NAMES = {True: "tf32", False: "ieee"}
+
+
+def float32_setting() -> str:
+    """What `torch.get_float32_matmul_precision` says: "highest", "high" or "medium".
+
+    It refuses to, once `torch.backends.cuda.matmul.fp32_precision` was set: then that is read.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    return _legacy_setting() or ("high" if matmul.fp32_precision == "tf32" else "highest")
+
+
+def _legacy_setting() -> str | None:
     try:
-        yield
-    finally:
-        setattr(matmul, name, before)
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def halves(precision: str) -> bool:

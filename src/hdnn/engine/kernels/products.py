@@ -65,14 +65,14 @@ class ProductsKernel:
 
     @torch.no_grad()
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        out, E, B = torch.empty_like(y), self.places.steps, self.stack.samples
+        out, E = torch.empty_like(y), self.places.steps
         kept = y.new_empty(self.kept_size(self.stack, self.precision)) if keep else None
         if self._empty:
             return out.copy_(y), kept
         weights, coef, most = self._weights(tensors), tensors[-1], max(self.stack.rows)
         if kept is None:  # the places of two layers, in turn
-            states, before = self._new(2 * E, self.stack.width), self._new(1, most, self.chain)
-            pasts = [before.view(-1)[: B * r].view(1, B, r) for r in self._rows]
+            states = self._new(2 * E, self.stack.width)
+            pasts = [self._new(1, r, self.chain) for r in self._rows]
         else:
             states, pasts = self._in(kept)
         z, wide = self._new(1, most, self.chain), self._running(1)
@@ -83,7 +83,7 @@ class ProductsKernel:
                 cut = [t[:, rows] for t in (states, z, wide[0], *pasts)]
                 self._forward_lane(y[rows], out[rows], cut, weights, coef)
 
-        self._run(launch, used)
+        self._run("forwards" if kept is None else "forwards, kept", launch, used)
         return out, kept
 
     def _forward_lane(
@@ -164,7 +164,7 @@ class ProductsKernel:
                 with streams.beside():
                     self._products(span, ring, states, found, d_V)
 
-        self._run(launch, used)
+        self._run("undone" if kept is None else "backwards", launch, used)
         if d_V is not None:
             found[0] -= times_canonical(d_V)
         return g_0, *found
@@ -386,9 +386,9 @@ class ProductsKernel:
     def _empty(self) -> bool:
         return self.stack.samples == 0 or self.stack.steps == 0
 
-    def _run(self, launch: Any, used: list[Tensor]) -> None:
+    def _run(self, what: str, launch: Any, used: list[Tensor]) -> None:
         with multiplying(self.precision, self.stack.device):
-            self.replays.run(launch, used, lanes=self._lanes_wanted)
+            self.replays.run(what, launch, used, lanes=self._lanes_wanted)
 
     @staticmethod
     def kept_size(stack: Stack, precision: str = "ieee") -> int:

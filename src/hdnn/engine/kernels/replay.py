@@ -8,6 +8,7 @@ ordinary way, one kernel after the other. Results do not depend on it.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REMEMBERED = 8  # sets of addresses, the last ones seen; in a training a few come in turns
+REMEMBERED = 64  # sets of addresses, the last ones seen: a deep stack runs in many parts, in turn
 
 Launch = Callable[["Streams"], None]
 
@@ -25,12 +26,12 @@ Launch = Callable[["Streams"], None]
 class Streams:
     """The streams of a pass: lanes that do the same for other samples, and one beside them.
 
-    Without any, everything is launched in order.
+    Without any, all lanes are launched in order.
     """
 
-    def __init__(self, lanes: Sequence[Any] = (), side: Any = None) -> None:
+    def __init__(self, count: int, lanes: Sequence[Any] = (), side: Any = None) -> None:
         self._lanes, self._side, self._taken = lanes, side, []
-        self.lanes = max(1, len(lanes))
+        self.lanes = max(1, count)
 
     def each(self, parts: Sequence[Any]) -> Iterator[Any]:
         """The parts, each while its lane is the current stream."""
@@ -64,24 +65,28 @@ class Replays:
     """The graphs of one pass, by the addresses of all memory that it touches."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._graphs: OrderedDict[tuple[str | int, ...], Any] = OrderedDict()
 
-    def run(self, launch: Launch, used: Sequence[Tensor], *, lanes: int = 1) -> None:
-        """Launch, or replay. `used` is all memory touched but what `launch` allocates itself.
+    def run(self, what: str, launch: Launch, used: Sequence[Tensor], *, lanes: int = 1) -> None:
+        """Launch what is called so, or replay.
+
+        `used` is all memory touched but what `launch` allocates itself.
 
         Captured, the launches may use so many lanes and one stream more; with 0, one stream.
         """
         device = used[0].device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            launch(Streams())
+            launch(Streams(lanes))
             return
         with torch.cuda.device(device):
-            key = (torch.cuda.current_stream().cuda_stream, *[t.data_ptr() for t in used])
+            # cuBLAS has memory of its own for each thread and stream.
+            where = threading.get_ident(), torch.cuda.current_stream().cuda_stream
+            key = (what, *where, *[t.data_ptr() for t in used])
             seen, graph = key in self._graphs, self._graphs.pop(key, None)
             if graph is None and seen:
                 graph = _captured(launch, lanes)
             if graph is None:
-                launch(Streams())
+                launch(Streams(lanes))
             else:
                 graph.replay()
             self._graphs[key] = graph
@@ -92,14 +97,15 @@ class Replays:
 def _captured(launch: Launch, lanes: int) -> Any:
     """What `launch` would launch, as a graph."""
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-    first, *others = _streams(current.device, current.cuda_stream, lanes + 1)
+    where = threading.get_ident(), current.cuda_stream
+    first, *others = _streams(current.device, where, lanes + 1)
     first.wait_stream(current)
     with torch.cuda.stream(first):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for other in others:
                 other.wait_stream(first)
-            launch(Streams([first, *others[1:]], others[0]) if lanes else Streams())
+            launch(Streams(lanes, [first, *others[1:]], others[0]) if lanes else Streams(1))
             for other in others:
                 first.wait_stream(other)
         finally:
@@ -109,6 +115,6 @@ def _captured(launch: Launch, lanes: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _streams(device: torch.device, _: int, count: int) -> list[Any]:
-    """Streams to capture on, for each stream to replay on: cuBLAS has memory for each."""
+def _streams(device: torch.device, _: tuple[int, int], count: int) -> list[Any]:
+    """Streams to capture on, others for each thread and stream: cuBLAS has memory for each."""
     return [torch.cuda.Stream(device) for _ in range(count)]
