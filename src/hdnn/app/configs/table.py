@@ -118,7 +118,7 @@ class TableConfig(BaseConfig):
     )
     scaling: str = _data(
         "deviation",
-        "of numbers: deviation, or bounded (default for a file): never farther than 4 from 0",
+        "of numbers: deviation, or bounded (default for a file): rare values are at most 4",
         choices=_scalings,
     )
     test_fraction: float | None = _data(None, "of the rows, kept for testing (default: 0.2)")
