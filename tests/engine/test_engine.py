@@ -542,6 +542,18 @@ def test_the_precision_is_known_whichever_way_it_was_set(monkeypatch):
             assert matmul.fp32_precision == was
 
 
+@pytest.mark.parametrize("was", ["highest", "high", "medium"])
+def test_the_precision_is_put_back_as_it_was(was):
+    torch.set_float32_matmul_precision(was)
+    try:
+        for precision, inside in (("tf32", "high"), ("ieee", "highest"), ("bf16", was)):
+            with factors.multiplying(precision, torch.device("cuda")):
+                assert factors.float32_setting() == inside
+            assert factors.float32_setting() == was
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_times_between_those_of_the_table_are_interpolated():
     times = {"64": {"16": 1.0, "64": 4.0}, "256": {"16": 16.0, "64": 64.0}}
     assert choice._time("products", times, 64, 16) == pytest.approx(1)

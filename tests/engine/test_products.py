@@ -205,4 +205,5 @@ def test_a_compiled_wide_network_is_the_network(n):
 
 if __name__ == "__main__":
     interpreter.patch_once()
-    sys.stdout.write(json.dumps(failed(CASES)))
+    alone = [case for case in CASES if not case[3] and case[0] != "euler"]
+    sys.stdout.write(json.dumps(failed(CASES) | failed(alone, N=1)))

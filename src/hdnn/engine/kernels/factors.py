@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +25,22 @@ def multiplying(precision: str, device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or precision == "bf16":
         yield
         return
-    tf32 = precision == "tf32"
     with _switch:
-        matmul: Any = torch.backends.cuda.matmul
-        legacy = _legacy_setting() is not None
-        name, wanted = ("allow_tf32", tf32) if legacy else ("fp32_precision", NAMES[tf32])
-        before = getattr(matmul, name)
+        before = _legacy_setting()
+        if before is None:
+            matmul: Any = torch.backends.cuda.matmul
+            before, wanted = matmul.fp32_precision, "tf32" if precision == "tf32" else "ieee"
+            change = partial(setattr, matmul, "fp32_precision")
+        else:
+            wanted = "high" if precision == "tf32" else "highest"
+            change = torch.set_float32_matmul_precision
         if before != wanted:
-            setattr(matmul, name, wanted)
+            change(wanted)
         try:
             yield
         finally:
             if before != wanted:
-                setattr(matmul, name, before)
-
-
-NAMES = {True: "tf32", False: "ieee"}
+                change(before)
 
 
 def float32_setting() -> str:

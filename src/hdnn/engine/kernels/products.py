@@ -81,13 +81,19 @@ class ProductsKernel:
         def launch(streams: Streams) -> None:
             for rows in self._lanes(streams):
                 cut = [t[:, rows] for t in (states, z, wide[0], *pasts)]
-                self._forward_lane(y[rows], out[rows], cut, weights, coef)
+                self._forward_lane(y[rows], out[rows], cut, weights, coef, keep)
 
         self._run("forwards" if kept is None else "forwards, kept", launch, used)
         return out, kept
 
     def _forward_lane(
-        self, y: Tensor, out: Tensor, memory: list[Tensor], weights: list[StepWeights], coef: Tensor
+        self,
+        y: Tensor,
+        out: Tensor,
+        memory: list[Tensor],
+        weights: list[StepWeights],
+        coef: Tensor,
+        keep: bool,
     ) -> None:
         """All layers for some samples."""
         (states, z, wide, *pasts), E = memory, self.places.steps
@@ -100,8 +106,8 @@ class ProductsKernel:
             value = z.view(-1)[: a.numel()].view_as(a)
             self.pointwise.value(a, value, coef[s:])
             write = states[((layer + 1) * E + e) % len(states)]
-            needed = len(pasts[e]) > 1 or self.chain == self.low
-            self._move(now, i, value, _at(of.V_T, j), write if needed else None)
+            read = keep or self.chain == self.low
+            self._move(now, i, value, _at(of.V_T, j), write if read else None)
         _join(now, out)
 
     # Backwards
