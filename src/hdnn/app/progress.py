@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from hdnn.app import terminal
+from hdnn.base.notice import later
 
 if TYPE_CHECKING:
     from hdnn.training import Moment
@@ -26,14 +26,10 @@ def waiting(what: str, wanted: bool = True) -> Iterator[None]:
     from rich.console import Console
 
     status = Console(stderr=True).status(what)
-    timer = threading.Timer(WAIT, status.start)
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with later(WAIT, status.start):
+            yield
     finally:
-        timer.cancel()
-        timer.join()
         status.stop()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 PATIENCE = 2.0  # seconds
 
@@ -16,10 +17,18 @@ def said_if_slow(line: str, patience: float = PATIENCE) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    timer = threading.Timer(patience, sys.stderr.write, (f"{line}\n",))
+    with later(patience, partial(sys.stderr.write, f"{line}\n")):
+        yield
+
+
+@contextmanager
+def later(seconds: float, function: Callable[[], object]) -> Iterator[None]:
+    """Call a function if the block takes longer than that; at its end the call is over."""
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()

@@ -129,7 +129,7 @@ class Checked(Checkpoints):
 
     def _prepare(self) -> None:
         super()._prepare()
-        # All segments but the last have the same length, and the methods that run them again.
+        # How segments run again; all but the last have the same length.
         lengths = {last - first for first, last, _ in self.segments}
         self.again = {
             count: Checkpoints(replace(self.stack, layers=count), self.make) for count in lengths
@@ -180,10 +180,8 @@ class Whole:
     """The gradients of whole stacks, to which those of their parts are copied one by one."""
 
     def __init__(self, stack: Stack, tensors: Tensors) -> None:
-        self.stack, self.room = (
-            stack,
-            tuple(None if t is None else torch.empty_like(t) for t in tensors),
-        )
+        self.stack = stack
+        self.room = tuple(None if t is None else torch.empty_like(t) for t in tensors)
         self.found: list[Tensor | None] = [None] * len(tensors)
 
     def put(self, grads: Sequence[Tensor | None], first: int, last: int) -> None:

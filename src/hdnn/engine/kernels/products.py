@@ -315,8 +315,7 @@ class ProductsKernel:
     @property
     def _rows(self) -> list[int]:
         """Hidden units of each step of a layer: p moves by the weights of q, and q by p's."""
-        rows = self.stack.rows
-        return [rows[0] if i or len(rows) == 1 else rows[1] for i in self.places.turns]
+        return _rows(self.stack)
 
     def _new(self, count: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         stack = self.stack
@@ -399,10 +398,9 @@ class ProductsKernel:
     @staticmethod
     def kept_size(stack: Stack, precision: str = "ieee") -> int:
         here, half = places(stack.turns), halves(precision)
-        rows = [stack.rows[0] if i else stack.rows[-1] for i in here.turns]
         size = _room((stack.layers + 1) * here.steps * stack.samples * stack.width, half)
         return size + sum(
-            _room(stack.layers * stack.samples * r, precision == "bf16") for r in rows
+            _room(stack.layers * stack.samples * r, precision == "bf16") for r in _rows(stack)
         )
 
     @staticmethod
@@ -410,6 +408,10 @@ class ProductsKernel:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the GPU kernel is for float32 and half precision, not {dtype}"
         return ""
+
+
+def _rows(stack: Stack) -> list[int]:
+    return [stack.rows[0] if i else stack.rows[-1] for i in stack.turns or (0,)]
 
 
 def _at(weights: Tensor | None, j: int) -> Tensor | None:
