@@ -50,7 +50,7 @@ def drawn(scheme, kind, inverse, activation, device="cpu", B=70, m=21, N=5):
         return torch.randn(*shape, generator=random)
 
     turns = TURNS.get(scheme, ())
-    rows = (m, m) if kind == "identity" else (m + 2, m - 1)
+    rows = (m, m) if kind == "identity" else (2 * m, m) if m % 64 == 0 else (m + 2, m - 1)
     rows, n = rows if turns else rows[:1], 2 * m if turns else m + m % 2
     width = m if turns else n
     rows = (width,) * len(rows) if kind == "identity" else rows
@@ -90,7 +90,7 @@ def failed(cases, device="cpu", **sizes):
     # The interpreter cuts numbers off where a GPU rounds them to bf16.
     looser = 1.5 if device == "cpu" else 1.0
     return {
-        case: error
+        f"{case} {sizes}": error
         for case, error in found.items()
         if not error < looser * TOLERANCE[case.split("'")[5]]
     }
@@ -137,7 +137,9 @@ def test_float64_and_unknown_dtypes_are_left_to_the_reference():
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_products_agree_with_float64_on_a_gpu(precision):
-    cases = [(s, k, precision, i, 0, a) for s, k, _, i, _, a in CASES]
+    # Rounded factors move some units over the corner of relu.
+    smooth = {} if precision == "ieee" else {"relu": "tanh"}
+    cases = [(s, k, precision, i, 0, smooth.get(a, a)) for s, k, _, i, _, a in CASES]
     assert failed(cases, "cuda", B=300, m=64) == {}  # the errors of small matrices scatter
     assert failed(cases[:2] + cases[-2:], "cuda", B=300, m=192, N=9) == {}
 
@@ -206,4 +208,6 @@ def test_a_compiled_wide_network_is_the_network(n):
 if __name__ == "__main__":
     interpreter.patch_once()
     alone = [case for case in CASES if not case[3] and case[0] != "euler"]
-    sys.stdout.write(json.dumps(failed(CASES) | failed(alone, N=1)))
+    joined = [case for case in CASES if case[2] == "bf16" and case[1] != "identity"]
+    found = failed(CASES) | failed(alone, N=1) | failed(joined, B=200, m=64, N=3)
+    sys.stdout.write(json.dumps(found))

@@ -14,15 +14,16 @@ weight gradients, on which no other layer depends, are products of bf16 factors 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdnn.engine.kernels import joined
 from hdnn.engine.kernels.factors import halves, has_wide_products, multiplying
-from hdnn.engine.kernels.pointwise import ROWS, Pointwise, tiles
 from hdnn.engine.kernels.protocol import Stack, Tensors, moved_by, order
 from hdnn.engine.kernels.replay import Replays, Streams
+from hdnn.engine.kernels.steps import JoinedSteps, SeparateSteps, StepWeights
 from hdnn.engine.kernels.versions import Ring, places
 from hdnn.interconnection import times_canonical
 
@@ -34,16 +35,6 @@ LANES = 2
 
 LANE_BYTES = {torch.bfloat16: 8 * 2**20, torch.float32: 32 * 2**20}
 """From which size of half a state on, by dtype of the factors; measured on an H200."""
-
-
-class StepWeights(NamedTuple):
-    """Of the steps that move a part. V is None where it is the identity."""
-
-    K: Tensor
-    b: Tensor
-    V: Tensor | None
-    K_T: Tensor  # transposed views, of memory in the order that products read fastest
-    V_T: Tensor | None
 
 
 class ProductsKernel:
@@ -58,7 +49,7 @@ class ProductsKernel:
         self.chain = torch.bfloat16 if precision == "bf16" else stack.dtype
         self.low = torch.bfloat16 if halves(precision) else stack.dtype
         self.running = self.low != stack.dtype  # states stay float32, and versions are copies
-        self.pointwise = Pointwise(stack.activation, precision, stack.learned)
+        self.steps = _steps(stack, precision)
         self.replays = Replays()
 
     # Forwards
@@ -102,9 +93,8 @@ class ProductsKernel:
             (layer, e), of = divmod(s, E), weights[i]
             a = pasts[e][layer % len(pasts[e])]
             place = states[(layer * E + self.places.read[e]) % len(states)]
-            torch.addmm(of.b[j], self._read(now, i - 1, place), of.K[j].mT, out=a)
             value = z.view(-1)[: a.numel()].view_as(a)
-            self.pointwise.value(a, value, coef[s:])
+            self.steps.inner(self._read(now, i - 1, place), of, j, a, value, coef[s:])
             write = states[((layer + 1) * E + e) % len(states)]
             read = keep or self.chain == self.low
             self._move(now, i, value, _at(of.V_T, j), write if read else None)
@@ -152,9 +142,14 @@ class ProductsKernel:
                 ring, behind = rings[k % 2], (span[1] - span[0]) * self.places.steps
                 streams.wait_for_products(k - 2)
                 for rows in self._lanes(streams):
-                    mine, cut = lanes.setdefault(rows.start, ([], [])), ring.cut(rows)
+                    mine, cut = (
+                        lanes.setdefault(rows.start, ([], [])),
+                        ring.cut(rows, self.steps.tile),
+                    )
                     if k:
-                        self._carry(rings[(k - 1) % 2].cut(rows), cut, behind, *mine)
+                        self._carry(
+                            rings[(k - 1) % 2].cut(rows, self.steps.tile), cut, behind, *mine
+                        )
                     else:
                         start, at = cut.grads[behind:], self.places.start_grad
                         mine[0][:] = self._begin(g[rows], wide[0][:, rows], start, at)
@@ -178,7 +173,7 @@ class ProductsKernel:
     def _lanes(self, streams: Streams) -> Iterator[slice]:
         """Some samples at a time, each lane on a stream of its own where there are several."""
         B, count = self.stack.samples, streams.lanes
-        size = -(-B // count // ROWS) * ROWS if count > 1 else B
+        size = -(-B // count // self.steps.tile) * self.steps.tile if count > 1 else B
         return streams.each([slice(first, min(first + size, B)) for first in range(0, B, size)])
 
     def _chain(
@@ -202,17 +197,16 @@ class ProductsKernel:
             else:
                 a = room[0].view(-1)[: u.numel()].view_as(u)
                 place = ring.states[here + self.places.read_undone[e]]  # pyright: ignore[reportOptionalSubscript]
-                torch.addmm(of.b[j], self._read(now_y, i - 1, place), of.K[j].mT, out=a)
+                self.steps.inner(self._read(now_y, i - 1, place), of, j, a, None, coef[s:])
             g = self._read(now_g, i, ring.grads[here + self.places.read_grad[e]])
             chain = u if u.dtype == self.chain else room[1].view(-1)[: u.numel()].view_as(u)
-            w = g if of.V is None else torch.mm(g, of.V[j].mT, out=chain)
             sums, dots = ring.sums[e][layer - low], ring.dots[e][layer - low]
-            self.pointwise.slope(a, w, (chain, u, z), coef[s:], sums, dots)
+            self.steps.slope(g, of, j, a, (chain, u, z), coef[s:], sums, dots)
             self._move(now_g, (i - 1) % self.places.parts, chain, of.K_T[j], ring.grads[here + e])
             if not pasts:
                 if z.dtype != self.chain:
                     z = room[2].view(-1)[: u.numel()].view_as(u)
-                    self.pointwise.value(a, z, coef[s:])
+                    self.steps.pointwise.value(a, z, coef[s:])
                 back = ring.states[here + e]  # pyright: ignore[reportOptionalSubscript]
                 self._move(now_y, i, z, _at(of.V_T, j), back, -1)
 
@@ -298,17 +292,7 @@ class ProductsKernel:
             else:
                 now[i] = torch.addmm(now[i], z, V_T.mT, alpha=sign, out=to)
             return
-        if V_T is None:
-            now[i].add_(z, alpha=sign)
-        elif z.dtype == now[i].dtype:
-            now[i].addmm_(z, V_T.mT, alpha=sign)
-        elif has_wide_products(now[i]):
-            dtype = now[i].dtype
-            torch.addmm(now[i], z, V_T.mT, out_dtype=dtype, alpha=sign, out=now[i])
-        else:
-            now[i].add_(z @ V_T.mT, alpha=sign)
-        if to is not None:
-            to.copy_(now[i])
+        self.steps.move(now[i], z, V_T, to, sign)
 
     # Memory
 
@@ -354,8 +338,10 @@ class ProductsKernel:
         E, width, sums, dots = self.places.steps, self.stack.width, [], []
         for r in self._rows:
             options = {"dtype": self.stack.dtype, "device": self.stack.device}
-            sums.append(torch.empty(layers, tiles(self.stack.samples), r, **options))
-            dots.append(torch.empty(*sums[-1].shape[:2], self.pointwise.dots(r), **options))
+            sums.append(
+                torch.empty(layers, -(-self.stack.samples // self.steps.tile), r, **options)
+            )
+            dots.append(torch.empty(*sums[-1].shape[:2], self.steps.dots(r), **options))
         u, z = ([self._new(layers, r) for r in self._rows] for _ in range(2))
         grads = self._new((layers + 1) * E, width)
         return Ring(u, z, sums, dots, grads, torch.empty_like(grads) if rebuilt else None)
@@ -408,6 +394,13 @@ class ProductsKernel:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the GPU kernel is for float32 and half precision, not {dtype}"
         return ""
+
+
+def _steps(stack: Stack, precision: str) -> SeparateSteps:
+    joins = precision == "bf16" and stack.kind != "identity"
+    if joins and not joined.why_not(stack.rows, stack.width):
+        return JoinedSteps(stack, precision)
+    return SeparateSteps(stack, precision)
 
 
 def _rows(stack: Stack) -> list[int]:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hdnn.engine.kernels.pointwise import ROWS
-
 
 class Places:
     """Which places the steps of a layer read and write, for the first layer of a span.
@@ -59,9 +57,9 @@ class Ring(NamedTuple):
     grads: Tensor
     states: Tensor | None  # only where they are rebuilt
 
-    def cut(self, rows: slice) -> Ring:
-        """The part of some samples, which begin with a tile."""
-        tiles = slice(rows.start // ROWS, -(-rows.stop // ROWS))
+    def cut(self, rows: slice, tile: int) -> Ring:
+        """The part of some samples, which begin with a tile of so many."""
+        tiles = slice(rows.start // tile, -(-rows.stop // tile))
         return Ring(
             [t[:, rows] for t in self.u],
             [t[:, rows] for t in self.z],
