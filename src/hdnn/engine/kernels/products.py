@@ -2,10 +2,11 @@
 
 A step is `target += c sigma(source K^T + b) V`. Past some width the two products take almost all of
 its time, and cuBLAS does them best. What is left is done here. Bias, activation, slope and the sums
-of a bias's gradient are two Triton kernels. The states are written where they are kept, so that
-nothing is copied. The gradients of weights, which no other layer waits for, are taken for some
-layers at a time as batched products, on a second stream beside the chain of layers. And all
-launches of a pass are replayed as one CUDA graph (`replay.py`).
+of a bias's gradient are one more pass over memory, or the end of a product of our own (`steps.py`).
+The states are written where they are kept, so that nothing is copied. The gradients of weights,
+which no other layer waits for, are taken for some layers at a time as batched products, on a second
+stream beside the chain of layers. And all launches of a pass are replayed as one CUDA graph
+(`replay.py`).
 
 In bf16 the factors of products are rounded; states and gradients themselves stay float32. In tf32
 weight gradients, on which no other layer depends, are products of bf16 factors too.
@@ -397,7 +398,9 @@ class ProductsKernel:
 
 
 def _steps(stack: Stack, precision: str) -> SeparateSteps:
-    joins = precision == "bf16" and stack.kind != "identity"
+    """Joined where that was faster on an H200: not for few samples of wide states."""
+    small = max(stack.width, *stack.rows) <= 256
+    joins = precision == "bf16" and stack.kind != "identity" and (small or stack.samples >= 1024)
     if joins and not joined.why_not(stack.rows, stack.width):
         return JoinedSteps(stack, precision)
     return SeparateSteps(stack, precision)
