@@ -55,15 +55,18 @@ class Checkpoints(Stored):
     """Keeps the state once every few layers, and runs those between a second time."""
 
     def _prepare(self) -> None:
-        stack, N, size = self.stack, self.stack.layers, self._size()
-        cuts = [(first, min(first + size, N)) for first in range(0, N, size)]
-        lengths = {b - a for a, b in cuts}
-        kernels = {count: self.make(replace(stack, layers=count)) for count in lengths}
+        spans = self._spans(self.stack.layers)
+        self.kernels = {count: self._kernel(count) for count in {b - a for a, b in spans}}
         # In the order in which they run.
-        self.segments = [(a, b, kernels[b - a]) for a, b in (cuts[::-1] if stack.inverse else cuts)]
+        N, spans = self.stack.layers, [(a, b, self.kernels[b - a]) for a, b in spans]
+        self.segments = [(N - b, N - a, k) for a, b, k in spans] if self.stack.inverse else spans
 
-    def _size(self) -> int:
-        return between(self.stack.layers)
+    def _spans(self, N: int) -> list[tuple[int, int]]:
+        """The layers of each segment, counted as they run."""
+        return spans(0, N, between(N))
+
+    def _kernel(self, count: int) -> Any:
+        return self.make(replace(self.stack, layers=count))
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
         for first, last, kernel in self.segments:
@@ -71,11 +74,12 @@ class Checkpoints(Stored):
         return y
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        states = []
-        for first, last, kernel in self.segments:
-            states.append(y)
+        kept = y.new_empty(max(0, len(self.segments) - 1), *y.shape)
+        for k, (first, last, kernel) in enumerate(self.segments):
+            if k:
+                kept[k - 1].copy_(y)
             y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
-        return y, torch.stack(states[1:]) if len(states) > 1 else y.new_empty(0, *y.shape)
+        return y, kept
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
         whole, starts = Whole(self.stack, tensors), [y, *kept.unbind(0)]
@@ -129,39 +133,66 @@ class Checked(Checkpoints):
 
     def _prepare(self) -> None:
         super()._prepare()
-        # How segments run again; all but the last have the same length.
         lengths = {last - first for first, last, _ in self.segments}
+        # How a segment runs again, and how many of its layers are undone at a time, so that what
+        # their weights and gradients are copied to takes little memory.
         self.again = {
             count: Checkpoints(replace(self.stack, layers=count), self.make) for count in lengths
         }
+        self.pieces = {count: spans(0, count, self._piece()) for count in lengths}
+        for count in {b - a for pieces in self.pieces.values() for a, b in pieces}:
+            self.kernels.setdefault(count, self._kernel(count))
 
-    def _size(self) -> int:
-        return max(1, -(-self.stack.layers // SPANS))
+    def _spans(self, N: int) -> list[tuple[int, int]]:
+        # The first layer reads y_0 itself: what is 0 there stays 0.
+        return [(0, 1), *spans(1, N, -(-(N - 1) // (SPANS - 1)))] if N else []
+
+    def _piece(self) -> int:
+        one = sum(self.stack.rows) * self.stack.width * self.stack.dtype.itemsize
+        return max(1, PIECE_BYTES // one) if one else self.stack.layers
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        y_N, kept = super().forward(y, tensors)
-        return y_N, torch.cat([kept, y_N[None]])
+        kept = y.new_empty(len(self.segments), *y.shape)
+        for k, (first, last, kernel) in enumerate(self.segments):
+            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
+            kept[k].copy_(y)
+        return y, kept
 
     def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
         whole, states = Whole(self.stack, tensors), [y, *kept.unbind(0)]
         undoing = y.numel() > 0 and not transformed() and not recorded(y)
         for k in reversed(range(len(self.segments))):
-            first, last, kernel = self.segments[k]
-            part, grads = self.stack.part(tensors, first, last), None
-            if undoing and k:  # the first layers read y_0 itself: what is 0 there stays 0
-                rebuilt, grads = kernel.undo(states[k + 1], g, part)
+            first, last, _ = self.segments[k]
+            before = None
+            if undoing and k:
+                rebuilt, before = self._undo(first, last, states[k + 1], g, tensors, whole)
                 if not float(strict_drift_of(states[k], rebuilt, states[k + 1])) <= self.limit:
-                    grads, undoing = None, False
-            if grads is None:
-                again = self.again[last - first]
-                grads = again.backward(states[k], again.forward(states[k], part)[1], g, part)
-            g, *others = grads
-            whole.put(others, first, last)
+                    before, undoing = None, False
+            if before is None:
+                again, part = self.again[last - first], self.stack.part(tensors, first, last)
+                start = again.forward(states[k], part)[1]
+                before, *grads = again.backward(states[k], start, g, part)
+                whole.put(grads, first, last)
+            g = before
         return g, *whole.found
 
+    def _undo(
+        self, first: int, last: int, y: Tensor, g: Tensor, tensors: Tensors, whole: Whole
+    ) -> tuple[Tensor, Tensor]:
+        """The state and its gradient before some layers, from those behind them."""
+        pieces = [(first + a, first + b) for a, b in self.pieces[last - first]]
+        for begin, end in pieces if self.stack.inverse else reversed(pieces):
+            part = self.stack.part(tensors, begin, end)
+            y, (g, *grads) = self.kernels[end - begin].undo(y, g, part)
+            whole.put(grads, begin, end)
+        return y, g
 
-SPANS = 8
+
+SPANS = 9
 """States that `Checked` keeps at most, besides y_0."""
+
+PIECE_BYTES = 64 * 2**20
+"""Of the weights that `Checked` undoes at a time."""
 
 METHODS = {
     "stored": Stored,
@@ -174,6 +205,11 @@ METHODS = {
 def between(N: int) -> int:
     """Layers from one checkpoint to the next."""
     return max(1, math.isqrt(N))
+
+
+def spans(first: int, last: int, size: int) -> list[tuple[int, int]]:
+    """The numbers from `first` to before `last`, so many at a time."""
+    return [(a, min(a + size, last)) for a in range(first, last, max(1, size))]
 
 
 class Whole:

@@ -29,7 +29,10 @@ from hdnn.engine.kernels.versions import Ring, places
 from hdnn.interconnection import times_canonical
 
 CHUNK_BYTES = 256 * 2**20
-"""Memory for the factors of one batch of weight gradients; there are two such batches at a time."""
+"""Memory for the factors of one batch of weight gradients; there are two such batches at a time.
+
+Half of it where states are rebuilt, which is done to save memory.
+"""
 
 LANES = 2
 """Streams that large batches are shared out to: one computes while another waits for memory."""
@@ -333,7 +336,8 @@ class ProductsKernel:
         size = self.low.itemsize
         # Of float32 factors cuBLAS multiplies few at a time many times slower.
         least = 1 if self.low.itemsize == 2 or stack.width >= 1024 else 16
-        return min(stack.layers, max(least, CHUNK_BYTES // max(1, one * stack.samples * size)))
+        room = CHUNK_BYTES // 2 if rebuilt else CHUNK_BYTES
+        return min(stack.layers, max(least, room // max(1, one * stack.samples * size)))
 
     def _ring(self, layers: int, rebuilt: bool) -> Ring:
         E, width, sums, dots = self.places.steps, self.stack.width, [], []
