@@ -173,6 +173,7 @@ class Checked(Checkpoints):
                 start = again.forward(states[k], part)[1]
                 before, *grads = again.backward(states[k], start, g, part)
                 whole.put(grads, first, last)
+                del start, grads  # before the next segment needs as much
             g = before
         return g, *whole.found
 
