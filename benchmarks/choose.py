@@ -1,10 +1,14 @@
-"""The fused kernels of a GPU against each other: the table that `engine="auto"` decides by.
+"""The fused kernels of a device against each other: the table that `engine="auto"` decides by.
 
     python benchmarks/engine.py --device cuda --choose
+    python benchmarks/engine.py --device cpu --choose
 
 writes src/hdnn/engine/choices.json: milliseconds of a step forwards and backwards, for each scheme,
-precision, batch, width and depth, by each kernel that can run it. All kernels are compiled first,
-by as many processes as there are cores.
+precision (or dtype, on a CPU), batch, width and depth, by each kernel that can run it. All kernels
+of a GPU are compiled first, by as many processes as there are cores. On a CPU one thread runs: that
+threads wait for each other where programs share the cores says nothing about a kernel, and threads
+speed both of them up alike. Large stacks are measured with fewer layers there, since each of them
+takes as long as the others.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import report
 import torch
 from rivals import say
 
@@ -26,16 +31,22 @@ from hdnn.engine.dispatch import FUSED_KERNELS
 from hdnn.engine.kernels.protocol import Stack
 
 SCHEMES = {"euler": (), "alternating": (0, 1), "shears": (0, 1, 0)}
-PRECISIONS = ("ieee", "tf32", "bf16")
-WIDTHS = (32, 64, 96, 128, 192, 256)
-DEPTHS = (16, 128)
+PRECISIONS = {"cuda": ("ieee", "tf32", "bf16"), "cpu": ("float32", "float64")}
+WIDTHS = {"cuda": (32, 64, 96, 128, 192, 256), "cpu": choice.WIDTHS}
+DEPTHS = {"cuda": (16, 128), "cpu": (16,)}
 TURNS = 5  # measurements of each, of which the median counts
 BLOCK = 0.004  # seconds of one
+# On a CPU, which other programs use too, the least counts of at least three in this many seconds,
+# and of so many passes over all cases.
+PATIENCE, PASSES = 0.2, 2
+LARGEST = 2048 * 384**2  # products of a layer on a CPU; what has more is like the next smaller
+MUCH = 2**29  # products of a stack on a CPU; fewer layers are measured than would take more
 
 
 class Case(NamedTuple):
     """A stack to be measured."""
 
+    device: str
     scheme: str
     precision: str
     batch: int
@@ -47,13 +58,18 @@ class Case(NamedTuple):
         turns = SCHEMES[self.scheme]
         width = self.n // 2 if turns else self.n
         kind, rows = ("same", (width, width)) if turns else ("canonical", (width,))
-        where = torch.device("cuda", torch.cuda.current_device())
-        sizes = (self.batch, self.n, rows, torch.float32, where, False)
+        where = torch.device("cpu")
+        if self.device == "cuda":
+            where = torch.device("cuda", torch.cuda.current_device())
+        dtype = torch.float64 if self.precision == "float64" else torch.float32
+        sizes = (self.batch, self.n, rows, dtype, where, False)
         return Stack("tanh", kind, self.layers, turns, False, *sizes)
 
     def kernels(self) -> dict[str, Any]:
         """By the names of the table."""
-        made, stack = FUSED_KERNELS["cuda"][0], self.stack()
+        made, stack = FUSED_KERNELS[self.device][0], self.stack()
+        if self.device == "cpu":
+            return {name: kernel(stack) for name, kernel in made.items()}
         one = made["shears" if stack.turns else "euler"]
         return {
             "one kernel": one(stack, self.precision, False),
@@ -62,27 +78,37 @@ class Case(NamedTuple):
 
     def tensors(self) -> tuple[Any, ...]:
         stack = self.stack()
-        options: Any = {"device": stack.device}
+        options: Any = {"device": stack.device, "dtype": stack.dtype}
         width, N = stack.width, self.layers
         K = [torch.randn(N, r, width, **options) / width**0.5 for r in stack.rows]
         b = [torch.zeros(N, r, **options) for r in stack.rows]
         c = torch.full((stack.steps,), 0.05, **options)
         return *K, *b, *[None] * len(K), c
 
+    def measured(self) -> Case:
+        """The same, with as many layers as are measured."""
+        if self.device == "cuda":
+            return self
+        most = MUCH // (self.batch * self.n**2)
+        return self._replace(layers=max(1, min(self.layers, most)))
 
-def cases(quick: bool) -> Iterator[Case]:
+
+def cases(device: str, quick: bool) -> Iterator[Case]:
     """All that are measured."""
+    batches, widths = choice.BATCHES[device], WIDTHS[device]
+    precisions, depths = PRECISIONS[device], DEPTHS[device]
     for scheme in SCHEMES:
-        for precision in PRECISIONS[1:2] if quick else PRECISIONS:
-            for n in WIDTHS[:2] if quick else WIDTHS:
-                for batch in choice.BATCHES[:2] if quick else choice.BATCHES:
-                    for layers in DEPTHS[:1] if quick else DEPTHS:
-                        yield Case(scheme, precision, batch, n, layers)
+        for precision in precisions[1:2] if quick else precisions:
+            for n in widths[:2] if quick else widths:
+                for batch in batches[:2] if quick else batches:
+                    for layers in depths[:1] if quick else depths:
+                        if device == "cuda" or batch * n**2 <= LARGEST:
+                            yield Case(device, scheme, precision, batch, n, layers)
 
 
 def step_of(case: Case, kernel: Any) -> Callable[[], None]:
     tensors = case.tensors()
-    y = torch.randn(case.batch, case.n, device="cuda")
+    y = torch.randn(case.batch, case.n, device=case.device, dtype=tensors[0].dtype)
 
     def step() -> None:
         y_N, kept = kernel.forward(y, tensors, True)
@@ -97,58 +123,82 @@ def compile_one(case: Case) -> None:
     torch.cuda.synchronize()
 
 
-def milliseconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The median time of a step of each, in turns."""
+def milliseconds(steps: dict[str, Callable[[], None]], device: str) -> dict[str, float]:
+    """The time of a step of each, in turns."""
+    wait, typical = torch.cuda.synchronize, statistics.median
+    if device == "cpu":
+        wait, typical = _nothing, min
     counts = {}
     for name, step in steps.items():
-        for _ in range(4):  # compiles, and captures what is launched
+        for _ in range(4 if device == "cuda" else 1):  # compiles, and captures what is launched
             step()
-        counts[name] = max(1, round(BLOCK / max(_seconds(step, 1), 1e-6)))
+        counts[name] = max(1, round(BLOCK / max(_seconds(step, 1, wait), 1e-6)))
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(TURNS):
+    end = time.perf_counter() + PATIENCE
+    while len(next(iter(times.values()))) < (TURNS if device == "cuda" else 3) or (
+        device == "cpu" and time.perf_counter() < end
+    ):
         for name, step in steps.items():
-            times[name].append(1e3 * _seconds(step, counts[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
+            times[name].append(1e3 * _seconds(step, counts[name], wait))
+    return {name: typical(found) for name, found in times.items()}
 
 
-def _seconds(step: Callable[[], None], count: int) -> float:
-    torch.cuda.synchronize()
+def _nothing() -> None:
+    pass
+
+
+def _seconds(step: Callable[[], None], count: int, wait: Callable[[], None]) -> float:
+    wait()
     start = time.perf_counter()
     for _ in range(count):
         step()
-    torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - start) / count
 
 
-def measure(quick: bool) -> dict[str, Any]:
+def measure(device: str, quick: bool) -> dict[str, Any]:
     """The table of one device, as `hdnn.engine.choice` reads it."""
-    wanted = list(cases(quick))
-    # Depths share their kernels.
-    first = [case for case in wanted if case.layers == wanted[0].layers]
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(min(len(first), max(1, (os.cpu_count() or 1) - 1))) as pool:
-        pool.map(compile_one, first, chunksize=1)
-    say(f"compiled the kernels of {len(first)} cases")
+    wanted = list(cases(device, quick))
+    if device == "cuda":
+        compile_all(wanted)
+    else:
+        torch.set_num_threads(1)
     ms: dict[str, Any] = {}
-    for case in wanted:
-        found = milliseconds({k: step_of(case, made) for k, made in case.kernels().items()})
+    for case in wanted * (1 if device == "cuda" else PASSES):
+        less = case.measured()
+        found = milliseconds({k: step_of(less, made) for k, made in less.kernels().items()}, device)
         best = min(found, key=lambda name: found[name])
         for name, time_ in found.items():
             at = ms.setdefault(case.scheme, {}).setdefault(case.precision, {}).setdefault(name, {})
             by_width = at.setdefault(str(case.batch), {}).setdefault(str(case.n), {})
-            by_width[str(case.layers)] = float(f"{time_:.3g}")
-        if case.layers == DEPTHS[0]:
+            new, depth = float(f"{time_ * case.layers / less.layers:.3g}"), str(case.layers)
+            by_width[depth] = min(new, by_width.get(depth, new))
+        if case.layers == wanted[0].layers:
             each = ", ".join(f"{name} {t:.3f}" for name, t in found.items())
-            say(f"{' '.join(map(str, case))}: {each} -> {best}")
-    device = torch.cuda.get_device_name()
-    measured = f"{device}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
+            say(f"{' '.join(map(str, less[1:]))}: {each} -> {best}")
+    machine = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    measured = f"{machine}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"
     return {"measured": measured, "ms": ms}
 
 
-def write(table: dict[str, Any]) -> None:
+def _processor() -> str:
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{report.machine('cpu')['machine'].partition(',')[0]}, {kind}, one thread"
+
+
+def compile_all(wanted: list[Case]) -> None:
+    """Compile the kernels of a GPU in many processes at once."""
+    first = [case for case in wanted if case.layers == wanted[0].layers]  # depths share them
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(min(len(first), max(1, (os.cpu_count() or 1) - 1))) as pool:
+        pool.map(compile_one, first, chunksize=1)
+    say(f"compiled the kernels of {len(first)} cases")
+
+
+def write(device: str, table: dict[str, Any]) -> None:
     """Put the figures of this kind of device into the table."""
     known = json.loads(choice.TABLE.read_text()) if choice.TABLE.exists() else {}
-    text = json.dumps({**known, "cuda": table}, separators=(",", ":"))
-    choice.TABLE.write_text(
-        text.replace('"shears"', '\n"shears"').replace('{"32"', '\n{"32"') + "\n"
-    )
+    text = json.dumps({**known, device: table}, separators=(",", ":"))
+    for start in ('"shears"', '"alternating"', '{"32"', '{"1"', '{"4"', '"cpu"'):
+        text = text.replace(start, f"\n{start}")
+    choice.TABLE.write_text(f"{text}\n")

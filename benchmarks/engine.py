@@ -437,15 +437,15 @@ def main() -> int:
             print(f"--out {options.out} cannot be a folder: {error.strerror}", file=sys.stderr)
             return 2
     device, quick = options.device, options.quick
-    if (options.choose or options.widths) and device != "cuda":
-        print("--choose and --widths need --device cuda", file=sys.stderr)
+    if options.widths and device != "cuda":
+        print("--widths needs --device cuda", file=sys.stderr)
         return 2
     if options.widths:
         return widths(0.05 if quick else options.seconds / 8, options.out)
     if options.choose:
-        table = choose.measure(quick)
+        table = choose.measure(device, quick)
         if not quick:
-            choose.write(table)
+            choose.write(device, table)
         return 0
     before = report.processor_time()
     seconds = 0.2 if quick else options.seconds
@@ -461,6 +461,8 @@ def main() -> int:
     }
     if device == "cuda":
         result["floor"] = floor.distance(seconds, quick)
+    else:
+        result["products"] = floor.against_products(seconds, quick)
     result["peak"] = peak(result["depth"], device, quick)
     result["sweep"] = sweep(device, seconds, quick)
     result["others"] = others(device, seconds, quick)

@@ -1,4 +1,4 @@
-"""How far the GPU kernels are from the limits of the chip."""
+"""How far kernels are from what cannot be less: the limits of a GPU, matrix products on a CPU."""
 
 from __future__ import annotations
 
@@ -109,3 +109,69 @@ def _kernel_times(tensors: list[Tensor], seconds: float) -> tuple[list[float], s
     while time.perf_counter() < end or len(times) < 5:
         times.append(_elapsed(run, count))
     return times, way
+
+
+# Matrix products alone, on a CPU
+
+WIDE = [(kind, n, threads) for n in (256, 1024) for threads in (None, 1) for kind in ("h2", "h1")]
+
+
+def against_products(seconds: float, quick: bool) -> list[Row]:
+    """Wide stacks against their matrix products alone, with all threads and with one."""
+    rows: list[Row] = []
+    before = torch.get_num_threads()
+    for kind, n, threads in WIDE[:1] if quick else WIDE:
+        batch, N = 1000, 4 if quick else 64
+        torch.set_num_threads(threads or before)
+        try:
+            tensors = weights(kind, n, batch, N, "cpu")
+            steps = {
+                "products": products(kind, n, batch, N),
+                "hdnn": rivals.training_step(getattr(functional, kind), tensors),
+            }
+            times = _in_turns(steps, seconds)
+        finally:
+            torch.set_num_threads(before)
+        ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        alone, ours = (statistics.median(each) for each in times.values())
+        what = f"{kind.upper()}, n = {n}, batch {batch}, {N} layers, {threads or before} threads"
+        row: Row = {"what": what, "products_ms": alone, "hdnn_ms": ours, "ratio": middle}
+        rows.append(row | {"ratio_quartiles": [low, high], "target": "<= 1.3"})
+        ratio = f"{middle:.2f} ({low:.2f} .. {high:.2f})"
+        say(f"{what}: {ours:.0f} ms, products {alone:.0f} ms, {ratio}")
+    return rows
+
+
+def products(kind: str, n: int, batch: int, N: int) -> rivals.Step:
+    """The products of a training step: two forwards and four backwards a step, and no more."""
+    m, steps = (n // 2, 2 * N) if kind == "h2" else (n, N)
+    K, d_K = torch.randn(2, steps, m, m) / m**0.5
+    x, z, a, b = torch.randn(4, batch, m)
+    other = torch.empty(m, m)
+
+    def step() -> None:
+        for j in range(steps):
+            torch.mm(x, K[j].mT, out=a)
+            torch.mm(z, K[j], out=b)
+        for j in range(steps):
+            torch.mm(x, K[j].mT, out=a)
+            torch.mm(z.mT, x, out=d_K[j])
+            torch.mm(x.mT, z, out=other)
+            torch.mm(z, K[j], out=b)
+
+    return step
+
+
+def _in_turns(steps: dict[str, rivals.Step], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of each, one after the other; at least five of each."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["hdnn"]) < 5:
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return times

@@ -88,6 +88,14 @@ def markdown(result: dict[str, Any]) -> str:
         bounds = f"products {r['products_ms']:.3f} ms, exponentials {r['special_ms']:.3f} ms"
         row = [r["what"], bounds, f"{r['kernel_ms']:.3f} ms by {r['by']}", f"{r['ratio']:.1f}"]
         lines += table("floor | the larger of | kernels | ratio | target", [[*row, r["target"]]])
+    if "products" in result:
+        rows = []
+        for r in result["products"]:
+            low, high = r["ratio_quartiles"]
+            times = [f"{r['products_ms']:.0f} ms", f"{r['hdnn_ms']:.0f} ms"]
+            ratio = f"{r['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            rows.append([r["what"], *times, ratio, r["target"]])
+        lines += table("wide stacks | their products alone | hdnn | ratio | target", rows)
     by_size: dict[tuple[str, int], list[str]] = {}
     for r in result["sweep"]:
         cell = f"{r['ratio']:.2f}{' slower' if r['slower'] else ''}"

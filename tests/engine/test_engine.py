@@ -659,15 +659,18 @@ def test_the_operator_keeps_the_promises_of_an_operator():
     coef = coefficients((-0.5, 1.0, -0.5), 0.1, N, True, F64, torch.device("cpu"))
     leaves = [t.requires_grad_() for t in (*tensors, coef.clone())]
     y = normal(5, 4).requires_grad_()
-    for way in ("reference checkpoint", "fused reversible", "fused checkpoint", "fused stored"):
-        given = (y, leaves, f"010 backwards same {way} any auto tanh")
+    for way in (
+        *("reference checkpoint any", "fused reversible tiles", "fused checkpoint blas"),
+        *("fused stored tiles", "fused stored blas"),
+    ):
+        given = (y, leaves, f"010 backwards same {way} auto tanh")
         checks = torch.library.opcheck(compiled.stack, given)
         assert {*checks.values()} == {"SUCCESS"}
     K, V = (normal(N, 3, 4).requires_grad_() for _ in range(2))
     b, steps = normal(N, 3).requires_grad_(), normal(N, 1)[:, 0].requires_grad_()
     for leaves, kind in (([K, b, steps], "canonical"), ([K, b, V, steps], "general")):
-        for way in ("reference checkpoint", "fused stored"):
-            given = (y, leaves, f"euler forwards {kind} {way} any auto tanh")
+        for way in ("reference checkpoint any", "fused stored tiles", "fused stored blas"):
+            given = (y, leaves, f"euler forwards {kind} {way} auto tanh")
             assert {*torch.library.opcheck(compiled.stack, given).values()} == {"SUCCESS"}
 
 
@@ -766,7 +769,7 @@ def test_what_the_compiler_traces_gives_the_same_when_called(h, inverse):
         ({"device": "mps"}, "reference", "no kernel for mps"),
         ({"dtype": torch.bfloat16}, "fused", "faster"),
         ({"dtype": torch.complex64}, "reference", "complex64"),
-        ({"n": 512}, "reference", "256 features"),
+        ({"n": 512}, "fused", "faster"),
         ({"batch": 0}, "reference", "no samples"),
         ({"activation": "mine"}, "reference", "mine"),
         ({"traced": True}, "reference", "traced"),
@@ -851,7 +854,7 @@ def test_what_inference_has_prepared_serves_training(make, monkeypatch):
 
 def test_short_kernels_leave_threads_alone_that_kept_them_waiting(monkeypatch):
     pytest.importorskip("numba")
-    work = cpu._Work("forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
+    work = cpu.Spread("forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(cpu, "_openmp", lambda *a: time.sleep(2e-3))
     monkeypatch.setattr(cpu, "_alone_until", 0.0)

@@ -1,24 +1,28 @@
 """Which of the fused kernels runs a stack: the one that was measured to be fastest for its sizes.
 
 `python benchmarks/engine.py --device cuda --choose` measures all of them over a grid of widths,
-batches and depths, and writes `choices.json`. Between them times are interpolated; a batch counts
-as the one of the grid that it is nearest to, in ratio. Past the widest state that one kernel can
-hold, nothing is to be chosen.
+batches and depths, and writes `choices.json`; `--device cpu` does so for the kernels of the CPU.
+Between the points of the grid times are interpolated; beyond, the nearest decides. Compilers leave
+sizes open: there they count as those of the grid that they are nearest to, in ratio, and so does
+the number of samples on a GPU. Past the widest state that one kernel of a GPU can hold, nothing is
+to be chosen.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant
 
 TABLE = Path(__file__).with_name("choices.json")
-BATCHES = (32, 512, 8192)  # those of the table
+BATCHES = {"cpu": (1, 8, 32, 128, 512, 2048), "cuda": (32, 512, 8192)}  # those of the table
+WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # those of a CPU; narrower ones are like the first
 
 
 def scheme(turns: tuple[int, ...]) -> str:
@@ -28,24 +32,40 @@ def scheme(turns: tuple[int, ...]) -> str:
     return "alternating" if len(turns) == 2 else "shears"
 
 
-def nearest_batch(samples: Any) -> int:
+def nearest_batch(samples: Any, device: str = "cuda") -> int:
     """By comparisons alone, so that a compiler may leave the number of samples open."""
-    for k in range(len(BATCHES) - 1):
-        if samples * samples <= BATCHES[k] * BATCHES[k + 1]:
-            return BATCHES[k]
-    return BATCHES[-1]
+    return _nearest(samples, BATCHES[device])
+
+
+def nearest_width(n: Any) -> int:
+    """The same for the width of a state on a CPU."""
+    return _nearest(n, WIDTHS)
+
+
+def _nearest(x: Any, known: tuple[int, ...]) -> int:
+    for k in range(len(known) - 1):
+        if x * x <= known[k] * known[k + 1]:
+            return known[k]
+    return known[-1]
 
 
 @constant
 def best(device: str, scheme: str, precision: str, n: int, batch: int, layers: int) -> str:
-    """The fastest kernel for a stack; `batch` is one of the grid."""
+    """The fastest kernel for a stack; the precision on a CPU is the dtype."""
     return _best(device, scheme, precision, n, batch, layers)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _best(device: str, scheme: str, precision: str, n: int, batch: int, layers: int) -> str:
     rows = _table()[device]["ms"][scheme]["ieee" if precision == "tf32x3" else precision]
-    times = {name: _time(name, grid[str(batch)], n, layers) for name, grid in rows.items()}
+    times = {}
+    for name, grid in rows.items():
+        samples = batch
+        if name == "tiles":  # the last one takes as long as the others
+            lanes = VECTOR_BYTES // (8 if precision == "float64" else 4)
+            samples = -(-batch // lanes) * lanes
+        by_batch = {int(b): _time(name, each, n, layers) for b, each in grid.items()}
+        times[name] = _between(by_batch, samples)
     return min(times, key=lambda name: times[name])
 
 

@@ -51,9 +51,12 @@ def _run(engine: str, backprop: str, call: Call) -> Tensor:
     order = "backwards" if call.inverse else "forwards"
     precision = dispatch.precision(Settings(), y)
     name = "any"
-    if engine == "fused" and y.is_cuda:
+    if engine == "fused":
         n, layers = y.shape[-1], len(call.weights[0])
-        name = dispatch.gpu_kernel(call.turns, precision, n, y.numel() // n, layers)
+        if y.is_cuda:
+            name = dispatch.gpu_kernel(call.turns, precision, n, y.numel() // n, layers)
+        else:
+            name = dispatch.cpu_kernel_about(call.turns, wide, n, y.numel() // n)
     how = f"{turns} {order} {call.kind} {engine} {backprop} {name} {precision} {call.sigma.name}"
     # Kernels must not read products that autocast has rounded.
     with torch.autocast(y.device.type, enabled=False):
@@ -108,9 +111,7 @@ def _(y, tensors, how):
         kept = (math.ceil(N / between(N)) - 1, *y.shape)
     else:
         kernels = dispatch.FUSED_KERNELS[y.device.type][0]
-        # Those of a CPU keep the same, so that which of them runs is decided when it does.
-        kernel = kernels["tiles" if name == "any" else name]
-        kept = (kernel.kept_size(described, precision),)
+        kept = (kernels[name].kept_size(described, precision),)
     return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(kept)
 
 

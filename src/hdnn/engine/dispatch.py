@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +23,6 @@ from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.products import ProductsKernel
 from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, installed
 from hdnn.engine.kernels.triton import MAX_WIDTH, TritonEuler, TritonShears
-from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant, transformed, watched
 from hdnn.errors import MissingExtraError, OptionError
 
@@ -97,7 +97,7 @@ def plan(
     if engine == "fused" and missing:
         raise error(f'engine="fused" cannot run here: {missing}.')
     if engine == "auto":
-        worth, why = _worth_fusing(device, n, batch)
+        worth, why = _worth_fusing(batch)
         if traced:
             engine, why = "reference", "the call is traced or transformed by PyTorch"
         elif missing:
@@ -109,8 +109,8 @@ def plan(
     if backprop == "auto":
         backprop = "stored"
         states = steps * batch * (n // 2 if reversible else n) * max(4, dtype.itemsize)
-        if device.type == "cuda" and n > MAX_WIDTH:
-            states *= 2  # with what their activations read
+        if device.type == "cpu" or n > MAX_WIDTH:
+            states *= 2  # with what their activations read, or give
         if engine == "fused" and states > stack_limit(device):
             backprop = "checked" if reversible else "checkpoint"
             why += f"; all states would take more than 1/{SHARES[device.type]} of the memory"
@@ -191,13 +191,10 @@ FUSED_KERNELS: dict[str, tuple[dict[str, Any], str, str]] = {
 """By device: the kernels by name, the least picky last, who compiles them, and the extra."""
 
 
-def _worth_fusing(device: torch.device, n: int, batch: int) -> tuple[bool, str]:
-    """The measured rule: where one kernel beats a loop of PyTorch's (docs/results/engine-*.md)."""
+def _worth_fusing(batch: int) -> tuple[bool, str]:
+    """Kernels are never slower than a loop of PyTorch's own (docs/results/engine-*.md)."""
     if batch == 0:
         return False, "there are no samples"
-    widest = 256  # past that, separate matrix products by BLAS are as fast on a CPU
-    if device.type == "cpu" and n > widest:
-        return False, f"one kernel is not faster for more than {widest} features"
     return True, "one launch for all layers is faster than one an operation"
 
 
@@ -233,8 +230,24 @@ def limit(settings: Settings, dtype: torch.dtype) -> float:
 def kernel_name(stack: Stack, precision: str) -> str:
     """The fastest fused kernel for a stack."""
     if stack.device.type == "cpu":
-        return "blas" if blas_is_faster(stack) else "tiles"
+        n = stack.parts * math.isqrt(max(stack.rows) * stack.width)
+        return cpu_kernel(stack.turns, stack.dtype, n, stack.samples, stack.layers)
     return gpu_kernel(stack.turns, precision, stack.features, stack.samples, stack.layers)
+
+
+def cpu_kernel(
+    turns: tuple[int, ...], dtype: torch.dtype, n: int, samples: int, layers: int
+) -> str:
+    """The fastest kernel of a CPU."""
+    wide = "float64" if dtype == torch.float64 else "float32"
+    return choice.best("cpu", choice.scheme(turns), wide, max(1, n), max(1, samples), layers)
+
+
+def cpu_kernel_about(turns: tuple[int, ...], dtype: torch.dtype, n: int, samples: int) -> str:
+    """The same; compilers may leave the sizes open."""
+    return cpu_kernel(
+        turns, dtype, choice.nearest_width(n), choice.nearest_batch(samples, "cpu"), 16
+    )
 
 
 def gpu_kernel(turns: tuple[int, ...], precision: str, n: int, samples: int, layers: int) -> str:
@@ -259,27 +272,6 @@ def kernel(stack: Stack, engine: str, settings: Settings, name: str | None = Non
     if stack.device.type == "cpu":
         return made(stack)
     return made(stack, settings.precision, settings.deterministic)
-
-
-# BLAS wins for weights of at least this many elements, if tiles are padded by at least this much.
-BLAS_FROM = {
-    torch.float32: ((2**16, 1.5), (2**13, 3.0)),
-    torch.float64: ((2**13, 4.0),),
-}
-
-
-def blas_is_faster(stack: Stack) -> bool:
-    """Whether separate matrix products beat the tiles of the CPU kernels.
-
-    Full tiles are faster at every width measured, up to 512. A last tile costs as much as a full
-    one, so that few samples and wide layers are left to BLAS.
-    """
-    lanes = VECTOR_BYTES // stack.dtype.itemsize
-    padded, elements = -(-stack.samples // lanes) * lanes, max(stack.rows) * stack.width
-    return any(
-        elements >= least and padded > waste * stack.samples
-        for least, waste in BLAS_FROM[stack.dtype]
-    )
 
 
 def precision(settings: Settings, y: Tensor) -> str:

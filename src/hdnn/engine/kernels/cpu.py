@@ -16,14 +16,14 @@ import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.engine.kernels import tiles
+from hdnn.engine.kernels import lent, tiles
 from hdnn.engine.kernels.protocol import ACTIVATIONS, KINDS, Stack, Tensors, schedule
 from hdnn.engine.kernels.vectors import VECTOR_BYTES
 
@@ -53,7 +53,7 @@ class _Sizes:
         self.total = -(-chunk * each // lanes) * lanes  # elements of the sums of a group
         # Bytes of all sums, the same for any number of steps, and of what a step keeps.
         self.sums = self.groups * (most * each + lanes) * self.bytes
-        self.layer = self.tiles * width * VECTOR_BYTES
+        self.layer, self.late = self.tiles * width * VECTOR_BYTES, self.tiles * R * VECTOR_BYTES
         self.kept = kept_size(stack)
         self.how = ACTIVATIONS.index(stack.activation), KINDS.index(stack.kind)
         self.forward_products = B * steps * R * width
@@ -61,9 +61,13 @@ class _Sizes:
 
 
 def kept_size(stack: Stack, precision: str = "") -> int:
-    """How many numbers a stack keeps: whole tiles of what each step reads."""
+    """How many numbers a stack keeps: whole tiles of what each step reads, and of sigma.
+
+    Where the slope of sigma is no function of sigma itself, that is what sigma reads.
+    """
     lanes = VECTOR_BYTES // stack.dtype.itemsize
-    return stack.steps * (-(-stack.samples // lanes) * lanes) * stack.width
+    padded = -(-stack.samples // lanes) * lanes
+    return stack.steps * padded * (stack.width + max(stack.rows))
 
 
 def why_not(dtype: torch.dtype, features: int) -> str:
@@ -87,18 +91,19 @@ class CpuKernel:
         self.shape, self.steps = (stack.samples, sizes.tiles, n, stack.width), stack.steps
         self.rows = rows[0], rows[-1]  # of the steps that move each part
         work = (sizes.forward_products * 2, sizes.tiles, stack.dtype)
-        self.ahead = _Work("forward", n + R, *work)
+        self.ahead = Spread("forward", n + R, *work)
         work = (sizes.backward_products * 6, sizes.groups, stack.dtype)
-        self.behind = _Work("backward", 2 * n + 3 * R, *work)
+        self.behind = Spread("backward", 2 * n + 3 * R, *work)
         self.dtype = stack.dtype
 
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
-        kept = y.new_empty(self.sizes.kept) if keep else None
+        kept = lent.empty(self.sizes.kept, self.dtype) if keep else None
+        place = 0 if kept is None else kept.data_ptr()
         out, (K_b, V) = torch.empty_like(y), _addresses(tensors)
-        self.ahead.spread(
+        self.ahead.run(
             *(*self.shape, *self.rows, self.steps, y.data_ptr(), out.data_ptr()),
             *(*K_b, *(V or K_b[:2]), *self.order, tensors[-1].data_ptr()),
-            *(*self.sizes.how, 0 if kept is None else kept.data_ptr()),
+            *(*self.sizes.how, place, place + self.steps * self.sizes.layer),
         )
         return out, kept
 
@@ -120,13 +125,14 @@ class CpuKernel:
         before, after = (y, g.data_ptr()), (y_0, g_0.data_ptr())
         (K_b, V), (dK_db, dV), (part, layer) = _addresses(tensors), _addresses(found), self.order
         c, dc = coef.data_ptr(), 0 if found[-1] is None else found[-1].data_ptr()
+        late = kept + self.steps * sizes.layer
         sums, owner = _room_for_sums(sizes.sums)
         for low, count in sizes.chunks:
             order, at = (part + 8 * low, layer + 8 * low), low * sizes.bytes
-            self.behind.spread(
+            self.behind.run(
                 *(*self.shape, *self.rows, count, *before, *after, *K_b, *(V or K_b[:2])),
                 *(*order, c + at, sums, sizes.total, *sizes.how),
-                kept and kept + low * sizes.layer,
+                *(kept and kept + low * sizes.layer, late + low * sizes.late),
             )
             groups = (sums, sizes.groups, sizes.total, count, self.shape[-1], *self.rows, *order)
             args = array("q", (*groups, *dK_db, *(dV or (0, 0)), dc and dc + at, self.once))
@@ -152,7 +158,7 @@ def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 # How tiles are spread over threads
 
 
-class _Work:
+class Spread:
     """A kernel over shares of the samples, each with rows of vectors as scratch memory.
 
     Each thread takes the next share as soon as it is free.
@@ -161,18 +167,19 @@ class _Work:
     def __init__(
         self, name: str, rows: int, products: int, shares: int, dtype: torch.dtype
     ) -> None:
-        self.kernel = partial(tiles.kernel, name, dtype)  # compiled when it is first needed
+        self.name, self.dtype = name, dtype
+        self.kernel: Any = None  # compiled when it is first needed
         self.shares, self.products = shares, products
         self.room = rows * VECTOR_BYTES
         self.shared = shares > 1 and products >= PARALLEL_FROM
 
-    def spread(self, *given: int) -> None:
-        kernel = self.kernel()
+    def run(self, *given: int) -> None:
+        kernel = self.kernel
+        if kernel is None:
+            kernel = self.kernel = tiles.kernel(self.name, self.dtype)
         threads = self._threads() if self.shared else 1
-        args = array(
-            "q",
-            (0, 0, self.shares, _workspace.address("rows", threads * self.room), self.room, *given),
-        )
+        room = _workspace.address("rows", threads * self.room)
+        args = array("q", (0, 0, self.shares, room, self.room, *given))
         address = args.buffer_info()[0]
         if threads == 1:
             kernel(address)

@@ -1,10 +1,10 @@
 """The kernels of the CPU: all layers on one tile of samples, then the next tile.
 
-A tile is as wide as one vector, 64 float32 or 32 float64 samples; its state is kept feature by
-feature, so that every operation is one vector instruction over samples with a weight as a scalar,
-and nothing leaves the cache. The kernels are plain functions here. Numba (extra `fast`) compiles
-them when first called, once for each dtype whatever the sizes, and keeps them on disk. They release
-the interpreter and share nothing, so that any number of threads may call them.
+A tile is as wide as one vector, 32 or 64 samples in float32 and half as many in float64; its state
+is kept feature by feature, so that every operation is one vector instruction over samples with a
+weight as a scalar, and nothing leaves the cache. The kernels are plain functions here. Numba (extra
+`fast`) compiles them when first called, once for each dtype whatever the sizes, and keeps them on
+disk. They release the interpreter and share nothing, so that any number of threads may call them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ put: Any = None
 integer: Any = None
 load: Any = None  # vectors
 store: Any = None
+load_half: Any = None  # the first half of a vector
+half_of_zero: Any = None
+join: Any = None  # two halves
 splat: Any = None
 polynomial: Any = None  # polynomial(x, coefficients), the highest power first
 total_of: Any = None  # the sum over a vector
@@ -239,17 +242,46 @@ def _activate(code, a, d, rows, one):  # pragma: kernel
             store(d, i, unit)
 
 
+def _kept_late(code):  # pragma: kernel
+    """Whether sigma' is a function of sigma, which is kept then; else what sigma reads is."""
+    return code in (0, 1, 7)
+
+
+def _activate_again(code, kept, z, d, rows, one):  # pragma: kernel
+    """sigma and its slope over rows of vectors, from what was kept."""
+    zero, unit = splat(0.0, one), splat(1.0, one)
+    if code == 0:
+        for i in range(rows):
+            x = load(kept, i, one)
+            store(d, i, unit - x * x)
+            store(z, i, x)
+        return
+    for i in range(rows):
+        x = load(kept, i, one)
+        store(d, i, where_less(zero, x, unit, zero))
+        store(z, i, x)
+    if code != 1:
+        _activate(code, z, d, rows, one)
+
+
 # Products
 
 
 def _four_rows(W, down, across, x, count, one):  # pragma: kernel
     """The sums over k of W_k x_k for W and the three rows after it, `down` bytes apart.
 
-    W_k lies `across` bytes from its neighbour.
+    W_k lies `across` bytes from its neighbour. The sums of half a vector fit into registers.
     """
-    a = b = c = d = splat(0.0, one)
+    a, b, c, d = _half_of_four_rows(W, down, across, x, count, one)
+    x += lanes_of(one) * bytes_of(one) // 2
+    e, f, g, h = _half_of_four_rows(W, down, across, x, count, one)
+    return join(a, e), join(b, f), join(c, g), join(d, h)
+
+
+def _half_of_four_rows(W, down, across, x, count, one):  # pragma: kernel
+    a = b = c = d = half_of_zero(one)
     for k in range(count):
-        v, place = load(x, k, one), W + k * across
+        v, place = load_half(x, k, one), W + k * across
         a = a + v * at(place, 0, one)
         b = b + v * at(place + down, 0, one)
         c = c + v * at(place + 2 * down, 0, one)
@@ -416,6 +448,11 @@ def _weigh(z, v, d, c, r, one):  # pragma: kernel
     return total_of(fold(along))
 
 
+def _copy(x, to, rows, one):  # pragma: kernel
+    for i in range(rows):
+        store(to, i, load(x, i, one))
+
+
 def _clear(x, count, one):  # pragma: kernel
     for i in range(count // lanes_of(one)):
         store(x, i, splat(0.0, one))
@@ -468,12 +505,13 @@ def _scatter(x, tile, B, n, y, one):  # pragma: kernel
 
 
 def _forward(args):  # pragma: kernel
-    one, given = unit(args), arguments(args, 26)
+    one, given = unit(args), arguments(args, 27)
     scratch, room, B, tiles, n, m, r_0, r_1, M, y, out = given[3:14]
-    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef, code, kind, kept = given[14:26]
+    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef, code, kind, kept, late = given[14:27]
     scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
+    R = max(r_0, r_1)
     z = scratch + n * vector
     tile = claim(args, 1)
     while tile < tiles:
@@ -485,11 +523,14 @@ def _forward(args):  # pragma: kernel
             else:
                 target, source, r, K, b, V = scratch + m * vector, scratch, r_1, K_1, b_1, V_1
             if kept:  # as it is: a tile, feature by feature
-                place = kept + (s * tiles + tile) * m * vector
-                for k in range(m):
-                    store(place, k, load(source, k, one))
+                _copy(source, kept + (s * tiles + tile) * m * vector, m, one)
+            place = late + (s * tiles + tile) * R * vector
             _affine(K + j * r * m * size, b + j * r * size, source, z, r, m, one)
+            if kept and not _kept_late(code):
+                _copy(z, place, r, one)
             _activate(code, z, 0, r, one)
+            if kept and _kept_late(code):
+                _copy(z, place, r, one)
             _move(kind, V + j * r * m * size, z, c, target, r, m, one)
         _scatter(scratch, tile, B, n, out, one)
         tile = claim(args, 1)
@@ -497,10 +538,10 @@ def _forward(args):  # pragma: kernel
 
 def _backward(args):  # pragma: kernel
     """Undoes each step from y_N; if what the steps read was kept, reads that."""
-    one, given = unit(args), arguments(args, 30)
+    one, given = unit(args), arguments(args, 31)
     groups, scratch, room, B, tiles, n, m, r_0, r_1, M, y, g, y_0, g_0 = given[2:16]
     K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef = given[16:25]
-    grads, total, code, kind, kept = given[25:30]
+    grads, total, code, kind, kept, late = given[25:31]
     scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
@@ -532,9 +573,10 @@ def _backward(args):  # pragma: kernel
                 source = x + of
                 if kept:
                     source = kept + (s * tiles + tile) * m * vector
-                _affine(K, b, source, z, r, m, one)
-                _activate(code, z, d, r, one)
-                if not kept:
+                    _activate_again(code, late + (s * tiles + tile) * R * vector, z, d, r, one)
+                else:
+                    _affine(K, b, source, z, r, m, one)
+                    _activate(code, z, d, r, one)
                     _move(kind, V, z, -c, x + to, r, m, one)
                 g_y = v = gx + to
                 if kind == CANONICAL:  # J^T g, where x is not needed: such steps are never undone
@@ -609,16 +651,129 @@ def _collect(args):  # pragma: kernel
             _add(dV + j * r * m * size, sums_V + s * R * m * size, r * m, fresh, one)
 
 
+# What is between matrix products by BLAS, row by row. A row lies in memory as it is; in the scratch
+# memory it ends with zeros, up to a whole vector.
+
+
+def _read(x, count, to, one):  # pragma: kernel
+    """Copy so many elements, and zeros after them, to whole vectors."""
+    lanes, size = lanes_of(one), bytes_of(one)
+    whole = count // lanes
+    for i in range(whole):
+        store(to, i, load(x, i, one))
+    if count % lanes:
+        store(to, whole, splat(0.0, one))
+        x, to = x + whole * lanes * size, to + whole * lanes * size
+        for i in range(count % lanes):
+            put(to, i, at(x, i, one))
+
+
+def _write(x, count, to, one):  # pragma: kernel
+    """The inverse of `_read`."""
+    lanes, size = lanes_of(one), bytes_of(one)
+    whole = count // lanes
+    for i in range(whole):
+        store(to, i, load(x, i, one))
+    x, to = x + whole * lanes * size, to + whole * lanes * size
+    for i in range(count % lanes):
+        put(to, i, at(x, i, one))
+
+
+def _add_bias(b, z, vectors, one):  # pragma: kernel
+    """z = z + b."""
+    for i in range(vectors):
+        store(z, i, load(z, i, one) + load(b, i, one))
+
+
+def _rows_forward(args):  # pragma: kernel
+    """z = sigma(a + b), for a (B, r)."""
+    one, given = unit(args), arguments(args, 11)
+    groups, scratch, room, B, r, a, b, z, code = given[2:11]
+    scratch += claim(args, 0) * room
+    size = bytes_of(one)
+    vectors = -(-r // lanes_of(one))
+    line = vectors * lanes_of(one) * size
+    bias, row = scratch, scratch + line
+    _read(b, r, bias, one)
+    group = claim(args, 1)
+    while group < groups:
+        for i in range(B * group // groups, B * (group + 1) // groups):
+            _read(a + i * r * size, r, row, one)
+            _add_bias(bias, row, vectors, one)
+            _activate(code, row, 0, vectors, one)
+            _write(row, r, z + i * r * size, one)
+        group = claim(args, 1)
+
+
+def _rows_backward(args):  # pragma: kernel
+    """z = sigma(a + b) and u = c sigma'(a + b) w, all (B, r); u may be w.
+
+    For each group of rows: the sums of u, and after them that of z w, each in whole vectors.
+    """
+    one, given = unit(args), arguments(args, 15)
+    groups, scratch, room, B, r, a, b, w, z, u, coef, sums, code = given[2:15]
+    scratch += claim(args, 0) * room
+    lanes, size = lanes_of(one), bytes_of(one)
+    vectors = -(-r // lanes)
+    line = vectors * lanes * size
+    bias, row, d, v = scratch, scratch + line, scratch + 2 * line, scratch + 3 * line
+    c = at(coef, 0, one)
+    _read(b, r, bias, one)
+    group = claim(args, 1)
+    while group < groups:
+        total = sums + group * (line + lanes * size)
+        _clear(total, (vectors + 1) * lanes, one)
+        along = splat(0.0, one)
+        for i in range(B * group // groups, B * (group + 1) // groups):
+            at_row = i * r * size
+            _read(a + at_row, r, row, one)
+            _add_bias(bias, row, vectors, one)
+            _activate(code, row, d, vectors, one)
+            _read(w + at_row, r, v, one)
+            for k in range(vectors):
+                vk = load(v, k, one)
+                along = along + load(row, k, one) * vk
+                dk = load(d, k, one) * vk * c
+                store(d, k, dk)
+                store(total, k, load(total, k, one) + dk)
+            _write(row, r, z + at_row, one)
+            _write(d, r, u + at_row, one)
+        store(total, vectors, along)
+        group = claim(args, 1)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "backward": _backward,
     "collect": _collect,
+    "rows forward": _rows_forward,
+    "rows backward": _rows_backward,
 }
 
 INLINE = ("_within", "_exp", "_tanh", "_log1p", "_normal_cdf", "_far", "_unless_far_below")
-INLINE += ("_unless_far", "_turns", "_sin", "_cos", "_one_row", "_two_rows", "_four_rows")
+INLINE += (
+    "_unless_far",
+    "_turns",
+    "_sin",
+    "_cos",
+    "_one_row",
+    "_two_rows",
+    "_four_rows",
+    "_half_of_four_rows",
+)
 PARTS = ("_activate", "_affine", "_add_adjoint", "_move", "_add_outer", "_add_sums")
-PARTS += ("_turn", "_gather", "_scatter", "_weigh", "_clear", "_add")
+PARTS += (
+    "_turn",
+    "_gather",
+    "_scatter",
+    "_weigh",
+    "_clear",
+    "_add",
+    "_read",
+    "_write",
+    "_add_bias",
+)
+PARTS += ("_copy", "_kept_late", "_activate_again")
 
 COMPILING = "hdnn: compiling a kernel for this processor (once after each installation)"
 

@@ -7,7 +7,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-VECTOR_BYTES = 256
+import torch
+
+# Four registers, so that half a vector and three more of its kind need half of all registers.
+VECTOR_BYTES = 256 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 128
 
 
 def operations() -> dict[str, Any]:  # pragma: kernel
@@ -65,6 +68,9 @@ def operations() -> dict[str, Any]:  # pragma: kernel
 
     def vector(*kinds: Any) -> Any:
         return kinds[-1] if isinstance(kinds[-1], Vector) else Vector(kinds[-1])
+
+    def half(*kinds: Any) -> Any:
+        return Vector(kinds[-1], VECTOR_BYTES // 2)
 
     def quarter(*kinds: Any) -> Any:
         return Vector(kinds[-1].dtype, VECTOR_BYTES // 4)
@@ -193,11 +199,27 @@ def operations() -> dict[str, Any]:  # pragma: kernel
     @operation(vector)
     def load(builder: Any, address: Any, row: Any, like: Any):
         t = vector_type(like.type)
-        return builder.load(element(builder, address, row, t, VECTOR_BYTES), align=16)
+        return builder.load(element(builder, address, row, t, VECTOR_BYTES), align=size_of(t))
 
     @operation(nothing)
     def store(builder: Any, address: Any, row: Any, value: Any):
-        builder.store(value, element(builder, address, row, value.type, VECTOR_BYTES), align=16)
+        place = element(builder, address, row, value.type, VECTOR_BYTES)
+        builder.store(value, place, align=size_of(value.type))
+
+    @operation(half)
+    def half_of_zero(builder: Any, like: Any):
+        count = VECTOR_BYTES // 2 // size_of(like.type)
+        return ir.Constant(ir.VectorType(like.type, count), [0.0] * count)
+
+    @operation(half)
+    def load_half(builder: Any, address: Any, row: Any, like: Any):
+        size = size_of(like.type)
+        t = ir.VectorType(like.type, VECTOR_BYTES // 2 // size)
+        return builder.load(element(builder, address, row, t, VECTOR_BYTES), align=size)
+
+    @operation(lambda x, y: Vector(x.dtype))
+    def join(builder: Any, x: Any, y: Any):
+        return pick(builder, x, y, [*range(2 * x.type.count)])
 
     @operation(whole)
     def lanes_of(builder: Any, like: Any):
