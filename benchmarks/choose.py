@@ -14,12 +14,14 @@ takes as long as the others.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from random import Random
 from typing import Any, NamedTuple
 
 import report
@@ -36,6 +38,7 @@ WIDTHS = {"cuda": (32, 64, 96, 128, 192, 256), "cpu": choice.WIDTHS}
 DEPTHS = {"cuda": (16, 128), "cpu": (16,)}
 TURNS = 5  # measurements of each, of which the median counts
 BLOCK = 0.004  # seconds of one
+HOPELESS = 4  # times the best, after which one measurement is enough
 # On a CPU, which other programs use too, the least counts of at least three in this many seconds,
 # and of so many passes over all cases.
 PATIENCE, PASSES = 0.2, 2
@@ -128,11 +131,14 @@ def milliseconds(steps: dict[str, Callable[[], None]], device: str) -> dict[str,
     wait, typical = torch.cuda.synchronize, statistics.median
     if device == "cpu":
         wait, typical = _nothing, min
-    counts = {}
+    counts, once = {}, {}
     for name, step in steps.items():
         for _ in range(4 if device == "cuda" else 1):  # compiles, and captures what is launched
             step()
-        counts[name] = max(1, round(BLOCK / max(_seconds(step, 1, wait), 1e-6)))
+        once[name] = max(_seconds(step, 1, wait), 1e-6)
+        counts[name] = max(1, round(BLOCK / once[name]))
+    hopeless = {name: 1e3 * s for name, s in once.items() if s > HOPELESS * min(once.values())}
+    steps = {name: step for name, step in steps.items() if name not in hopeless}
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + PATIENCE
     while len(next(iter(times.values()))) < (TURNS if device == "cuda" else 3) or (
@@ -140,7 +146,7 @@ def milliseconds(steps: dict[str, Callable[[], None]], device: str) -> dict[str,
     ):
         for name, step in steps.items():
             times[name].append(1e3 * _seconds(step, counts[name], wait))
-    return {name: typical(found) for name, found in times.items()}
+    return {name: typical(found) for name, found in times.items()} | hopeless
 
 
 def _nothing() -> None:
@@ -195,6 +201,25 @@ def compile_all(wanted: list[Case]) -> None:
     say(f"compiled the kernels of {len(first)} cases")
 
 
+def check(device: str, count: int = 60) -> float:
+    """The most that the kernel which `auto` takes is slower than the best, between known points."""
+    random, worst = Random(0), 1.0
+    batches, widths = choice.BATCHES[device], WIDTHS[device]
+    for _ in range(count):
+        n = 2 * round(math.exp(random.uniform(math.log(2), math.log(widths[-1] / 2))))
+        batch = round(math.exp(random.uniform(math.log(batches[0]), math.log(batches[-1]))))
+        drawn = [random.choice(some) for some in ([*SCHEMES], PRECISIONS[device], (16, 64, 256))]
+        case = Case(device, drawn[0], drawn[1], batch, n, drawn[2]).measured()
+        found = milliseconds({k: step_of(case, v) for k, v in case.kernels().items()}, device)
+        taken = choice.best(device, case.scheme, case.precision, n, batch, case.layers)
+        slower = found[taken] / min(found.values())
+        worst = max(worst, slower)
+        if slower > 1.1:
+            say(f"{' '.join(map(str, case))}: {taken}, {slower:.2f} times the best, {found}")
+    say(f"{count} other cases: auto takes at most {worst:.2f} times as long as the best kernel")
+    return worst
+
+
 def write(device: str, table: dict[str, Any]) -> None:
     """Put the figures of this kind of device into the table."""
     known = json.loads(choice.TABLE.read_text()) if choice.TABLE.exists() else {}
@@ -202,3 +227,5 @@ def write(device: str, table: dict[str, Any]) -> None:
     for start in ('"shears"', '"alternating"', '{"32"', '{"1"', '{"4"', '"cpu"'):
         text = text.replace(start, f"\n{start}")
     choice.TABLE.write_text(f"{text}\n")
+    for known in (choice._table, choice._best):
+        known.cache_clear()

@@ -446,6 +446,7 @@ def main() -> int:
         table = choose.measure(device, quick)
         if not quick:
             choose.write(device, table)
+            choose.check(device)
         return 0
     before = report.processor_time()
     seconds = 0.2 if quick else options.seconds

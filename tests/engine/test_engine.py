@@ -507,8 +507,8 @@ def test_the_kernel_of_a_gpu_is_the_fastest_of_the_measured_ones():
             assert dispatch.gpu_kernel(turns, precision, 3000, 100, 9) == "products"
             narrow = dispatch.gpu_kernel(turns, precision, 8, 100, 9)
             assert narrow == ("shears" if turns else "euler")
-    assert [choice.nearest_batch(b) for b in (1, 127, 129, 2047, 2049, 10**6)] == [
-        *(32, 32, 512, 512, 8192, 8192)
+    assert [choice.nearest_batch(b, "cuda") for b in (1, 63, 65, 4095, 4097, 10**6)] == [
+        *(32, 32, 128, 2048, 8192, 8192)
     ]
 
 
@@ -518,11 +518,11 @@ def test_a_compiler_can_ask_for_the_kernel_of_a_gpu_and_leave_the_batch_open():
     @torch.compile(fullgraph=True, dynamic=True, backend="eager")
     def chosen(y: Tensor) -> Tensor:
         assert dispatch._matmul_setting() in ("highest", "high", "medium")
-        name = dispatch.gpu_kernel((), "ieee", 64, y.numel() // 64, 9)
+        name = dispatch.gpu_kernel_about((), "ieee", 64, y.numel() // 64, 9)
         return y.new_full((), len(name))
 
     for batch in (3, 100, 5000):
-        wanted = len(dispatch.gpu_kernel((), "ieee", 64, batch, 9))
+        wanted = len(dispatch.gpu_kernel_about((), "ieee", 64, batch, 9))
         assert int(chosen(torch.zeros(batch, 64))) == wanted
 
 

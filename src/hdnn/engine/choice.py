@@ -3,9 +3,8 @@
 `python benchmarks/engine.py --device cuda --choose` measures all of them over a grid of widths,
 batches and depths, and writes `choices.json`; `--device cpu` does so for the kernels of the CPU.
 Between the points of the grid times are interpolated; beyond, the nearest decides. Compilers leave
-sizes open: there they count as those of the grid that they are nearest to, in ratio, and so does
-the number of samples on a GPU. Past the widest state that one kernel of a GPU can hold, nothing is
-to be chosen.
+sizes open: there they count as those of the grid that they are nearest to, in ratio. Past the
+widest state that one kernel of a GPU can hold, nothing is to be chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant
 
 TABLE = Path(__file__).with_name("choices.json")
-BATCHES = {"cpu": (1, 8, 32, 128, 512, 2048), "cuda": (32, 512, 8192)}  # those of the table
+BATCHES = {
+    "cpu": (1, 8, 32, 128, 512, 2048),
+    "cuda": (32, 128, 512, 2048, 8192),
+}  # those of the table
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # those of a CPU; narrower ones are like the first
 
 
@@ -32,7 +34,7 @@ def scheme(turns: tuple[int, ...]) -> str:
     return "alternating" if len(turns) == 2 else "shears"
 
 
-def nearest_batch(samples: Any, device: str = "cuda") -> int:
+def nearest_batch(samples: Any, device: str) -> int:
     """By comparisons alone, so that a compiler may leave the number of samples open."""
     return _nearest(samples, BATCHES[device])
 

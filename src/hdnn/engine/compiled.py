@@ -54,7 +54,7 @@ def _run(engine: str, backprop: str, call: Call) -> Tensor:
     if engine == "fused":
         n, layers = y.shape[-1], len(call.weights[0])
         if y.is_cuda:
-            name = dispatch.gpu_kernel(call.turns, precision, n, y.numel() // n, layers)
+            name = dispatch.gpu_kernel_about(call.turns, precision, n, y.numel() // n, layers)
         else:
             name = dispatch.cpu_kernel_about(call.turns, wide, n, y.numel() // n)
     how = f"{turns} {order} {call.kind} {engine} {backprop} {name} {precision} {call.sigma.name}"

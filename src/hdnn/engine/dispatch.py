@@ -251,14 +251,21 @@ def cpu_kernel_about(turns: tuple[int, ...], dtype: torch.dtype, n: int, samples
 
 
 def gpu_kernel(turns: tuple[int, ...], precision: str, n: int, samples: int, layers: int) -> str:
-    """The fastest kernel of a GPU; compilers may leave the number of samples open."""
+    """The fastest kernel of a GPU."""
     if turns and {*turns} != {0, 1}:  # one half never moves
         return "shears" if n <= MAX_WIDTH else "plain"
     if n <= MAX_WIDTH:
-        batch, scheme = choice.nearest_batch(samples), choice.scheme(turns)
+        scheme, batch = choice.scheme(turns), max(1, samples)
         if choice.best("cuda", scheme, precision, n, batch, layers) == "one kernel":
             return "shears" if turns else "euler"
     return "products"
+
+
+def gpu_kernel_about(
+    turns: tuple[int, ...], precision: str, n: int, samples: Any, layers: int
+) -> str:
+    """The same; compilers may leave the number of samples open."""
+    return gpu_kernel(turns, precision, n, choice.nearest_batch(samples, "cuda"), layers)
 
 
 def kernel(stack: Stack, engine: str, settings: Settings, name: str | None = None) -> Any:
