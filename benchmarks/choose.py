@@ -208,8 +208,8 @@ def check(device: str, count: int = 60) -> float:
     for _ in range(count):
         n = 2 * round(math.exp(random.uniform(math.log(2), math.log(widths[-1] / 2))))
         batch = round(math.exp(random.uniform(math.log(batches[0]), math.log(batches[-1]))))
-        drawn = [random.choice(some) for some in ([*SCHEMES], PRECISIONS[device], (16, 64, 256))]
-        case = Case(device, drawn[0], drawn[1], batch, n, drawn[2]).measured()
+        scheme, precision = random.choice([*SCHEMES]), random.choice(PRECISIONS[device])
+        case = Case(device, scheme, precision, batch, n, random.choice((16, 64, 256))).measured()
         found = milliseconds({k: step_of(case, v) for k, v in case.kernels().items()}, device)
         taken = choice.best(device, case.scheme, case.precision, n, batch, case.layers)
         slower = found[taken] / min(found.values())
