@@ -19,7 +19,8 @@ import torch
 
 import interpreter
 from hdnn import activations, interconnection
-from hdnn.engine.kernels import triton as engine
+from hdnn.engine.kernels import gradients as weight_gradients
+from hdnn.engine.kernels import tilings, triton
 from hdnn.engine.kernels.protocol import ACTIVATIONS, Stack, schedule
 from hdnn.engine.kernels.triton import TritonEuler, TritonShears
 
@@ -210,6 +211,14 @@ GROUPS = {
         ("euler", (20, 20, 7, 2), {"kind": "same", "deterministic": True}),
         ("split", (0, 4, 4, 4, 2), {}),
     ],
+    "warps": [  # alternating halves in tf32 and bf16; in the interpreter, 32 steps at a time
+        ("split", (40, 32, 32, 32, 2), {"precision": "tf32"}),
+        ("split", (33, 20, 7, 30, 2), {"precision": "tf32", "scheme": "ms1"}),
+        ("split", (20, 16, 16, 16, 2), {"precision": "bf16", "inverse": True}),
+        ("split", (1, 1, 1, 1, 1), {"precision": "tf32", "activation": "softplus"}),
+        ("split", (31, 5, 17, 3, 2), {"precision": "bf16", "activation": "gelu"}),
+        ("split", (20, 3, 3, 4, 20), {"precision": "tf32"}),
+    ],
     "precisions": [
         (stack, sizes, {"precision": precision, **options})
         for precision in TOLERANCE
@@ -390,9 +399,11 @@ if __name__ == "__main__":
     found = []
     for group in sys.argv[1:]:
         if group == "portions":
-            engine.EMITTED_BYTES, engine.ROWS = 5000, 16
-        pair = engine.Tiling(16, 16, 4, 2), engine.Tiling(32, 16, 4, 2)
-        always = mock.patch.object(engine, "packed_tilings", return_value=pair)
+            weight_gradients.EMITTED_BYTES, weight_gradients.ROWS = 5000, 16
+        if group == "warps":
+            triton.FRAGMENT_BYTES = 1
+        pair = tilings.Tiling(16, 16, 4, 2), tilings.Tiling(32, 16, 4, 2)
+        always = mock.patch.object(tilings, "packed_tilings", return_value=pair)
         with always if group == "packed" else nullcontext():
             found += failures(group)
     sys.stdout.write(json.dumps(found))

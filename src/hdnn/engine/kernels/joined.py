@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hdnn.engine.kernels import triton as triton_stacks
+from hdnn.engine.kernels import compiling
+from hdnn.engine.kernels.device import kernel_sigma, kernel_slope
 from hdnn.engine.kernels.protocol import installed
 
 # Entries of a product, and of its sums, that a program takes at once; measured on an H200.
@@ -23,8 +24,6 @@ WIDE = 512  # from this many hidden units on, a state gives twice as many column
 
 tl: Any = None
 constexpr: TypeAlias = Any
-kernel_sigma: Any = None
-kernel_slope: Any = None
 
 
 # Inside of a kernel
@@ -108,10 +107,8 @@ _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__mod
 @functools.cache
 def load() -> None:
     """Import Triton and compile the functions above, at the first call."""
-    triton_stacks.load()
-    for name in ("kernel_sigma", "kernel_slope"):
-        globals()[name] = getattr(triton_stacks, name)
-    triton_stacks.compile_functions(globals(), _DEVICE)
+    compiling.load()
+    compiling.compile_functions(globals(), _DEVICE)
 
 
 class Joined:
@@ -122,7 +119,7 @@ class Joined:
         self.activation, self.learned, self.fast = (
             activation,
             learned,
-            not triton_stacks.interpreted(),
+            not compiling.interpreted(),
         )
 
     def inner(self, x: Tensor, K: Tensor, b: Tensor, a: Tensor, z: Any, c: Tensor) -> None:

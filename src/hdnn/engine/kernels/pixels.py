@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdnn import activations, engine
-from hdnn.engine.kernels import triton as triton_stacks
+from hdnn.engine.kernels import compiling
+from hdnn.engine.kernels.device import kernel_sigma, kernel_slope
 from hdnn.engine.kernels.protocol import installed
 from hdnn.engine.tracing import traced
 
@@ -29,8 +30,6 @@ TILE = 2048  # entries at once
 
 tl: Any = None
 constexpr: TypeAlias = Any
-kernel_sigma: Any = None
-kernel_slope: Any = None
 
 
 # Inside of a kernel
@@ -287,11 +286,9 @@ _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__mod
 @functools.cache
 def _load() -> dict[str, Any]:
     """Import Triton and compile the kernels above, at the first call."""
-    triton_stacks.load()  # sigma and its slope are the same
+    compiling.load()  # sigma and its slope are the same
     here = globals()
-    for name in ("kernel_sigma", "kernel_slope"):
-        here[name] = getattr(triton_stacks, name)
-    triton_stacks.compile_functions(here, _DEVICE)
+    compiling.compile_functions(here, _DEVICE)
     return here
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hdnn.engine.kernels import triton as triton_stacks
+from hdnn.engine.kernels import compiling
+from hdnn.engine.kernels.device import kernel_sigma, kernel_slope
 
 TILE = 2048  # entries at once
 ROWS = 64  # samples at once, in sums over samples
@@ -16,8 +17,6 @@ COLUMNS = 64  # at the most, in such sums
 
 tl: Any = None
 constexpr: TypeAlias = Any
-kernel_sigma: Any = None
-kernel_slope: Any = None
 
 
 # Inside of a kernel
@@ -81,10 +80,8 @@ _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__mod
 @functools.cache
 def load() -> None:
     """Import Triton and compile the functions above, at the first call."""
-    triton_stacks.load()
-    for name in ("kernel_sigma", "kernel_slope"):
-        globals()[name] = getattr(triton_stacks, name)
-    triton_stacks.compile_functions(globals(), _DEVICE)
+    compiling.load()
+    compiling.compile_functions(globals(), _DEVICE)
 
 
 class Pointwise:
@@ -92,7 +89,7 @@ class Pointwise:
 
     def __init__(self, activation: str, precision: str, learned: bool) -> None:
         load()
-        fast = precision in ("tf32", "bf16") and not triton_stacks.interpreted()
+        fast = precision in ("tf32", "bf16") and not compiling.interpreted()
         self.how, self.learned = {"ACT": activation, "FAST": fast}, learned
 
     def value(self, a: Tensor, z: Tensor, coef: Tensor) -> None:
