@@ -88,7 +88,6 @@ _PACKED: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
 _PACKED_EULER: dict[int, dict[str, tuple[Tiling, Tiling]]] = {
     256: {"tf32": (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2))},
 }
-WARPS = False  # not measured yet
 # A warp has 16 samples; more than two warps would do some of their weight gradients twice.
 _WARPS = (Tiling(64, 32, 4, 3), Tiling(32, 32, 2, 3))
 
@@ -124,8 +123,7 @@ def warp_tilings(stack: Stack, precision: str, deterministic: bool) -> tuple[Til
     alternating = sorted(stack.turns) == [0, 1] and stack.kind == "same"
     narrow = max(stack.width, *stack.rows) <= 32
     exact = deterministic or precision not in ("tf32", "bf16")
-    possible = alternating and narrow and not exact
-    return _WARPS if possible and WARPS else None
+    return _WARPS if alternating and narrow and not exact else None
 
 
 def tiling(
