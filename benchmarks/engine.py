@@ -390,13 +390,13 @@ def import_time(quick: bool) -> Row:
     return row | {"numba_or_triton": brought, "target": "< 0.1 s, numba and triton not imported"}
 
 
-def widths(seconds: float, out: Path | None) -> int:
+def widths(seconds: float, out: Path | None, compiled: bool) -> int:
     result: dict[str, Any] = {
-        "command": "python benchmarks/engine.py --device cuda --widths",
+        "command": "python benchmarks/engine.py --device cuda --widths" + " --compiled" * compiled,
         "machine": report.machine("cuda"),
         "accuracy": width.accuracy(),
         "memory": width.memory(),
-        "speed": width.speed(in_turns, seconds, compiled=True),
+        "speed": width.speed(in_turns, seconds, compiled=compiled),
     }
     report.keep(result, width.page(result), "engine-width", out)
     if out is not None:
@@ -426,6 +426,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="does it run? The figures are rough")
     parser.add_argument("--choose", action="store_true", help="measure what auto decides by, only")
     parser.add_argument("--widths", action="store_true", help="wide stacks on a GPU, only")
+    parser.add_argument(
+        "--compiled", action="store_true", help="with them, the compiled loop: a minute for each"
+    )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here; use --device cpu", file=sys.stderr)
@@ -441,7 +444,7 @@ def main() -> int:
         print("--widths needs --device cuda", file=sys.stderr)
         return 2
     if options.widths:
-        return widths(0.05 if quick else options.seconds / 8, options.out)
+        return widths(0.05 if quick else options.seconds / 8, options.out, options.compiled)
     if options.choose:
         table = choose.measure(device, quick)
         if not quick:

@@ -1,6 +1,6 @@
 """Wide stacks on a GPU: `auto` against the best plain loop, and against its matrix products alone.
 
-    python benchmarks/engine.py --device cuda --widths [--out docs/results]
+    python benchmarks/engine.py --device cuda --widths [--compiled] [--out docs/results]
 
 A training step of 64 layers, forwards and backwards, at batch 8192 and 512. "Products alone" are
 the matrix products that a step cannot do without (12 a layer of H2, 6 of H1, at full size), as one
@@ -27,7 +27,7 @@ LAYERS = 64
 CASES = [
     *(("h2", n, 8192, precision) for precision in ("tf32", "bf16") for n in (256, 512, 1024, 2048)),
     *(("h2", n, 512, "tf32") for n in (256, 1024)),
-    *(("h1", n, 8192, "tf32") for n in (256, 512, 1024)),
+    *(("h1", n, 8192, precision) for precision in ("tf32", "bf16") for n in (256, 512, 1024)),
     ("h2", 512, 8192, "ieee"),
 ]
 DEPTHS = (16, 256)
