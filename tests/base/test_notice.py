@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from hdnn.base import notice
 from hdnn.base.notice import said_if_slow
 
 
@@ -24,6 +25,7 @@ class Terminal(io.StringIO):
 
 
 def at(monkeypatch, is_terminal):
+    monkeypatch.setattr(notice, "_said", set())
     made = Terminal(is_terminal)
     monkeypatch.setattr(sys, "stderr", made)
     return made
@@ -33,6 +35,9 @@ def test_what_is_slow_is_said_at_a_terminal(monkeypatch):
     terminal = at(monkeypatch, True)
     with said_if_slow("one moment", 0.0):
         assert terminal.written.wait(10)
+    assert terminal.getvalue() == "one moment\n"
+    with said_if_slow("one moment", 0.0):  # was said already
+        pass
     assert terminal.getvalue() == "one moment\n"
 
 

@@ -11,14 +11,25 @@ from functools import partial
 PATIENCE = 2.0  # seconds
 
 
+_said: set[str] = set()
+
+
 @contextmanager
 def said_if_slow(line: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Write the line to the terminal if the block takes longer than that; quiet when piped."""
-    if not sys.stderr.isatty():
+    """Write the line to the terminal if the block takes longer than that; quiet when piped.
+
+    A process says a line once, however many blocks are slow.
+    """
+    if line in _said or not sys.stderr.isatty():
         yield
         return
-    with later(patience, partial(sys.stderr.write, f"{line}\n")):
+    with later(patience, partial(_say, line)):
         yield
+
+
+def _say(line: str) -> None:
+    _said.add(line)
+    sys.stderr.write(f"{line}\n")
 
 
 @contextmanager
