@@ -69,7 +69,12 @@ class BlasKernel:
         self.lanes = lanes = VECTOR_BYTES // stack.dtype.itemsize
         vectors = [-(-r // lanes) for r in self.rows]
         self.sums = [(v + 1) * lanes for v in vectors]  # of a group, see `tiles._rows_backward`
-        self.all_move = {i for i, _ in self.order} == {*range(stack.parts)}
+        # The steps that move each part, and the number of each step among those.
+        self.steps = [
+            [s for s, (i, _) in enumerate(self.order) if i == part] for part in range(stack.parts)
+        ]
+        self.nth = {s: k for steps in self.steps for k, s in enumerate(steps)}
+        self.all_move = all(self.steps)
         # Backwards, these steps are the first to add to the gradients of their weights.
         self.fresh = {*{move: s for s, move in enumerate(self.order)}.values()}
         self.ahead, self.behind = (
@@ -121,21 +126,24 @@ class BlasKernel:
     ) -> Tensors:
         """From what was kept or, without that, from the parts of y_N, which are undone to y_0."""
         weights, kind, coef, g_0 = self._weights(tensors), self.stack.kind, tensors[-1], g.clone()
-        steps, grads = coef.tolist(), g_0.chunk(self.stack.parts, -1)
+        by, grads = coef.tolist(), g_0.chunk(self.stack.parts, -1)
         states, before = ([], []) if kept is None else self._kept(kept, len(g))
         room = [tuple(g.new_empty(2, len(g), r)) for r in self.rows]
         turned = torch.empty_like(g) if kind == "canonical" else None
-        sums = [g.new_empty(len(self.order), self.groups, size) for size in self.sums]
+        sums = [
+            g.new_empty(len(steps), self.groups, size)
+            for steps, size in zip(self.steps, self.sums, strict=True)
+        ]
         new = torch.empty_like if self.all_move else torch.zeros_like
         found: Any = [None if t is None else new(t) for t in tensors]
         for s in reversed(range(len(self.order))):
-            (i, j), c, (z, u) = self.order[s], steps[s], room[self.order[s][0]]
+            (i, j), c, (z, u) = self.order[s], by[s], room[self.order[s][0]]
             (K, b, V), (d_K, _, d_V) = weights[i], moved_by(i, found)
             x = states[self.places.reads[s]] if kept is not None else y[i - 1]
             a = before[s] if kept is not None else torch.mm(x, K[j].mT, out=z)
             delta = grads[i] if turned is None else _turned(grads[i], turned)
             w = u.copy_(delta) if kind == "identity" else torch.mm(delta, V[j].mT, out=u)
-            at = [t.data_ptr() for t in (a, b[j], w, z, u, coef[s], sums[i][s])]
+            at = [t.data_ptr() for t in (a, b[j], w, z, u, coef[s], sums[i][self.nth[s]])]
             self.behind[i].run(*u.shape, *at, self.code)
             if kept is None:
                 self._move(y[i], z, V[j], -c, y[i])
@@ -152,15 +160,13 @@ class BlasKernel:
     def _collect(self, sums: list[Tensor], found: list[Any]) -> None:
         """Put the gradients of b and c, summed over groups of rows, into `found`."""
         along = found[-1] if self.stack.learned else None
-        for i, each in enumerate(sums):
-            at = [s for s, (part, _) in enumerate(self.order) if part == i]
-            if not at:
-                continue
-            total, layers = each[at].sum(1), [self.order[s][1] for s in at]
-            d_b, r = moved_by(i, found)[1], self.rows[i]
-            d_b.zero_().index_add_(0, torch.tensor(layers), total[:, :r])
-            if along is not None:
-                along[at] = total[:, -self.lanes :].sum(1)
+        for i, (steps, each) in enumerate(zip(self.steps, sums, strict=True)):
+            if steps:
+                total, layers = each.sum(1), torch.tensor([self.order[s][1] for s in steps])
+                d_b = moved_by(i, found)[1]
+                d_b.zero_().index_add_(0, layers, total[:, : self.rows[i]])
+                if along is not None:
+                    along[steps] = total[:, -self.lanes :].sum(1)
         found[-1] = along
 
     def _move(self, y: Tensor, z: Tensor, V: Tensor, c: float, into: Tensor) -> Tensor:
