@@ -41,9 +41,9 @@ BLOCK = 0.004  # seconds of one
 HOPELESS = 4  # times the best, after which one measurement is enough
 # On a CPU, which other programs use too, the least counts of at least three in this many seconds,
 # and of so many passes over all cases.
-PATIENCE, PASSES = 0.2, 2
+PATIENCE, PASSES = 0.2, 3
 LARGEST = 2048 * 384**2  # products of a layer on a CPU; what has more is like the next smaller
-MUCH = 2**29  # products of a stack on a CPU; fewer layers are measured than would take more
+MUCH = 2**28  # products of a stack on a CPU; fewer layers are measured than would take more
 
 
 class Case(NamedTuple):
@@ -92,7 +92,7 @@ class Case(NamedTuple):
         """The same, with as many layers as are measured."""
         if self.device == "cuda":
             return self
-        most = MUCH // (self.batch * self.n**2)
+        most = MUCH // (max(32, self.batch) * self.n**2)  # a tile is never less
         return self._replace(layers=max(1, min(self.layers, most)))
 
 

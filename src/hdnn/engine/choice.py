@@ -24,7 +24,7 @@ BATCHES = {
     "cpu": (1, 8, 32, 128, 512, 2048),
     "cuda": (32, 128, 512, 2048, 8192),
 }  # those of the table
-WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # those of a CPU; narrower ones are like the first
+WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 1024)  # those of a CPU
 
 
 def scheme(turns: tuple[int, ...]) -> str:
