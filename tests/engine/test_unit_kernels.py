@@ -78,8 +78,8 @@ def unit_errors(
 
 def joined_errors(*unit, **options):
     """The same of a unit whose convolutions and passes are one kernel each."""
-    gradient, few = convolutions.Joined.gradient, mock.patch.object(units, "TOGETHER", 3)
-    with mock.patch.object(convolutions.Joined, "gradient", autospec=True) as called, few:
+    gradient, few = convolutions.OneKernel.gradient, mock.patch.object(units, "TOGETHER", 3)
+    with mock.patch.object(convolutions.OneKernel, "gradient", autospec=True) as called, few:
         called.side_effect = gradient
         found = unit_errors(*unit, **options)
     assert called.called

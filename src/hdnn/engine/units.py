@@ -187,11 +187,11 @@ class _Unit:
         self.normals = list(normals)
         self.count, self.like = schedule.count, y.chunk(schedule.count, 1)[0]
         k = self.weights[0].K.shape[-1]
-        self.by = convolutions.Separate(self.like, schedule.activation)
+        self.by = convolutions.TwoKernels(self.like, schedule.activation)
         plain = not (schedule.turn or schedule.normed)
         if plain and convolutions.joins(self.like, k, schedule.work):
             together = min(self.M, TOGETHER) if schedule.backprop == "stored" else 1
-            self.by = convolutions.Joined(self.like, schedule.activation, together)
+            self.by = convolutions.OneKernel(self.like, schedule.activation, together)
         self.pixels, self.B = self.by.pixels, len(y)
         self.Ks = Ks or [self.by.kernels(one.K, schedule.work) for one in self.weights]
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hdnn.engine.kernels import pixels
-from hdnn.engine.kernels import triton as triton_stacks
+from hdnn.engine.kernels import compiling, pixels
+from hdnn.engine.kernels.device import kernel_sigma, kernel_slope
 from hdnn.engine.kernels.pixels import ONE, Pixels, Step
 from hdnn.engine.kernels.protocol import installed
 from hdnn.errors import require
@@ -29,8 +29,6 @@ PIXELS = 64  # whose products are added to the gradient of K at once
 
 tl: Any = None
 constexpr: TypeAlias = Any
-kernel_sigma: Any = None
-kernel_slope: Any = None
 
 
 # Inside of a kernel
@@ -215,11 +213,9 @@ _DEVICE = [f for f in [*globals().values()] if inspect.isfunction(f) and f.__mod
 @functools.cache
 def _load() -> dict[str, Any]:
     """Import Triton and compile the kernels above, at the first call."""
-    triton_stacks.load()  # sigma and its slope are the same
+    compiling.load()  # sigma and its slope are the same
     here = globals()
-    for name in ("kernel_sigma", "kernel_slope"):
-        here[name] = getattr(triton_stacks, name)
-    triton_stacks.compile_functions(here, _DEVICE)
+    compiling.compile_functions(here, _DEVICE)
     descriptors = require("triton.tools.tensor_descriptor", extra="gpu")
     here["TensorDescriptor"] = descriptors.TensorDescriptor
     return here
@@ -266,7 +262,7 @@ def sums(B: int, C: int, height: int, width: int, processors: int) -> GradientTi
     return GradientTiling(BB, TW, 64, NB, programs)
 
 
-class Separate:
+class TwoKernels:
     """The steps of a shear by cuDNN, each followed by a pass over its result."""
 
     def __init__(self, like: Tensor, activation: str) -> None:
@@ -316,7 +312,7 @@ class Separate:
         return grads
 
 
-class Joined(Separate):
+class OneKernel(TwoKernels):
     """The same without J, with the pass as a part of the convolution.
 
     So many gradients of K are added up `together`, which takes memory.
@@ -432,11 +428,11 @@ def _described(x: Tensor, block: tuple[int, ...]) -> Any:
 
 
 def _emulated(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and triton_stacks.interpreted()
+    return x.dtype == torch.bfloat16 and compiling.interpreted()
 
 
 def joins(like: Tensor, k: int, dtype: torch.dtype) -> bool:
-    """Whether `Joined` takes these images in this precision, which it does where it is faster.
+    """Whether `OneKernel` takes these images in this precision, which it does where it is faster.
 
     It was measured on GPUs of the H100's generation, whose way of reading blocks it uses.
     """
