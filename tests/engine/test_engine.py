@@ -500,6 +500,33 @@ def test_layers_that_move_one_half_alone_run_on_any_device():
 # Choosing
 
 
+@pytest.mark.parametrize(
+    ("scheme", "n", "N", "precision", "backprop"),
+    [
+        *(("h2", n, 64, "tf32", "stored") for n in (256, 512, 1024, 2048)),
+        *(("h2", n, 256, "tf32", "checked") for n in (512, 2048)),
+        ("h1", 512, 64, "tf32", "stored"),
+        ("h1", 512, 256, "tf32", "checkpoint"),
+        ("h1", 64, 1024, "ieee", "checkpoint"),
+        ("h2", 512, 100, "bf16", "stored"),
+    ],
+)
+def test_large_states_on_a_gpu_are_not_all_stored(scheme, n, N, precision, backprop, monkeypatch):
+    monkeypatch.setattr(dispatch, "memory_of", lambda _: 139 * 2**30)
+    monkeypatch.setattr(dispatch, "_why_not_fused", lambda *_: ("", None))
+    plan = dispatch.plan(
+        engine.Settings(precision=precision),
+        reversible=scheme == "h2",
+        device=torch.device("cuda", 0),
+        dtype=torch.float32,
+        n=n,
+        batch=8192,
+        steps=N * (1 + (scheme == "h2")),
+        activation="tanh",
+    )
+    assert (plan.engine, plan.backprop) == ("fused", backprop)
+
+
 def test_the_kernel_of_a_gpu_is_the_fastest_of_the_measured_ones():
     for scheme, turns in (("euler", ()), ("alternating", (0, 1)), ("shears", (0, 1, 0))):
         assert choice.scheme(turns) == scheme

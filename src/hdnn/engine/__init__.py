@@ -9,10 +9,11 @@ But rounding then grows as the layers expand, so each reversal is checked: a `Re
 figures, or a `TrainingError` if the gradients would be worthless.
 
 "auto" gives the gradients of stored states for any weights. It stores the states while they take
-no more than 1/128 of the memory of a GPU, or 1/32 of that of the machine. Beyond that it keeps
-eight of them, rebuilds those between, and compares: where the way back does not lead to the state
-that was kept, but for rounding, those layers run again. Layers that cannot be undone get
-checkpoints. Any other choice runs as asked, or raises.
+no more than 1/80 of the memory of a GPU (1/16 for up to 8 n samples, whose states are not large
+beside the weights), or 1/32 of that of the machine. Beyond that it keeps nine of them, rebuilds
+those between, and compares: where the way back does not lead to the state that was kept, but for
+rounding, those layers run again. Layers that cannot be undone get checkpoints. Any other choice
+runs as asked, or raises.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ NOT_REVERSIBLE = (
 )
 
 
-SHARES = {"cpu": 32, "cuda": 128}
+SHARES = {"cpu": 32, "cuda": 80}
+WIDE_SHARE = 16  # on a GPU, of up to 8 n samples, whose states are not large beside the weights
 """`auto` stores the states of a stack in at most this part of the memory: one in so many.
 
 Beyond that it keeps a few states and rebuilds those between, if the layers can be undone, or keeps
@@ -109,11 +110,16 @@ def plan(
     if backprop == "auto":
         backprop = "stored"
         states = steps * batch * (n // 2 if reversible else n) * max(4, dtype.itemsize)
-        if device.type == "cpu" or n > MAX_WIDTH:
-            states *= 2  # with what their activations read, or give
-        if engine == "fused" and states > stack_limit(device):
+        if device.type == "cpu":
+            states *= 2  # with what their activations give
+        elif n > MAX_WIDTH:  # with what their activations read
+            states *= {"tf32": 1.5, "bf16": 1.0}.get(_precision(settings, device, dtype), 2.0)
+        share = (
+            WIDE_SHARE if device.type == "cuda" and batch <= 8 * n else SHARES.get(device.type, 32)
+        )
+        if engine == "fused" and states > memory_of(device) / share:
             backprop = "checked" if reversible else "checkpoint"
-            why += f"; all states would take more than 1/{SHARES[device.type]} of the memory"
+            why += f"; all states would take more than 1/{share} of the memory"
     return EnginePlan(engine, backprop, why)
 
 
@@ -134,18 +140,14 @@ def plan_of_call(settings: Settings, call: Call, *, traced: bool) -> EnginePlan:
 
 
 @constant
-def stack_limit(device: torch.device) -> float:
-    """How many bytes of states `auto` stores at most for one stack on that device."""
-    return _memory(device) / SHARES[device.type]
+def stored_limit(device: torch.device) -> float:
+    """How many bytes of states `auto` stores at most for a unit of an image network."""
+    return memory_of(device) / UNIT_SHARE
 
 
 @constant
-def stored_limit(device: torch.device) -> float:
-    """The same for a unit of an image network."""
-    return _memory(device) / UNIT_SHARE
-
-
-def _memory(device: torch.device) -> float:
+def memory_of(device: torch.device) -> float:
+    """Bytes of the device, or of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return _MACHINE
@@ -283,9 +285,13 @@ def kernel(stack: Stack, engine: str, settings: Settings, name: str | None = Non
 
 def precision(settings: Settings, y: Tensor) -> str:
     """How a GPU multiplies: as asked, else as the dtype or PyTorch's own setting says."""
-    if settings.precision != "auto" or not y.is_cuda:
+    return _precision(settings, y.device, y.dtype)
+
+
+def _precision(settings: Settings, device: torch.device, dtype: torch.dtype) -> str:
+    if settings.precision != "auto" or device.type != "cuda":
         return settings.precision
-    dtype = torch.get_autocast_dtype("cuda") if autocasting(y.device) else y.dtype
+    dtype = torch.get_autocast_dtype("cuda") if autocasting(device) else dtype
     if dtype in HALF:
         return "bf16" if dtype == torch.bfloat16 else "tf32"
     wanted = _matmul_setting()
