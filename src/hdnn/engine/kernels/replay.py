@@ -3,7 +3,8 @@
 A graph reads and writes fixed addresses. Nothing is copied to make that so: PyTorch gives out the
 same memory again and again as a training goes on, and where it does, the launches of an earlier
 pass are just the right ones. A pass whose addresses were not seen before is launched in the
-ordinary way, one kernel after the other. Results do not depend on it.
+ordinary way, one kernel after the other, and so are all where addresses never come back, since to
+record a graph takes as long as a few passes. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 REMEMBERED = 64  # sets of addresses, the last ones seen: a deep stack runs in many parts, in turn
+
+WORTH, FREE = 4, 4 * REMEMBERED  # replays of each graph, on average; not asked of the first ones
 
 Launch = Callable[["Streams"], None]
 
@@ -66,6 +69,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[tuple[str | int, ...], Any] = OrderedDict()
+        self._recorded = self._replayed = 0
 
     def run(self, what: str, launch: Launch, used: Sequence[Tensor], *, lanes: int = 1) -> None:
         """Launch what is called so, or replay.
@@ -83,12 +87,14 @@ class Replays:
             where = threading.get_ident(), torch.cuda.current_stream().cuda_stream
             key = (what, *where, *[t.data_ptr() for t in used])
             seen, graph = key in self._graphs, self._graphs.pop(key, None)
-            if graph is None and seen:
+            if graph is None and seen and self._replayed + FREE >= WORTH * self._recorded:
                 graph = _captured(launch, lanes)
+                self._recorded += 1
             if graph is None:
                 launch(Streams(lanes))
             else:
                 graph.replay()
+                self._replayed += 1
             self._graphs[key] = graph
             if len(self._graphs) > REMEMBERED:
                 self._graphs.popitem(last=False)
