@@ -5,10 +5,10 @@
 
 writes src/hdnn/engine/choices.json: milliseconds of a step forwards and backwards, for each scheme,
 precision (or dtype, on a CPU), batch, width and depth, by each kernel that can run it. All kernels
-of a GPU are compiled first, by as many processes as there are cores. On a CPU one thread runs: that
-threads wait for each other where programs share the cores says nothing about a kernel, and threads
-speed both of them up alike. Large stacks are measured with fewer layers there, since each of them
-takes as long as the others.
+of a GPU are compiled first, by as many processes as there are cores. A CPU has two tables, for one
+thread and for all. Large stacks are measured with fewer layers there, since each of them takes as
+long as the others. Nothing else should run then: threads that have to wait for a core make matrix
+products several times slower, and single kernels hardly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK = 0.004  # seconds of one
 HOPELESS = 4  # times the best, after which one measurement is enough
 # On a CPU, which other programs use too, the least counts of at least three in this many seconds,
 # and of so many passes over all cases.
-PATIENCE, PASSES = 0.2, 3
+PATIENCE, PASSES = 0.15, 2
 LARGEST = 2048 * 384**2  # products of a layer on a CPU; what has more is like the next smaller
 MUCH = 2**28  # products of a stack on a CPU; fewer layers are measured than would take more
 
@@ -162,13 +162,23 @@ def _seconds(step: Callable[[], None], count: int, wait: Callable[[], None]) -> 
     return (time.perf_counter() - start) / count
 
 
+def tables(device: str, quick: bool) -> dict[str, dict[str, Any]]:
+    """The tables of a device by name, as `hdnn.engine.choice` reads them."""
+    found, threads = {device: measure(device, quick)}, torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+        try:
+            found[choice.ONE_THREAD] = measure(device, quick)
+        finally:
+            torch.set_num_threads(threads)
+    return found
+
+
 def measure(device: str, quick: bool) -> dict[str, Any]:
-    """The table of one device, as `hdnn.engine.choice` reads it."""
+    """One table, with the threads that PyTorch has now."""
     wanted = list(cases(device, quick))
     if device == "cuda":
         compile_all(wanted)
-    else:
-        torch.set_num_threads(1)
     ms: dict[str, Any] = {}
     for case in wanted * (1 if device == "cuda" else PASSES):
         less = case.measured()
@@ -189,7 +199,7 @@ def measure(device: str, quick: bool) -> dict[str, Any]:
 
 def _processor() -> str:
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{report.machine('cpu')['machine'].partition(',')[0]}, {kind}, one thread"
+    return f"{report.machine('cpu')['machine']}, {kind}"
 
 
 def compile_all(wanted: list[Case]) -> None:
@@ -220,11 +230,19 @@ def check(device: str, count: int = 60) -> float:
     return worst
 
 
-def write(device: str, table: dict[str, Any]) -> None:
-    """Put the figures of this kind of device into the table."""
+def write(made: dict[str, dict[str, Any]]) -> None:
+    """Put the tables of a device into the file."""
     known = json.loads(choice.TABLE.read_text()) if choice.TABLE.exists() else {}
-    text = json.dumps({**known, device: table}, separators=(",", ":"))
-    for start in ('"shears"', '"alternating"', '{"32"', '{"1"', '{"4"', '"cpu"'):
+    text = json.dumps({**known, **made}, separators=(",", ":"))
+    for start in (
+        '"shears"',
+        '"alternating"',
+        '{"32"',
+        '{"1"',
+        '{"4"',
+        '"cpu"',
+        f'"{choice.ONE_THREAD}"',
+    ):
         text = text.replace(start, f"\n{start}")
     choice.TABLE.write_text(f"{text}\n")
     for known in (choice._table, choice._best):

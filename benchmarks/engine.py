@@ -446,9 +446,9 @@ def main() -> int:
     if options.widths:
         return widths(0.05 if quick else options.seconds / 8, options.out, options.compiled)
     if options.choose:
-        table = choose.measure(device, quick)
+        made = choose.tables(device, quick)
         if not quick:
-            choose.write(device, table)
+            choose.write(made)
             choose.check(device)
         return 0
     before = report.processor_time()

@@ -20,6 +20,7 @@ from hdnn.engine.kernels.vectors import VECTOR_BYTES
 from hdnn.engine.tracing import constant
 
 TABLE = Path(__file__).with_name("choices.json")
+ONE_THREAD = "cpu, one thread"  # its times in the table; there are others for several threads
 BATCHES = {
     "cpu": (1, 8, 32, 128, 512, 2048),
     "cuda": (32, 128, 512, 2048, 8192),
@@ -66,7 +67,13 @@ def _best(device: str, scheme: str, precision: str, n: int, batch: int, layers: 
         if name == "tiles":  # the last one takes as long as the others
             lanes = VECTOR_BYTES // (8 if precision == "float64" else 4)
             samples = -(-batch // lanes) * lanes
-        by_batch = {int(b): _time(name, each, n, layers) for b, each in grid.items()}
+        # Large batches were not measured for the widest states.
+        wide = min(n, max(int(width) for each in grid.values() for width in each))
+        by_batch = {
+            int(b): _time(name, each, n, layers)
+            for b, each in grid.items()
+            if any(int(width) >= wide for width in each)
+        }
         times[name] = _between(by_batch, samples)
     return min(times, key=lambda name: times[name])
 

@@ -242,7 +242,13 @@ def cpu_kernel(
 ) -> str:
     """The fastest kernel of a CPU."""
     wide = "float64" if dtype == torch.float64 else "float32"
-    return choice.best("cpu", choice.scheme(turns), wide, max(1, n), max(1, samples), layers)
+    table, scheme = _table_of_threads(), choice.scheme(turns)
+    return choice.best(table, scheme, wide, max(1, n), max(1, samples), layers)
+
+
+@constant
+def _table_of_threads() -> str:
+    return "cpu" if torch.get_num_threads() > 1 else choice.ONE_THREAD
 
 
 def cpu_kernel_about(turns: tuple[int, ...], dtype: torch.dtype, n: int, samples: int) -> str:
