@@ -19,7 +19,7 @@ from hdnn import engine, functional
 from hdnn.engine import choice, compiled, dispatch, fixed, prepared
 from hdnn.engine.backprop import SPANS
 from hdnn.engine.call import Call, coefficients
-from hdnn.engine.drift import ReversalWarning
+from hdnn.engine.drift import ReversalWarning, strict_drift_of
 from hdnn.engine.kernels import cpu, factors
 from hdnn.engine.kernels.plain import PlainKernel
 from hdnn.engine.kernels.protocol import Stack
@@ -446,6 +446,14 @@ def test_what_cannot_be_rebuilt_within_rounding_is_computed_again():
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
+def test_a_rebuilt_state_that_is_no_number_is_infinitely_far_off():
+    y, end = torch.ones(4, 2), torch.ones(4, 2)
+    rebuilt = y.clone()
+    assert float(strict_drift_of(y, rebuilt, end)) == 0
+    end[0], rebuilt[0] = torch.inf, torch.nan
+    assert float(strict_drift_of(y, rebuilt, end)) == torch.inf
+
+
 @pytest.mark.parametrize("large", ["feature", "sample"])
 @pytest.mark.parametrize("seed", range(3))
 def test_large_numbers_hide_no_error_of_a_rebuilt_state(seed, large, monkeypatch):
@@ -588,6 +596,25 @@ def test_times_between_those_of_the_table_are_interpolated():
     assert choice._time("products", times, 8, 1) == pytest.approx(1)
     assert choice._time("products", times, 256, 10**6) == pytest.approx(64)
     assert choice._time("one kernel", times, 65, 32) == pytest.approx(32)  # as for 256
+
+
+def test_the_kernel_of_a_cpu_does_not_depend_on_earlier_calls(monkeypatch):
+    monkeypatch.setattr(dispatch, "cpu_kernel", lambda *sizes: by_threads[torch.get_num_threads()])
+    by_threads, before = {1: "blas", 2: "tiles"}, torch.get_num_threads()
+    y, weights = torch.randn(6, 8), h2_weights(3, 4, 1.0, torch.float32)
+    dispatch.method.cache_clear()
+    prepared._known.clear()
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            with prepared.recorded() as record:
+                functional.h2(y, *weights, 0.1, engine="fused")
+            kernels = dispatch.FUSED_KERNELS["cpu"][0]
+            assert type(record[0][0].method.kernel) is kernels[by_threads[threads]]
+    finally:
+        torch.set_num_threads(before)
+        dispatch.method.cache_clear()
+        prepared._known.clear()
 
 
 def test_settings_nest_and_end_with_their_block():

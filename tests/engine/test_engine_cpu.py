@@ -396,6 +396,21 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_the_default_device_is_not_that_of_a_stack_on_the_cpu(path, monkeypatch):
+    stack = Split(Random(1), 6, 6, 6, 3, 40, "same", [0, 1])
+    monkeypatch.setattr(cpu, "_workspace", cpu._Workspace())
+    schedule.cache_clear()
+    tensors = stack.arguments(torch.float64)
+    with torch.device("meta"):
+        kernel = stack.kernel(path, torch.float64, "tanh")
+        y_N, kept = kernel.forward(stack.y, tensors, True)
+        found = kernel.backward(kept, stack.g, tensors)
+    kernel = stack.kernel(path, torch.float64, "tanh")
+    assert torch.equal(y_N, kernel.forward(stack.y, tensors, False)[0])
+    wanted = kernel.backward(kept, stack.g, tensors)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_nothing_is_compiled_again_for_new_sizes():
     for m, B, N in ((2, 5, 2), (3, 100, 4), (5, 300, 1)):
         Split(Random(0), m, m, m, N, B, "same", [0, 1]).check("tiles", torch.float32, "tanh")

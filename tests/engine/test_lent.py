@@ -55,3 +55,26 @@ def test_other_sizes_and_small_buffers_are_new(monkeypatch):
     monkeypatch.setattr(lent, "_most", 4.0 * SIZE)
     del large  # more than is kept for later, and so is what was there before
     assert not lent._free
+
+
+def test_the_default_device_does_not_matter():
+    with torch.device("meta"):
+        small, large = lent.empty(8, torch.float32), lent.empty(SIZE, torch.float32)
+    assert small.is_cpu
+    assert large.is_cpu
+
+
+def test_buffers_may_come_back_while_one_comes_back(monkeypatch):
+    class Changing(deque):
+        reads = 0
+
+        def __iter__(self):
+            Changing.reads += 1
+            if Changing.reads == 1:
+                raise RuntimeError("deque mutated during iteration")
+            return super().__iter__()
+
+    monkeypatch.setattr(lent, "_free", Changing())
+    monkeypatch.setattr(lent, "_most", 0.0)
+    lent._give_back(torch.empty(5, dtype=torch.uint8))
+    assert not lent._free

@@ -83,7 +83,7 @@ def coefficients(
     device: torch.device,
 ) -> Tensor:
     """The coefficient c of each step: its fraction times the h of its layer."""
-    steps = h if isinstance(h, Tensor) else torch.tensor(h, dtype=torch.float64)
+    steps = h if isinstance(h, Tensor) else torch.tensor(h, dtype=torch.float64, device="cpu")
     steps = steps.expand(layers)
     if inverse:
         steps = steps.flip(0)

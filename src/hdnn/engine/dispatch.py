@@ -30,9 +30,11 @@ __all__ = [
     "FUSED",
     "EnginePlan",
     "kernel",
+    "kernel_name",
     "method",
     "plan",
     "stored_limit",
+    "table_of_threads",
     "transformed",
     "watched",
 ]
@@ -242,12 +244,13 @@ def cpu_kernel(
 ) -> str:
     """The fastest kernel of a CPU."""
     wide = "float64" if dtype == torch.float64 else "float32"
-    table, scheme = _table_of_threads(), choice.scheme(turns)
+    table, scheme = table_of_threads(), choice.scheme(turns)
     return choice.best(table, scheme, wide, max(1, n), max(1, samples), layers)
 
 
 @constant
-def _table_of_threads() -> str:
+def table_of_threads() -> str:
+    """Which times of the table hold for the number of threads that PyTorch takes now."""
     return "cpu" if torch.get_num_threads() > 1 else choice.ONE_THREAD
 
 

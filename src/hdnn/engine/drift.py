@@ -57,7 +57,8 @@ def strict_drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
     some = size[:: max(1, len(size) // 128)]  # sorting all would take longer than the layers
     size = torch.maximum(size, some.median(0).values)
     off = (rebuilt - y).abs()
-    return torch.where(off > 0, off / size, 0.0).nan_to_num(torch.inf, torch.inf).max()
+    # NaN is not 0: a state that was lost counts as infinitely far off.
+    return torch.where(off == 0, 0.0, off / size).nan_to_num(torch.inf, torch.inf).max()
 
 
 def recorded(t: Tensor) -> bool:

@@ -81,6 +81,8 @@ def _key(call: Call, settings: Settings) -> Any:
         key.append(torch.get_autocast_dtype(device))
     if device == "cuda":
         key.append(float32_setting())
+    elif device == "cpu":
+        key.append(dispatch.table_of_threads())
     return tuple(key)
 
 
@@ -94,7 +96,8 @@ class PreparedCall:
         self.converting = fused and (self.dtype != y.dtype or autocasting(y.device))
         self.fractions, self.stack = call.fractions, call.describe(self.dtype)
         settings = replace(settings, precision=dispatch.precision(settings, y))
-        self.method = dispatch.method(self.stack, plan.engine, plan.backprop, settings)
+        name = dispatch.kernel_name(self.stack, settings.precision) if fused else None
+        self.method = dispatch.method(self.stack, plan.engine, plan.backprop, settings, name)
         with torch.inference_mode(False):  # a later call may save it for its backward pass
             self.coef = None if isinstance(h, Tensor) else self._coef(h)
 

@@ -162,7 +162,8 @@ class BlasKernel:
         along = found[-1] if self.stack.learned else None
         for i, (steps, each) in enumerate(zip(self.steps, sums, strict=True)):
             if steps:
-                total, layers = each.sum(1), torch.tensor([self.order[s][1] for s in steps])
+                total = each.sum(1)
+                layers = torch.tensor([self.order[s][1] for s in steps], device=total.device)
                 d_b = moved_by(i, found)[1]
                 d_b.zero_().index_add_(0, layers, total[:, : self.rows[i]])
                 if along is not None:

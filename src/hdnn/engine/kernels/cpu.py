@@ -214,7 +214,7 @@ class _Workspace(threading.local):
         """The address of this many bytes."""
         found = self.rooms.get(name)
         if found is None or found[1] < size:
-            room = torch.empty(size, dtype=torch.uint8)
+            room = torch.empty(size, dtype=torch.uint8, device="cpu")
             found = self.rooms[name] = (room.data_ptr(), size, room)
         return found[0]
 
@@ -226,7 +226,8 @@ def _room_for_sums(size: int) -> tuple[int, Tensor | None]:
     """The address of this many bytes, and the tensor to keep alive while they are used."""
     if size <= 4 * PARTIAL_BYTES:
         return _workspace.address("sums", size), None
-    room = torch.empty(size, dtype=torch.uint8)  # too much to keep until the next call
+    # Too much to keep until the next call.
+    room = torch.empty(size, dtype=torch.uint8, device="cpu")
     return room.data_ptr(), room
 
 

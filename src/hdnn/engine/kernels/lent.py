@@ -26,10 +26,10 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
     """A vector of that many numbers, which may hold anything."""
     count = size * dtype.itemsize
     if count < LARGE:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     buffer = _take(count)
     if buffer is None:
-        buffer = torch.empty(count, dtype=torch.uint8)
+        buffer = torch.empty(count, dtype=torch.uint8, device="cpu")
     # The tensor below holds this very array, which is gone when no tensor needs the memory.
     array = buffer.numpy()
     weakref.finalize(array, _give_back, buffer).atexit = False
@@ -50,10 +50,16 @@ def _take(count: int) -> Tensor | None:
 
 
 def _give_back(buffer: Tensor) -> None:
-    """May run at any time and in any thread: each operation on the queue is atomic."""
+    """May run at any time and in any thread: each operation on the queue is atomic, but for reading
+    all of it, during which garbage collection may give back another buffer.
+    """
     _free.append(buffer)
-    while sum(len(each) for each in tuple(_free)) > _most:
+    while True:
         try:
+            if sum(len(each) for each in tuple(_free)) <= _most:
+                return
             _free.popleft()
         except IndexError:
             return
+        except RuntimeError:  # the queue has changed while it was read
+            continue

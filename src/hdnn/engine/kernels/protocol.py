@@ -115,7 +115,7 @@ def schedule(
     remembered here would be useless afterwards.
     """
     dtype = torch.int64 if device is None else torch.int32
-    steps = torch.tensor(order(turns, layers, inverse), dtype=dtype, device=device)
+    steps = torch.tensor(order(turns, layers, inverse), dtype=dtype, device=device or "cpu")
     part, layer = steps.reshape(-1, 2).unbind(1)
     return part.contiguous(), layer.contiguous()
 
