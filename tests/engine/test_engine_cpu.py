@@ -16,7 +16,7 @@ from torch import Tensor
 import hdnn
 from hdnn import activations, functional
 from hdnn.engine import dispatch
-from hdnn.engine.kernels import cpu, tiles
+from hdnn.engine.kernels import cpu, lent, tiles
 from hdnn.engine.kernels.blas import BlasKernel
 from hdnn.engine.kernels.cpu import CpuKernel
 from hdnn.engine.kernels.protocol import Stack, schedule
@@ -409,6 +409,15 @@ def test_the_default_device_is_not_that_of_a_stack_on_the_cpu(path, monkeypatch)
     assert torch.equal(y_N, kernel.forward(stack.y, tensors, False)[0])
     wanted = kernel.backward(kept, stack.g, tensors)
     assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_is_kept_is_all_written(path, monkeypatch):
+    stack = Split(Random(1), 3, 3, 3, 4, 5, "same", of_scheme(splitting.VERLET))
+    monkeypatch.setattr(lent, "empty", lambda size, dtype: torch.full((size,), torch.nan).to(dtype))
+    kernel = stack.kernel(path, torch.float64, "tanh")
+    kept = kernel.forward(stack.y, stack.arguments(torch.float64), True)[1]
+    assert kept is not None
+    assert not kept.isnan().any()
 
 
 def test_nothing_is_compiled_again_for_new_sizes():

@@ -95,6 +95,8 @@ class BlasKernel:
         if keep:
             kept = lent.empty(kept_size(self.stack), y.dtype)
             states, before = self._kept(kept, len(y))
+            used = states.numel() + sum(each.numel() for each in before)
+            kept[used:].zero_()  # an operator gives the same whenever it is called
             for i, place in enumerate(self.places.first):
                 if place is not None:
                     parts[i] = states[place].copy_(parts[i])
