@@ -55,9 +55,14 @@ if TYPE_CHECKING or not interrupted.is_command():
             MS1,
             MS2,
             MS3,
+            Coupling,
+            GradientField,
             HamiltonianNet,
             HamiltonianUnit,
             ImplicitH2,
+            Leapfrog,
+            Reversible,
+            to_reversible,
         )
         from hdnn.serialization import load, save
         from hdnn.sparsity import Sparsity
@@ -74,13 +79,17 @@ __all__ = [
     "MS2",
     "MS3",
     "Augment",
+    "Coupling",
+    "GradientField",
     "HDNNError",
     "HamiltonianNet",
     "HamiltonianUnit",
     "ImplicitH2",
+    "Leapfrog",
     "LinearHead",
     "Model",
     "RegressionHead",
+    "Reversible",
     "SigmoidHead",
     "SoftmaxHead",
     "Sparsity",
@@ -97,6 +106,7 @@ __all__ = [
     "regularization",
     "save",
     "sparsity",
+    "to_reversible",
     "training",
 ]
 

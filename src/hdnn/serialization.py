@@ -23,7 +23,8 @@ from hdnn.errors import CheckpointError, HDNNError
 from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
-from hdnn.networks import KINDS, HamiltonianNet, Network
+from hdnn.networks import KINDS, HamiltonianNet, Network, Reversible
+from hdnn.networks.coupling import Block
 from hdnn.networks.weights import refresh, target
 
 FORMAT = 1
@@ -52,6 +53,12 @@ def write(
     model: Model | Network | ImageModel, path: str | os.PathLike[str], note: Any = None
 ) -> None:
     """`save`, with a note that `read_note` finds again."""
+    if isinstance(model, (Reversible, Block)):
+        raise CheckpointError(
+            f"the modules of a {type(model).__name__} are your own, and hdnn could not make them "
+            "again; save its state_dict(), and load that into one that you have built in the same "
+            "way."
+        )
     if not isinstance(model, (Model, Network, ImageModel)):
         raise CheckpointError(
             f"only a hdnn.Model or a network can be saved, but got {type(model).__name__}; "

@@ -92,7 +92,7 @@ class Checkpoints(Stored):
         return g, *whole.found
 
 
-class Reversible(Stored):
+class Undone(Stored):
     """Keeps y_N, and undoes the layers down to y_1, which is compared with the true y_1.
 
     The first layer reads y_0 itself: what is exactly 0 there stays 0.
@@ -198,7 +198,7 @@ PIECE_BYTES = 64 * 2**20
 METHODS = {
     "stored": Stored,
     "checkpoint": Checkpoints,
-    "reversible": Reversible,
+    "reversible": Undone,
     "checked": Checked,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,23 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which `torch.compile` then leaves as it is, and all that it calls.
+
+    The decorator `torch.compiler.disable` does the same, but imports the compiler at once.
+    """
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.disable(function) if loaded else function  # pyright: ignore
+
+
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without `torch.compile`, also from a compiled one."""
+    return uncompiled(function)(*args)
+
+
+eagerly._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def traced(*tensors: Tensor | None) -> bool:
@@ -46,6 +64,12 @@ def watched() -> bool:
 def transformed() -> bool:
     """Whether the call is inside of `vmap`, `torch.func.grad` and the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@constant
+def hooked() -> bool:
+    """Whether someone else keeps what autograd wants to keep, which `torch.func` cannot bear."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore
 
 
 def batched(g: Tensor) -> bool:

@@ -1,0 +1,174 @@
+"""Layers of any modules: p moves by a function of q, then q by one of p.
+
+Such a layer is a product of shears, which have determinant 1 whatever the functions are. So the
+product of the singular values of dy_N/dy_j is 1 at any depth, its norm is at least 1, and each
+layer can be undone. Where the functions are gradients of energies, the layers are symplectic as
+well: the paper's case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.engine import chain
+from hdnn.engine.chain import HalfMove
+from hdnn.engine.tracing import eagerly, hooked, transformed
+from hdnn.errors import OptionError, ShapeError, as_float, positive_float, quoted
+from hdnn.networks.promise import Guarantee, own_methods, unknown
+
+VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
+GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
+WHOLE = (
+    "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
+    "about one pair of tokens, pixels or nodes"
+)
+
+
+class Block(nn.Module):
+    """A layer of shears on states y = (p, q), halves of y along the axis `dim`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def shears(self) -> list[HalfMove]:
+        """In the order in which they run."""
+        raise NotImplementedError
+
+    def fields(self) -> list[Any]:
+        """All modules that move a half."""
+        raise NotImplementedError
+
+    def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The next state; further arguments are handed to all modules."""
+        return self._run(chain.run, y, args, options)
+
+    def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The state from the next one, exact up to rounding."""
+        return self._run(chain.undo, y, args, options)
+
+    def _run(
+        self, way: Callable[..., list[chain.Half]], y: Tensor, args: Any, options: Any
+    ) -> Tensor:
+        check_halves(self, y, self.dim)
+        halves = way(chain.halves_of(y, self.dim, False), self.shears(), args, options)
+        return torch.cat([half.value for half in halves], self.dim)
+
+    @property
+    def symplectic(self) -> bool:
+        """Whether all modules are gradients of energies."""
+        return all(isinstance(one, GradientField) and not own_methods(one) for one in self.fields())
+
+    def guarantee(self) -> Guarantee:
+        """Whether norm(dy_N/dy_j) >= 1 is a theorem, and why."""
+        own = own_methods(self)
+        if own:
+            return unknown(self, own)
+        return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, WHOLE)
+
+
+class Coupling(Block):
+    """p += F(q), then q += G(p), for any two modules; a module that is None moves nothing.
+
+    layer = hdnn.Coupling(attention, mlp)   # on (B, tokens, 2 d)
+    y = layer(y, mask=mask)                 # further arguments go to both modules
+    """
+
+    def __init__(self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1) -> None:
+        super().__init__(dim)
+        self.F, self.G = F, G
+
+    def shears(self) -> list[HalfMove]:
+        both = [(0, self.F, "F"), (1, self.G, "G")]
+        return [HalfMove(half, one, name, one) for half, one, name in both if one is not None]
+
+    def fields(self) -> list[Any]:
+        return [one for one in (self.F, self.G) if one is not None]
+
+
+class Leapfrog(Block):
+    """p += h F(q), then q += h p: H = |p|^2 / 2 + V(q), with F in the place of -dV/dq."""
+
+    def __init__(self, F: nn.Module, *, h: float = 1.0, dim: int = -1) -> None:
+        super().__init__(dim)
+        self.F, self.h = F, positive_float("h", h)
+
+    def shears(self) -> list[HalfMove]:
+        return [HalfMove(0, self._kick, "F", self.F), HalfMove(1, self._drift, "the drift h p")]
+
+    def fields(self) -> list[Any]:
+        return [self.F]
+
+    def _kick(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
+        move = self.F(q, *args, **options)
+        return move if self.h == 1 or not isinstance(move, Tensor) else self.h * move
+
+    def _drift(self, p: Tensor, *args: Any, **options: Any) -> Tensor:
+        return self.h * p
+
+    def extra_repr(self) -> str:
+        return f"h={self.h}, dim={self.dim}"
+
+
+class GradientField(nn.Module):
+    """The gradient of an energy as a module: scale * dE/dx, where `energy(x)` is a number a sample.
+
+        kick = hdnn.GradientField(energy, scale=-0.1)       # p -= 0.1 dV/dq
+        net = hdnn.Reversible([hdnn.Leapfrog(hdnn.GradientField(V, scale=-1.0), h=0.1)])
+
+    The Jacobian of a gradient is symmetric, and so the layers that it moves are symplectic.
+    """
+
+    def __init__(self, energy: nn.Module, *, scale: float = 1.0) -> None:
+        super().__init__()
+        number = as_float(scale)
+        if number is None or not abs(number) < float("inf"):
+            raise OptionError(f"scale must be a finite number, but got {quoted(scale)}.")
+        self.energy, self.scale = energy, number
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if torch.is_inference_mode_enabled():  # where no tensor can have a gradient
+            with torch.inference_mode(False), torch.no_grad():
+                x, args, options = chain.mapped(torch.clone, (x, args, options))
+                return self(x, *args, **options)
+        compiled = torch.compiler.is_compiling()
+        if compiled and hooked():
+            return eagerly(partial(self.forward, **options), x, *args)
+
+        def total(x: Tensor) -> Tensor:
+            energy = self.energy(x, *args, **options)
+            if not isinstance(energy, Tensor) or energy.numel() > max(1, x.numel() // x.shape[-1]):
+                raise ShapeError(
+                    "an energy must be one number, or one for each sample, but "
+                    f"{type(self.energy).__name__} returned {tuple(getattr(energy, 'shape', ()))} "
+                    f"for a half state of shape {tuple(x.shape)}."
+                )
+            return energy.sum()
+
+        if transformed() or compiled:
+            g = torch.func.grad(total)(x)
+        else:
+            wanted = torch.is_grad_enabled()
+            with torch.enable_grad():
+                x = x if x.requires_grad else x.detach().requires_grad_()
+                (g,) = torch.autograd.grad(total(x), x, create_graph=wanted)
+        return g if self.scale == 1 else self.scale * g
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+def check_halves(module: nn.Module, y: Tensor, dim: int) -> None:
+    if not -y.ndim <= dim < y.ndim:
+        raise ShapeError(f"there is no axis {dim} in a state of shape {tuple(y.shape)}.")
+    if y.shape[dim] % 2:
+        raise ShapeError(
+            f"{type(module).__name__} splits the state into (p, q) along axis {dim}, so its size "
+            f"there must be even, but got {tuple(y.shape)}; double the state, "
+            "y = torch.cat([x, x], dim), or add a zero."
+        )

@@ -1,0 +1,176 @@
+"""A stack of layers of any modules: gradients do not vanish, memory need not grow with depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hdnn.engine import chain
+from hdnn.engine.drift import recorded
+from hdnn.engine.tracing import eagerly, transformed
+from hdnn.errors import OptionError, TrainingError, choose, flag
+from hdnn.networks.coupling import GRADIENTS, VOLUME, WHOLE, Block, check_halves
+from hdnn.networks.promise import Guarantee, own_methods, unknown
+
+BACKPROPS = ("auto", "stored", "checkpoint", "reversible")
+
+
+class Reversible(nn.Module):
+    """Blocks (`hdnn.Coupling`, `hdnn.Leapfrog`) one after the other, on states y = (p, q).
+
+        net = hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks], backprop="reversible")
+        y = net(torch.cat([x, x], -1), mask=mask)
+
+    `backprop` says what the backward pass starts from. "stored" (the default): autograd keeps all
+    that it reads. "checkpoint": the states of about sqrt(N) layers, and the layers between them run
+    again. "reversible": the last state alone, from which the layers are undone one by one. Each
+    backward pass then checks that it comes back to y_0: gradients that are a little off give a
+    warning, worthless ones an error. With `state="fixed"` all states lie on a fine grid of
+    integers, so that undoing is exact to the last bit, and gradients are those of stored states, at
+    any depth.
+
+    A stack calls the modules of its blocks, and not the blocks: hooks, `torch.compile` and
+    `fully_shard` belong on each F and G, or on the stack. `torch.compile` of a stack compiles it
+    with stored states alone; otherwise compile each F and G.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        backprop: str = "auto",
+        state: str = "float",
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        for j, block in enumerate(self.blocks):
+            if not isinstance(block, Block):
+                raise OptionError(
+                    f"block {j} is a {type(block).__name__}; make it a layer by hdnn.Leapfrog(F) "
+                    "or hdnn.Coupling(F, G)."
+                )
+        axes = {block.dim for block in self}
+        if len(axes) > 1:
+            raise OptionError(
+                f"all blocks must split the state along one axis, not {sorted(axes)}."
+            )
+        self.dim = axes.pop() if axes else -1
+        self.backprop = choose("backprop", backprop, BACKPROPS)
+        self.state = choose("state", state, ("float", "fixed"))
+        self.check = flag("check", check)
+
+    # What it does
+
+    def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """y_N from y_0; further arguments (masks, edges, conditions) go to all modules."""
+        check_halves(self, y, self.dim)
+        rebuilds = self.backprop == "reversible" and torch.is_grad_enabled() and not transformed()
+        if rebuilds:
+            if recorded(y):
+                raise TrainingError(
+                    'backprop="reversible" checks each backward pass, which a CUDA graph cannot; '
+                    'take backprop="checkpoint" there.'
+                )
+            # A compiler would keep other tensors the second time.
+            return eagerly(self._rebuilt, y, args, options)
+        if self.backprop == "checkpoint" and torch.is_grad_enabled() and not transformed():
+            return eagerly(self._by_parts, y, args, options)
+        halves = chain.halves_of(y, self.dim, self.state == "fixed")
+        return self._join(chain.run(halves, self._shears(), args, options))
+
+    def _rebuilt(self, y: Tensor, args: Any, options: Any) -> Tensor:
+        halves = chain.halves_of(y, self.dim, self.state == "fixed")
+        stack = chain.Rebuilding(self._shears(), args, options, self.check)
+        return self._join(stack.forward(halves))
+
+    def _by_parts(self, y: Tensor, args: Any, options: Any) -> Tensor:
+        halves = chain.halves_of(y, self.dim, self.state == "fixed")
+        halves = [h._replace(value=h.value.clone()) for h in halves]  # y may change in place
+        size = max(1, math.isqrt(len(self.blocks)))
+        for first in range(0, len(self.blocks), size):
+            halves = self._checkpointed(halves, slice(first, first + size), args, options)
+        return self._join(halves)
+
+    def _checkpointed(self, halves: Any, blocks: slice, args: Any, options: Any) -> list[Any]:
+        part, fixed = self._shears(blocks), self.state == "fixed"
+
+        def run(p: Tensor, q: Tensor, *exact: Tensor) -> tuple[Tensor, ...]:
+            given = [chain.Half(*pair) for pair in zip((p, q), exact or (None, None), strict=True)]
+            found = chain.run(given, part, args, options)
+            return (*(h.value for h in found), *(h.exact for h in found if h.exact is not None))
+
+        exact = [half.exact for half in halves] if fixed else []
+        values = [half.value for half in halves]
+        modules = [shear.module for shear in part]
+        contexts: Any = lambda: (nullcontext(), chain.AsThen(modules))  # noqa: E731
+        p, q, *exact = checkpoint(  # pyright: ignore
+            run, *values, *exact, use_reentrant=False, context_fn=contexts
+        )
+        return [chain.Half(*pair) for pair in zip((p, q), exact or (None, None), strict=True)]
+
+    def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """y_0 from y_N: exact up to rounding, and to the last bit for a y_N on the grid."""
+        check_halves(self, y, self.dim)
+        halves = chain.halves_of(y, self.dim, self.state == "fixed")
+        return self._join(chain.undo(halves, self._shears(), args, options))
+
+    def trajectory(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """All states y_0 .. y_N: (N+1, *y.shape)."""
+        check_halves(self, y, self.dim)
+        halves = chain.halves_of(y, self.dim, self.state == "fixed")
+        states = [self._join(halves)]
+        for block in self:
+            halves = chain.run(halves, block.shears(), args, options)
+            states.append(self._join(halves))
+        return torch.stack(states)
+
+    def _shears(self, blocks: slice = slice(None)) -> list[chain.HalfMove]:
+        found = []
+        for j, block in [*enumerate(self)][blocks]:
+            if type(block).__name__.startswith("FSDP"):
+                raise TrainingError(
+                    f"block {j} is sharded, but a stack calls the modules of its blocks and not "
+                    "the blocks; shard each F and G, as in fully_shard(block.F), or the stack."
+                )
+            found += [s._replace(name=f"{s.name} of block {j}") for s in block.shears()]
+        return found
+
+    def _join(self, halves: list[chain.Half]) -> Tensor:
+        return torch.cat([half.value for half in halves], self.dim)
+
+    # What it is
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)  # pyright: ignore[reportReturnType]
+
+    def __getitem__(self, j: int) -> Block:
+        return self.blocks[j]  # pyright: ignore[reportReturnType]
+
+    @property
+    def symplectic(self) -> bool:
+        return all(block.symplectic for block in self)
+
+    def guarantee(self) -> Guarantee:
+        """Whether norm(dy_N/dy_j) >= 1 is a theorem, and why."""
+        own = own_methods(self)
+        if own:
+            return unknown(self, own)
+        for promise in (block.guarantee() for block in self):
+            if not promise.holds:
+                return promise
+        return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, WHOLE)
+
+    def extra_repr(self) -> str:
+        return (
+            f'{len(self)} blocks, dim={self.dim}, backprop="{self.backprop}", state="{self.state}"'
+        )

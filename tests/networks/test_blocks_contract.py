@@ -1,0 +1,371 @@
+"""What PyTorch users expect of modules, for stacks of blocks: the contract."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hdnn
+from hdnn import Coupling, GradientField, Leapfrog, Reversible
+from hdnn.errors import CheckpointError
+
+D = 4
+EDGES = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 4, 4]])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.drop(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Messages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x, edge_index):
+        start, end = edge_index
+        return torch.tanh(self.linear(torch.zeros_like(x).index_add(0, end, x[start])))
+
+
+class Well(nn.Module):
+    """An energy for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, 7)
+
+    def forward(self, x):
+        return self.linear(x).cosh().log().sum(-1)
+
+
+class Conditioned(nn.Module):
+    """Moves by an input and by conditions, which have gradients too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x, c=None, extra=()):
+        x = self.linear(x)
+        c = c.values() if isinstance(c, dict) else c if isinstance(c, tuple) else [c]
+        for one in [*c, *extra]:
+            x = torch.tanh(x * one)
+        return x
+
+
+def mlp(drop=0.2):
+    return nn.Sequential(
+        nn.LayerNorm(D), nn.Linear(D, 8), nn.GELU(), nn.Dropout(drop), nn.Linear(8, D)
+    )
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 3, padding=1)
+    )
+
+
+# What a block is made of, the shape of a state, and further arguments
+KINDS = {
+    "vectors": (lambda: Coupling(mlp(), mlp()), (6, 2 * D), ()),
+    "tokens": (lambda: Leapfrog(Attention()), (3, 5, 2 * D), ()),
+    "energies": (lambda: Leapfrog(GradientField(Well(), scale=-1.0), h=0.3), (6, 2 * D), ()),
+    "images": (lambda: Coupling(conv(), conv(), dim=1), (3, 4, 6, 6), ()),
+    "nodes": (lambda: Leapfrog(Messages()), (5, 2 * D), (EDGES,)),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+WAYS = [("reversible", "float"), ("reversible", "fixed"), ("checkpoint", "float")]
+every_way = pytest.mark.parametrize(("backprop", "state"), WAYS)
+
+
+def made(kind, N=4, dtype=torch.float64, **options):
+    """A stack, a state and further arguments."""
+    torch.manual_seed(1)
+    block, shape, args = KINDS[kind]
+    net = Reversible([block() for _ in range(N)], **options).to(dtype)
+    return net, torch.randn(shape, dtype=dtype), args
+
+
+def both(kind, **options):
+    """As `made`, with a twin that stores all states."""
+    net, y, args = made(kind, **options)
+    twin = copy.deepcopy(net)
+    twin.backprop = "stored"
+    return net, twin, y, args
+
+
+def gradients(net, y, *args, loss=None, **options):
+    y = y.detach().clone().requires_grad_()
+    torch.manual_seed(3)
+    out = net(y, *args, **options)
+    (loss or (lambda y: y.float().square().sum()))(out).backward()
+    return [out.detach(), y.grad, *(p.grad for p in net.parameters()), *net.buffers()]
+
+
+def same(ones, others, exact=False):
+    for one, two in zip(ones, others, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two, **{"rtol": 0, "atol": 0} if exact else {})
+
+
+@every_way
+@every_kind
+def test_dropout_and_statistics_are_those_of_one_forward_pass(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    same(gradients(net, y, *args), gradients(twin, y, *args), state == "fixed")
+    counts = [b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")]
+    assert all(count == 1 for count in counts)
+
+
+@every_way
+@every_kind
+def test_autocast_and_scaled_losses(kind, backprop, state):
+    net, twin, y, args = both(kind, dtype=torch.float32, backprop=backprop, state=state)
+    found = []
+    for one in (net, twin):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimiser = torch.optim.SGD(one.parameters(), 0.01)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(y, *args)
+        scaler.scale(out.float().square().mean()).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        found.append([out.detach(), *(p.detach() for p in one.parameters())])
+    if state == "fixed":
+        same(*found, exact=True)
+    else:  # in float the states are only nearly the same, and bfloat16 rounds them to others
+        for one, two in zip(*found, strict=True):
+            torch.testing.assert_close(one, two, rtol=0.05, atol=0.02)
+
+
+@every_way
+@every_kind
+def test_a_second_backward_pass_and_one_through_a_part(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    found = []
+    for one in (net, twin):
+        x = y.clone().requires_grad_()
+        torch.manual_seed(3)
+        out = one(x, *args)
+        inputs = [x, *one.parameters()]
+        first = torch.autograd.grad(out[0].sum(), inputs, retain_graph=True, allow_unused=True)
+        second = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
+        p, q = out.chunk(2, one.dim)
+        third = torch.autograd.grad(p.square().sum(), inputs[:3], retain_graph=True)
+        fourth = torch.autograd.grad(q.square().sum(), inputs, allow_unused=True)
+        found.append([*first, *second, *third, *fourth])
+    same(*found)
+
+
+@every_way
+@every_kind
+def test_two_forward_passes_before_two_backward_passes_add_up(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    for one in (net, twin):
+        torch.manual_seed(3)
+        outs = [one(y * c, *args) for c in (1.0, 0.5)]
+        for out in outs:
+            out.square().sum().backward()
+    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+@every_way
+@every_kind
+@pytest.mark.parametrize("frozen", ["the first", "all but the first", "all"])
+def test_frozen_blocks(kind, frozen, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    for one in (net, twin):
+        for j, block in enumerate(one):
+            held = {"the first": j == 0, "all but the first": j > 0}
+            block.requires_grad_(not held.get(frozen, True))
+    same(gradients(net, y, *args), gradients(twin, y, *args))
+    if frozen != "all":  # and no gradient for the input
+        for one in (net, twin):
+            one.zero_grad()
+            torch.manual_seed(3)
+            one(y, *args).square().sum().backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+@every_way
+@every_kind
+def test_hooks_of_modules_and_tensors_are_called(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    found = []
+    for one in (net, twin):
+        seen = []
+        field = one[1].F
+        field.register_full_backward_hook(lambda m, gi, go, seen=seen: seen.append(go[0]))
+        field.register_forward_hook(lambda m, x, out: out * 2)
+        first = next(iter(one.parameters()))
+        first.register_hook(lambda g: g * 3)
+        seen += gradients(one, y, *args)
+        found.append(seen)
+    same(*found)
+
+
+@every_way
+@every_kind
+def test_parameters_shared_between_blocks(kind, backprop, state):
+    net, y, args = made(kind, 1, backprop=backprop, state=state)
+    net = Reversible([net[0]] * 3, backprop=backprop, state=state)
+    twin = copy.deepcopy(net)
+    twin.backprop = "stored"
+    same(gradients(net, y, *args), gradients(twin, y, *args))
+
+
+@every_way
+@every_kind
+def test_the_state_may_be_changed_after_the_forward_pass(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    found = []
+    for one in (net, twin):
+        x = y.clone()
+        torch.manual_seed(3)
+        out = one(x, *args)
+        if one is net:
+            x.zero_()
+        loss = out.square().sum()
+        loss.backward()
+        found.append([p.grad for p in one.parameters()])
+    same(*found)
+
+
+@every_way
+@every_kind
+def test_the_result_may_be_changed_before_the_backward_pass(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    found = [gradients(one, y, *args, loss=lambda y: y.mul_(2).sum()) for one in (net, twin)]
+    same(*found)
+
+
+@every_way
+@pytest.mark.parametrize("kind", ["vectors", "tokens", "images"])
+def test_strides_of_the_state_do_not_matter(kind, backprop, state):
+    net, twin, y, args = both(kind, backprop=backprop, state=state)
+    odd = y.transpose(0, -1).contiguous().transpose(0, -1)
+    if kind == "images":
+        odd = y.to(memory_format=torch.channels_last)
+    same(gradients(net, odd, *args), gradients(twin, odd, *args))
+    same([net.eval()(odd, *args)], [net.eval()(y, *args)])
+    wide = torch.stack([y, y], -1)[..., 0]
+    same(gradients(net, wide, *args), gradients(twin.eval(), wide, *args))
+
+
+@every_way
+@every_kind
+def test_small_cases(kind, backprop, state):
+    net, twin, y, args = both(kind, N=1, backprop=backprop, state=state)
+    same(gradients(net, y, *args), gradients(twin, y, *args))
+    none = Reversible([], backprop=backprop, state=state)
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    none(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    if kind != "nodes":
+        net, twin, y, args = both(kind, backprop=backprop, state=state)
+        net.eval(), twin.eval()  # batch norm has no statistics of nothing
+        same(gradients(net, y[:0], *args), gradients(twin, y[:0], *args))
+    with torch.inference_mode():
+        assert net(y, *args).shape == y.shape
+    with torch.no_grad():
+        assert not net(y, *args).requires_grad
+
+
+@every_way
+@every_kind
+def test_state_dict_and_copies(kind, backprop, state):
+    net, y, args = made(kind, backprop=backprop, state=state)
+    other, _, _ = made(kind, backprop=backprop, state=state)
+    for p in other.parameters():
+        p.data.zero_()
+    other.load_state_dict(net.state_dict())
+    same(gradients(net, y, *args), gradients(other, y, *args))
+    other = copy.deepcopy(net)
+    same(gradients(copy.deepcopy(net), y, *args), gradients(other, y, *args))
+
+
+@every_way
+def test_conditions_have_gradients(backprop, state):
+    torch.manual_seed(1)
+    net = Reversible([Coupling(Conditioned(), Conditioned()) for _ in range(3)])
+    net = net.double()
+    found = []
+    for one in ("stored", backprop):
+        net.backprop, net.state = one, state
+        torch.manual_seed(2)
+        y = torch.randn(5, 2 * D, dtype=torch.float64)
+        a, b = (torch.randn(5, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        for args, options in (
+            ((a,), {}),
+            ((), {"c": a}),
+            ((), {"c": (a, b)}),
+            (({"a": a, "b": b},), {"extra": [b]}),
+            ((a.sin(),), {"extra": (b.detach(), b * 2)}),
+        ):
+            net(y, *args, **options).square().sum().backward()
+            found.append([a.grad.clone(), None if b.grad is None else b.grad.clone()])
+    for one, two in zip(found[:5], found[5:], strict=True):
+        same(one, two)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@every_kind
+def test_transforms_of_torch_func(kind):
+    net, twin, y, args = both(kind, backprop="reversible")
+    net.eval(), twin.eval()
+    values = dict(net.named_parameters())
+
+    def loss(net, values, y):
+        return torch.func.functional_call(net, values, (y, *args)).square().sum()
+
+    one, two = (torch.func.grad(lambda v, net=n: loss(net, v, y))(values) for n in (net, twin))
+    same(one.values(), two.values())
+    same(*(torch.func.jacrev(lambda y, net=n: net(y, *args).sum(0))(y)[None] for n in (net, twin)))
+    if kind != "nodes":
+        many = torch.stack([y, 2 * y])
+        same(torch.func.vmap(lambda y: net(y, *args))(many), [net(y, *args), net(2 * y, *args)])
+    twice = {name: (2 * value.detach()).requires_grad_() for name, value in values.items()}
+    found = []
+    for one in (net, twin):
+        out = torch.func.functional_call(one, twice, (y, *args))
+        found.append(torch.autograd.grad(out.square().sum(), list(twice.values())))
+    same(*found)
+
+
+def test_an_error_in_the_backward_pass_is_the_one_that_was_raised():
+    class Later(nn.Module):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("out of luck")
+            return self.linear(x).sin()
+
+    net = Reversible([Coupling(Later()), Coupling(mlp(0), mlp(0))], backprop="reversible")
+    out = net(torch.randn(2, 2 * D))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        out.sum().backward(retain_graph=True)
+    net.zero_grad()
+    out.sum().backward()  # the third call works
+    assert net[0].F.linear.weight.grad is not None
+
+
+def test_a_stack_is_saved_by_its_state_dict(tmp_path):
+    for one in (made("vectors")[0], made("tokens")[0][0]):
+        with pytest.raises(CheckpointError, match=r"are your own.*save its state_dict\(\)"):
+            hdnn.save(one, tmp_path / "net.safetensors")

@@ -1,0 +1,242 @@
+"""Layers of any modules: the paper's networks as special cases, and what stacks of them can do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hdnn
+from hdnn import Coupling, GradientField, Leapfrog, Reversible, activations
+from hdnn.errors import OptionError, ShapeError, TrainingError
+
+D = 4
+
+
+class Energy(nn.Module):
+    """The sum of the integral of sigma over K x + b; its gradient is K^T sigma(K x + b)."""
+
+    def __init__(self, K, b, activation="tanh"):
+        super().__init__()
+        self.K, self.b, self.sigma = (
+            nn.Parameter(K.detach().clone()),
+            nn.Parameter(b.detach().clone()),
+            activation,
+        )
+
+    def forward(self, x):
+        return activations.get(self.sigma).integral(x @ self.K.mT + self.b).sum(-1)
+
+
+class Perceptron(nn.Module):
+    """c sigma(K x + b)."""
+
+    def __init__(self, K, b, c):
+        super().__init__()
+        self.K, self.b, self.c = K, b, c
+
+    def forward(self, x):
+        return self.c * torch.tanh(x @ self.K.mT + self.b)
+
+
+def mixer(d=D, drop=0.0):
+    return nn.Sequential(
+        nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.GELU(), nn.Dropout(drop), nn.Linear(3 * d, d)
+    )
+
+
+BLOCKS = {
+    "leapfrog": lambda: Leapfrog(mixer(drop=0.2)),
+    "coupling": lambda: Coupling(mixer(drop=0.2), mixer()),
+    "energies": lambda: Leapfrog(
+        GradientField(Energy(torch.randn(7, D), torch.randn(7)), scale=-1.0), h=0.3
+    ),
+    "one half": lambda: Coupling(mixer()),
+    "batch norm": lambda: Coupling(
+        None,
+        nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(3 * D, 3 * D),
+            nn.BatchNorm1d(3 * D),
+            nn.Tanh(),
+            nn.Unflatten(1, (3, D)),
+        ),
+    ),
+}
+
+
+def stack(name, N=5, **options):
+    torch.manual_seed(1)
+    return Reversible([BLOCKS[name]() for _ in range(N)], **options)
+
+
+def state(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def gradients(net, y, **options):
+    """y_N, and all gradients and statistics."""
+    y = y.clone().requires_grad_()
+    torch.manual_seed(3)
+    out = net(y, **options)
+    out.float().square().sum().backward()
+    grads = [p.grad for p in net.parameters()]
+    assert all(g is not None for g in grads)
+    return [out.detach(), y.grad, *grads, *net.buffers()]
+
+
+@pytest.mark.parametrize("backprop", ["checkpoint", "reversible"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_on_the_grid_are_those_of_stored_states_to_the_last_bit(name, backprop):
+    net, y = stack(name, state="fixed"), state(6, 3, 2 * D)
+    other = copy.deepcopy(net)
+    other.backprop = backprop
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, two in zip(gradients(net, y), gradients(other, y), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_of_undone_states_are_those_of_stored_ones_within_rounding(name):
+    net, y = stack(name).double(), state(6, 3, 2 * D).double()
+    other = copy.deepcopy(net)
+    other.backprop = "reversible"
+    for one, two in zip(gradients(net, y), gradients(other, y), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_layers_can_be_undone_and_have_determinant_1(name):
+    net, y = stack(name).double().eval(), state(2, 3, 2 * D).double()
+    torch.testing.assert_close(net.inverse(net(y)), y)
+    assert net.trajectory(y).shape == (6, *y.shape)
+    torch.testing.assert_close(net.trajectory(y)[-1], net(y))
+    J = torch.func.jacrev(lambda v: net(v.view_as(y)).flatten())(y.flatten())
+    torch.testing.assert_close(
+        torch.linalg.slogdet(J).logabsdet, torch.zeros((), dtype=torch.float64), atol=1e-9, rtol=0
+    )
+    assert torch.linalg.matrix_norm(J, 2) >= 1
+    assert net.guarantee().holds
+    assert ("symplectic" in net.guarantee().theorem) == (name == "energies")
+    if name == "energies":  # J^T Omega J = Omega, in halves of all tokens
+        parts = torch.arange(y.numel()).view_as(y).chunk(2, -1)
+        order = torch.cat([part.flatten() for part in parts])
+        J, m = J[order][:, order], y.numel() // 2
+        omega = torch.zeros(2 * m, 2 * m, dtype=J.dtype)
+        omega[:m, m:], omega[m:, :m] = -torch.eye(m), torch.eye(m)
+        torch.testing.assert_close(J.mT @ omega @ J, omega)
+
+
+@pytest.mark.parametrize("state", ["float", "fixed"])
+def test_gradients_of_gradients_are_right(state):
+    net = stack("leapfrog", 3, backprop="reversible", state=state).double().eval()
+    y = torch.randn(1, 2, 2 * D, dtype=torch.float64, requires_grad=True)
+    if state == "float":
+        assert torch.autograd.gradcheck(net, y)
+        assert torch.autograd.gradgradcheck(net, y)
+    (g,) = torch.autograd.grad(net(y).square().sum(), y, create_graph=True)
+    wanted = torch.autograd.grad(g.square().sum(), [y, *net.parameters()])
+    net.backprop = "stored"
+    (g,) = torch.autograd.grad(net(y).square().sum(), y, create_graph=True)
+    for one, two in zip(
+        wanted, torch.autograd.grad(g.square().sum(), [y, *net.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(one, two)
+
+
+# The paper's networks
+
+
+def h2_blocks(net):
+    w, h = net.weights(), net.steps()
+    for j in range(net.layers):
+        F = GradientField(Energy(w["K_q"][j], w["b_q"][j]), scale=-float(h[j]))
+        yield Coupling(F, GradientField(Energy(w["K_p"][j], w["b_p"][j]), scale=float(h[j])))
+
+
+def test_h2_is_a_stack_of_gradient_fields():
+    net = hdnn.H2(6, 4, T=0.8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    blocks = Reversible(h2_blocks(net), backprop="reversible")
+    y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(blocks(y), net(y))
+    wanted = torch.autograd.grad(net(y).sin().sum(), [y, *net.parameters()])
+    found = torch.autograd.grad(blocks(y).sin().sum(), [y, *blocks.parameters()])
+    torch.testing.assert_close(found[0], wanted[0])
+    by_name = dict(zip([n for n, _ in net.named_parameters()], wanted[1:], strict=True))
+    mine = dict(zip([n for n, _ in blocks.named_parameters()], found[1:], strict=True))
+    for half, field in (("q", "F"), ("p", "G")):
+        for what in ("K", "b"):
+            for j in range(4):
+                one = mine[f"blocks.{j}.{field}.energy.{what}"]
+                torch.testing.assert_close(one, by_name[f"{what}_{half}"][j])
+    assert "symplectic" in blocks.guarantee().theorem
+
+
+def test_verlet_is_a_stack_of_gradient_fields():
+    net = hdnn.HamiltonianNet(6, 3, "verlet", T=0.6, dtype=torch.float64)
+    w, h, blocks = net.weights(), net.steps(), []
+    for j in range(3):
+        kick = GradientField(Energy(w["K_q"][j], w["b_q"][j]), scale=-float(h[j]) / 2)
+        drift = GradientField(Energy(w["K_p"][j], w["b_p"][j]), scale=float(h[j]))
+        blocks += [Coupling(kick, drift), Coupling(kick)]  # weights that two blocks share
+    y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    found = Reversible(blocks, backprop="reversible")(y)
+    torch.testing.assert_close(found, net(y))
+    (one,) = torch.autograd.grad(found.sin().sum(), blocks[0].F.energy.K)
+    two = torch.autograd.grad(net(y).sin().sum(), net.K_q)[0][0]
+    torch.testing.assert_close(one, two)
+
+
+def test_ms1_is_a_stack_of_perceptrons():
+    net = hdnn.MS1(6, 3, T=0.6, dtype=torch.float64)
+    w, h, blocks = net.weights(), net.steps(), []
+    for j in range(3):
+        G = Perceptron(w["K_0"][j].mT, w["b_1"][j], -float(h[j]))
+        blocks += [Coupling(None, G), Coupling(Perceptron(w["K_0"][j], w["b_2"][j], float(h[j])))]
+    y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    found = Reversible(blocks, backprop="reversible")(y)
+    torch.testing.assert_close(found, net(y))
+    one = torch.autograd.grad(found.sin().sum(), [y, *net.parameters()])
+    for a, b in zip(
+        one, torch.autograd.grad(net(y).sin().sum(), [y, *net.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("F", "shape", "error", "said"),
+    [
+        (nn.Linear(4, 5), (2, 8), ShapeError, "F of block 0 must return the shape of the half"),
+        (nn.LSTM(4, 4), (2, 8), ShapeError, "returned a tuple"),
+        (nn.ReLU(inplace=True), (2, 8), TrainingError, "changed its input in place"),
+        (nn.Linear(4, 4), (2, 7), ShapeError, "must be even"),
+        (nn.Linear(4, 4), (), ShapeError, "no axis -1"),
+    ],
+)
+def test_bad_modules_and_states_get_one_sentence(F, shape, error, said):
+    net = Reversible([Coupling(F)], backprop="reversible")
+    with pytest.raises(error, match=said) as raised:
+        net(torch.randn(shape))
+    assert "\n" not in str(raised.value)
+
+
+def test_modules_that_are_not_deterministic_are_found_out():
+    class Wild(nn.Module):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            return x.sin() * self.calls
+
+    for state, said in (("fixed", "did not come back"), ("float", "off by")):
+        net = Reversible([Coupling(Wild(), Wild())], backprop="reversible", state=state)
+        with pytest.raises(TrainingError, match=said):
+            net(torch.randn(3, 4, requires_grad=True)).sum().backward()
+
+
+def test_only_blocks_along_one_axis_make_a_stack():
+    with pytest.raises(OptionError, match=r"block 1 is a Linear; make it a layer by hdnn.Leapfrog"):
+        Reversible([Coupling(None), nn.Linear(2, 2)])
+    with pytest.raises(OptionError, match="one axis"):
+        Reversible([Coupling(None), Coupling(None, dim=1)])
