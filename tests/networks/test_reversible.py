@@ -235,6 +235,21 @@ def test_modules_that_are_not_deterministic_are_found_out():
             net(torch.randn(3, 4, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.parametrize("backprop", ["stored", "checkpoint", "reversible"])
+def test_a_state_that_leaves_the_grid_is_an_error(backprop):
+    class Huge(nn.Module):
+        def forward(self, x):
+            return 1e7 * x.sign()
+
+    back = Coupling(Huge(), Huge())  # what is too large once counts, even if it comes back
+    net = Reversible([Coupling(Huge()), back], state="fixed", backprop=backprop)
+    with pytest.raises(TrainingError, match="left the fixed-point grid"):
+        net(torch.randn(3, 4, requires_grad=True))
+    calm = Reversible([Coupling(nn.Tanh())], state="fixed", backprop=backprop)
+    with pytest.raises(TrainingError, match="no NaN"):
+        calm(torch.tensor([[1.0, torch.nan]]))
+
+
 def test_only_blocks_along_one_axis_make_a_stack():
     with pytest.raises(OptionError, match=r"block 1 is a Linear; make it a layer by hdnn.Leapfrog"):
         Reversible([Coupling(None), nn.Linear(2, 2)])

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable
-from hdnn.engine.fixed import from_grid, to_grid
-from hdnn.engine.tracing import eagerly, uncompiled
+from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
+from hdnn.engine.fixed import LIMIT, from_grid, to_grid
+from hdnn.engine.tracing import eagerly, transformed, uncompiled
 from hdnn.errors import ShapeError, TrainingError
 
 
@@ -45,7 +45,8 @@ class Half(NamedTuple):
         if self.exact is None:
             return Half(self.value + move)
         exact = self.exact + to_grid(move.detach())
-        return Half(_Through.apply(self.value, move, from_grid(exact, self.value.dtype)), exact)
+        total = _where_it_reaches(exact, (self.value + move).detach())
+        return Half(_Through.apply(self.value, move, total.to(self.value.dtype)), exact)
 
     def minus(self, move: Tensor) -> Half:
         """Without autograd."""
@@ -79,7 +80,22 @@ def halves_of(y: Tensor, dim: int, fixed: bool) -> list[Half]:
 def on_grid(half: Tensor) -> Half:
     exact = to_grid(half.detach())
     zero = torch.zeros((), dtype=half.dtype, device=half.device)
-    return Half(_Through.apply(half, zero.expand_as(half), from_grid(exact, half.dtype)), exact)
+    return Half(_Through.apply(half, zero.expand_as(half), _where_it_reaches(exact, half)), exact)
+
+
+def _where_it_reaches(exact: Tensor, value: Tensor) -> Tensor:
+    """The floats of the grid; NaN where a value is too large for it, then and ever after."""
+    return torch.where(value.detach().abs() < LIMIT, from_grid(exact, value.dtype), torch.nan)
+
+
+def check_grid(y_N: Tensor) -> None:
+    """Raise if a state has left the grid, unless values cannot be read here."""
+    unread = torch.compiler.is_compiling() or transformed() or recorded(y_N)
+    if not unread and not bool(y_N.isfinite().all()):
+        raise TrainingError(
+            f'the state left the fixed-point grid: state="fixed" holds +-{LIMIT:.4g} only, and no '
+            'NaN; normalise what the modules give, take a smaller h, or state="float".'
+        )
 
 
 def run(halves: list[Half], shears: Sequence[HalfMove], args: Any, options: Any) -> list[Half]:

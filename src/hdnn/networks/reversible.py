@@ -71,6 +71,12 @@ class Reversible(nn.Module):
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """y_N from y_0; further arguments (masks, edges, conditions) go to all modules."""
         check_halves(self, y, self.dim)
+        y_N = self._forward(y, args, options)
+        if self.state == "fixed":
+            chain.check_grid(y_N)
+        return y_N
+
+    def _forward(self, y: Tensor, args: Any, options: Any) -> Tensor:
         rebuilds = self.backprop == "reversible" and torch.is_grad_enabled() and not transformed()
         if rebuilds:
             if recorded(y):
