@@ -92,7 +92,7 @@ def _revlib(both: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
     return revlib.ReversibleSequential(*(one for pair in both for one in pair), split_dim=-1)
 
 
-def _ours(**how: str) -> Callable[[Any], nn.Module]:
+def _ours(**how: Any) -> Callable[[Any], nn.Module]:
     return lambda both: hdnn.Reversible([hdnn.Coupling(*pair) for pair in both], **how)
 
 
