@@ -203,6 +203,52 @@ def test_ms1_is_a_stack_of_perceptrons():
         torch.testing.assert_close(a, b)
 
 
+def test_ms3_is_a_stack_of_gradient_fields():
+    net = hdnn.MS3(6, 3, T=0.6, dtype=torch.float64)
+    w, h, blocks = net.weights(), net.steps(), []
+    for j in range(3):
+        F = GradientField(Energy(w["K_1"][j], w["b_1"][j]), scale=float(h[j]))
+        blocks.append(
+            Coupling(F, GradientField(Energy(w["K_2"][j], w["b_2"][j]), scale=-float(h[j])))
+        )
+    y = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    found = Reversible(blocks, backprop="reversible")(y)
+    torch.testing.assert_close(found, net(y))
+    (one,) = torch.autograd.grad(found.sin().sum(), blocks[1].G.energy.K)
+    torch.testing.assert_close(one, torch.autograd.grad(net(y).sin().sum(), net.K_2)[0][1])
+
+
+class Convolved(nn.Module):
+    """The sum over an image of the integral of sigma over K x + b, K a convolution."""
+
+    def __init__(self, K, b, activation):
+        super().__init__()
+        self.K, self.b, self.sigma = nn.Parameter(K.detach().clone()), b.detach(), activation
+
+    def forward(self, x):
+        a = nn.functional.conv2d(x, self.K, self.b, padding=self.K.shape[-1] // 2)
+        return activations.get(self.sigma).integral(a).sum((1, 2, 3))
+
+
+def test_the_h2_unit_is_a_stack_of_gradient_fields():
+    unit = hdnn.HamiltonianUnit(6, 3, network="h2", step=0.2).double()
+    blocks = []
+    for j in range(3):
+        F, G = (
+            GradientField(Convolved(K[j], b[j], unit.activation), scale=scale)
+            for K, b, scale in ((unit.K_q, unit.b_q, -0.2), (unit.K_p, unit.b_p, 0.2))
+        )
+        blocks.append(Coupling(F, G, dim=1))
+    y = torch.randn(2, 6, 5, 4, dtype=torch.float64, requires_grad=True)
+    stack = Reversible(blocks, backprop="reversible")
+    torch.testing.assert_close(stack(y), unit(y))
+    found = torch.autograd.grad(stack(y).sin().sum(), [y, blocks[2].F.energy.K])
+    wanted = torch.autograd.grad(unit(y).sin().sum(), [y, unit.K_q])
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1][2])
+    assert "symplectic" in stack.guarantee().theorem
+
+
 # Bad input
 
 
