@@ -13,14 +13,11 @@ grid, with dropout, are compared with those of stored ones, bit by bit.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import report
@@ -191,7 +188,7 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     depth = sizes["depths"][-1]
     equal = identical(depth, sizes, device)
     say(f"gradients of {depth} blocks on the grid, with dropout: equal {equal}")
-    return {"sizes": copy.copy(sizes), "rows": rows, "identical": equal}
+    return {"rows": rows, "identical": equal}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -218,24 +215,5 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "states to the last bit."]) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
-    parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; use --device cpu --quick", file=sys.stderr)
-        return 2
-    result = run(SIZES["quick" if options.quick else "full"], options.device)
-    result |= {"command": f"python benchmarks/blocks.py --device {options.device}"}
-    result |= {"machine": report.machine(options.device)}
-    print(page(result))
-    report.keep(result, page(result), f"blocks-{options.device}", options.out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.command("blocks", __doc__, SIZES, run, page))

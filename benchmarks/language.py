@@ -13,7 +13,6 @@ with a seed of their own; the best one is then trained with three other seeds.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -145,7 +144,7 @@ def trained(
     return row
 
 
-def run(sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
+def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     train, validation, letters = corpus()
     data = train.to(device), validation.to(device), letters
     rows = []
@@ -155,7 +154,7 @@ def run(sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
             best = min(tried, key=lambda row: row["loss"])["rate"]
             rows += tried
             rows += [trained(kind, depth, best, seed, sizes, device, data) for seed in SEEDS]
-    return rows
+    return {"rows": rows}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -183,25 +182,5 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
-    parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; use --device cpu --quick", file=sys.stderr)
-        return 2
-    sizes = SIZES["quick" if options.quick else "full"]
-    result = {"sizes": sizes, "rows": run(sizes, options.device)}
-    result |= {"command": f"python benchmarks/language.py --device {options.device}"}
-    result |= {"machine": report.machine(options.device)}
-    print(page(result))
-    report.keep(result, page(result), f"language-{options.device}", options.out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.command("language", __doc__, SIZES, run, page))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,34 @@ def keep(result: Any, page: str, name: str, out: Path | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (out / f"{name}.md").write_text(page, encoding="utf-8")
+
+
+def command(
+    name: str,
+    about: str | None,
+    sizes: dict[str, Any],
+    run: Callable[[Any, str], dict[str, Any]],
+    page: Callable[[dict[str, Any]], str],
+) -> int:
+    """A benchmark of its sizes "full" or "quick" on a device, printed and kept."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
+    parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
+    options = parser.parse_args()
+    device, quick = options.device, options.quick
+    if device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here; use --device cpu --quick", file=sys.stderr)
+        return 2
+    taken = sizes["quick" if quick else "full"]
+    result = {"sizes": taken} | run(taken, device)
+    result["command"] = f"python benchmarks/{name}.py --device {device}" + " --quick" * quick
+    result["machine"] = machine(device)
+    print(page(result))
+    keep(result, page(result), f"{name}-{device}", options.out)
+    return 0
 
 
 def processor_time() -> tuple[float, float, float] | None:
