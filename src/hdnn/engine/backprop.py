@@ -55,11 +55,11 @@ class Checkpoints(Stored):
     """Keeps the state once every few layers, and runs those between a second time."""
 
     def _prepare(self) -> None:
-        spans = self._spans(self.stack.layers)
-        self.kernels = {count: self._kernel(count) for count in {b - a for a, b in spans}}
-        # In the order in which they run.
-        N, spans = self.stack.layers, [(a, b, self.kernels[b - a]) for a, b in spans]
-        self.segments = [(N - b, N - a, k) for a, b, k in spans] if self.stack.inverse else spans
+        N, cuts = self.stack.layers, self._spans(self.stack.layers)
+        self.kernels = {count: self._kernel(count) for count in {b - a for a, b in cuts}}
+        if self.stack.inverse:  # which runs the last layer first
+            cuts = [(N - b, N - a) for a, b in cuts]
+        self.segments = [(a, b, self.kernels[b - a]) for a, b in cuts]
 
     def _spans(self, N: int) -> list[tuple[int, int]]:
         """The layers of each segment, counted as they run."""

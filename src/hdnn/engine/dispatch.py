@@ -47,8 +47,8 @@ NOT_REVERSIBLE = (
 )
 
 
-SHARES = {"cpu": 32, "cuda": 80}
 WIDE_SHARE = 16  # on a GPU, of up to 8 n samples, whose states are not large beside the weights
+SHARES = {"cpu": 32, "cuda": 80}
 """`auto` stores the states of a stack in at most this part of the memory: one in so many.
 
 Beyond that it keeps a few states and rebuilds those between, if the layers can be undone, or keeps
@@ -196,7 +196,7 @@ FUSED_KERNELS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def _worth_fusing(batch: int) -> tuple[bool, str]:
-    """Kernels are never slower than a loop of PyTorch's own (docs/results/engine-*.md)."""
+    """Whether there is anything to run; `choice.py` decides by which kernel."""
     if batch == 0:
         return False, "there are no samples"
     return True, "one launch for all layers is faster than one an operation"
