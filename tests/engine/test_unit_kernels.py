@@ -5,6 +5,7 @@ when it is imported, so that the interpreter gets a process of its own: this fil
 takes all cases and prints their errors.
 """
 
+import copy
 import itertools
 import json
 import os
@@ -25,12 +26,12 @@ import interpreter
 from hdnn.engine import dispatch, units
 from hdnn.engine import drift as reversal
 from hdnn.engine.drift import ReversalWarning
-from hdnn.engine.kernels import pixels
+from hdnn.engine.kernels import convolutions, pixels
 from hdnn.errors import TrainingError
 from hdnn.networks.norm import BatchNorm
 from hdnn.networks.unit import HamiltonianUnit
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 0.1}
+TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 0.1}
 
 
 def unit_errors(
@@ -75,6 +76,16 @@ def unit_errors(
     return [error(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
+def joined_errors(*unit, **options):
+    """The same of a unit whose convolutions and passes are one kernel each."""
+    gradient, few = convolutions.OneKernel.gradient, mock.patch.object(units, "TOGETHER", 3)
+    with mock.patch.object(convolutions.OneKernel, "gradient", autospec=True) as called, few:
+        called.side_effect = gradient
+        found = unit_errors(*unit, **options)
+    assert called.called
+    return found
+
+
 def free(unit):
     """The parameters, but for the biases that a normalisation takes off again."""
     return [p for name, p in unit.named_parameters() if not (name[0] == "b" and unit.normed)
@@ -107,6 +118,26 @@ def glue_errors(*, channels=6, size=(8, 4), activation="identity", device="cpu")
     found += [z, *torch.autograd.grad(z, like, g.float().to(device))]
     wanted += [0.1 * x.detach().mean((0, 2, 3)), 0.9 + 0.1 * x.detach().var((0, 2, 3))]
     return [error(a, b) for a, b in zip([*found, *running], wanted, strict=True)]
+
+
+def stem_errors(*, device="cpu"):
+    """Of a convolution and its normalisation, whose kernels leave out the bias."""
+    torch.manual_seed(0)
+    layer, norm = nn.Conv2d(3, 4, 3, bias=True), BatchNorm(4, "tanh")
+    x = torch.randn(2, 3, 5, 6)
+
+    def run(layer, norm, x):
+        out = norm.after(layer, x)
+        out.square().sum().backward()
+        assert layer.bias.grad is not None
+        assert float(layer.bias.grad.abs().max()) < 1e-6
+        found = [out, layer.weight.grad, norm.weight.grad, norm.bias.grad]
+        return [*found, norm.running_mean, norm.running_var]
+
+    wanted = run(copy.deepcopy(layer).double(), copy.deepcopy(norm).double(), x.double())
+    with mock.patch.object(pixels, "fuse", return_value=True):
+        found = run(layer.to(device), norm.to(device), x.to(device))
+    return [error(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
 def second_errors(network, norm, *, device="cpu"):
@@ -198,11 +229,12 @@ def kept(network, backprop, most, *, device="cpu"):
     return [0.0 if sizes[1] <= most * sizes[0] else sizes[1] / sizes[0]]
 
 
-KINDS = {"unit": unit_errors, "glue": glue_errors, "second": second_errors}
-KINDS |= {"extreme": extreme_errors, "outcome": outcome, "kept": kept}
+KINDS = {"unit": unit_errors, "joined": joined_errors, "glue": glue_errors, "second": second_errors}
+KINDS |= {"stem": stem_errors, "extreme": extreme_errors, "outcome": outcome, "kept": kept}
 STEPS = [0.1, 0.4, 0.2, 0.3]
 HALF = {"work": "bfloat16"}
 HALVES = {"work": "bfloat16", "given": "bfloat16"}
+FINE = {"work": "float16"}
 # Every two options that a kernel could mix up meet in some case, but not all of them in each.
 GROUPS = {
     "norms": [
@@ -226,12 +258,25 @@ GROUPS = {
         ("unit", ("h2", "inside"), {"sparse": True}),
         ("glue", (), {"channels": 20, "size": (2, 16)}),
         ("glue", (), {"channels": 33, "size": (6, 2), "activation": "relu"}),
+        ("stem", (), {}),
     ],
     "half precision": [
         ("unit", ("h1", "none"), HALVES),
         ("unit", ("h1", "inside"), HALF),
         ("unit", ("h2", "none"), HALF),
         ("unit", ("h2", "inside"), HALVES),
+    ],
+    "joined": [
+        ("joined", ("h2", "none"), options)
+        for options in (
+            {**FINE, "channels": 48, "drop": True, "given": "float16"},
+            {**FINE, "channels": 96, "size": (3, 9), "layers": 1, "activation": "gelu"},
+            {**FINE, "channels": 144, "size": (1, 70), "layers": 1, "batch": 1},
+            {**FINE, "channels": 32, "size": (2, 3), "layers": 3, "backprop": "checkpoint"},
+            {**FINE, "channels": 32, "size": (1, 1), "layers": 3, "backprop": "reversible"},
+            {**HALF, "channels": 32, "size": (4, 3), "layers": 1, "activation": "silu"},
+            {**HALVES, "channels": 48, "size": (4, 3), "layers": 1, "drop": True},
+        )
     ],
     "rebuilt": [
         ("unit", ("h2", norm), {"backprop": "reversible", "size": (3, 4), **options})
@@ -339,6 +384,33 @@ def test_on_a_gpu_a_module_is_the_same_with_and_without_them(network, norm, back
         assert not unit._fuses(y)
         wanted = all_of()
     assert max(error(a, b.double().cpu()) for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("channels", "size"), [(96, 32), (112, 16), (144, 8)])
+def test_on_a_gpu_one_kernel_is_as_exact_as_two(channels, size, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    options = {"network": "h2", "activation": "gelu", "backprop": "stored", "step": 0.5}
+    unit = HamiltonianUnit(channels, 5, drop=0.3, **options).cuda()
+    y, g = torch.randn(2, 25, channels, size, size, device="cuda", dtype=torch.bfloat16)
+    y, factors = y.requires_grad_(), unit._factors(y)
+    if not convolutions.joins(y[:, : channels // 2], 3, torch.bfloat16):
+        pytest.skip("this GPU takes two kernels")
+
+    def all_of(y, dtype):
+        with torch.autocast("cuda", dtype, enabled=dtype == torch.bfloat16):
+            out = unit._run(y, factors)[0]
+        return [out, *torch.autograd.grad(out, [y, *free(unit)], g.to(out.dtype))]
+
+    found, again = all_of(y, torch.bfloat16), all_of(y, torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    with hdnn.engine.use(engine="reference"):
+        wanted = all_of(y.detach().float().requires_grad_(), torch.float32)
+    monkeypatch.setattr(convolutions, "joins", lambda *_: False)
+    for one, two, exact in zip(found, all_of(y, torch.bfloat16), wanted, strict=True):
+        exact = exact.double().cpu()
+        assert error(one, exact) < 1.2 * error(two, exact) + 1e-3
 
 
 @pytest.mark.gpu

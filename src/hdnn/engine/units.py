@@ -1,4 +1,4 @@
-"""A Hamiltonian unit on a GPU: convolutions by cuDNN, the rest by `kernels/pixels.py`.
+"""A Hamiltonian unit on a GPU: by `kernels/convolutions.py` and `kernels/pixels.py`.
 
 Between shears the state is kept both in float32 and in the precision of the convolutions. These use
 K alone; J and h are applied between them. So a shear and its gradients are
@@ -7,7 +7,7 @@ K alone; J and h are applied between them. So a shear and its gradients are
     g~ = c J^T g,  d = (K g~) sigma'(x + a),  g += K^T d,  dK = sum of d s^T + sigma(x + a) g~^T
 
 so one gradient of K, over (s, g~) and (d, sigma) as twice as many images, does for both. Each image
-may have its own factor of c.
+may have its own factor of c. Where it is faster, a convolution and what follows are one kernel.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.drift import check_reversal, drift_of
+from hdnn.engine.kernels import convolutions
 from hdnn.engine.kernels.factors import float32_setting
-from hdnn.engine.kernels.pixels import Pixels, Step, differentiable, empty_images, images
-from hdnn.operators import conv
+from hdnn.engine.kernels.pixels import Step, apart, differentiable, empty_images, images
 
+TOGETHER = 16  # gradients of K, at the most
 IMAGES = 5  # of the size of a state, which the backward pass of a layer needs
 
 
@@ -69,7 +70,7 @@ class Schedule:
 
     def halves(self, y: Tensor) -> list[Tensor]:
         """What takes turns in moving: p and q, or all of y."""
-        return [images(half) for half in y.chunk(self.count, 1)]
+        return [half if apart(half) else images(half) for half in y.chunk(self.count, 1)]
 
 
 class KindWeights(NamedTuple):
@@ -101,8 +102,9 @@ def run(
             return _UnitStack.apply(y, schedule, factors, *weights)
         with _as_precise_as_set():
             unit = _Unit(y, schedule, weights, factors)
-            halves = unit.ahead(schedule.halves(y), end=y.dtype)
-            return _joined(halves, y.dtype), *unit.statistics()
+            out = unit.whole(y.dtype)
+            unit.ahead(schedule.halves(y), end=out)
+            return out, *unit.statistics()
 
 
 @contextmanager
@@ -134,18 +136,19 @@ class _UnitStack(torch.autograd.Function):
         ctx: Any, y: Tensor, schedule: Schedule, factors: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         unit, kept = _Unit(y, schedule, weights, factors), []
-        halves = schedule.halves(y)
+        halves, out = schedule.halves(y), unit.whole(y.dtype)
         if schedule.backprop == "stored":
-            halves = unit.ahead(halves, kept=kept, end=y.dtype)
+            unit.ahead(halves, kept=kept, end=out)
             kept = [t for one in kept for t in one]
         elif schedule.backprop == "checkpoint":
             for first, last in unit.segments:
                 kept += halves if first else []
-                halves = unit.ahead(halves, first, last, end=y.dtype if last == unit.M else None)
+                halves = unit.ahead(halves, first, last, end=out if last == unit.M else None)
         else:
-            halves = unit.ahead(halves, wide=kept, end=y.dtype)
-        out, statistics = _joined(halves, y.dtype), unit.statistics()
+            unit.ahead(halves, wide=kept, end=out)
+        statistics = unit.statistics()
         ctx.schedule, ctx.weights, ctx.normals = schedule, len(weights), len(unit.normals)
+        ctx.Ks = unit.Ks if schedule.backprop == "stored" else None
         ctx.save_for_backward(y, unit.factors, *weights, *unit.normals, *kept)
         ctx.mark_non_differentiable(*statistics)
         return out, *statistics
@@ -160,22 +163,13 @@ class _UnitStack(torch.autograd.Function):
             reference = partial(schedule.reference, factors)
             g, *found = differentiable(reference, (y, *weights), grads[0])
         else:
-            unit = _Unit(y, schedule, weights, factors, rest[: ctx.normals])
+            unit = _Unit(y, schedule, weights, factors, rest[: ctx.normals], ctx.Ks)
             g, *found = _backward(grads[0], y, unit, rest[ctx.normals :])
         return g, None, None, *found
 
 
-def _kernels(K: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """K of each layer, in the form that the convolutions need."""
-    N, r = K.shape[:2]
-    return images(K.flatten(0, 1), dtype).unflatten(0, (N, r)).unbind(0)
-
-
 class _Unit:
-    """The shears of a unit with their weights, for one batch.
-
-    `normals` (4, C) of each shear are given when it runs a second time.
-    """
+    """The shears of a unit with their weights, for one batch; `normals` (4, C) if it runs again."""
 
     def __init__(
         self,
@@ -184,15 +178,22 @@ class _Unit:
         weights: Sequence[Tensor],
         factors: Tensor | None,
         normals: Sequence[Tensor] = (),
+        Ks: list[tuple[Any, ...]] | None = None,
     ) -> None:
         self.schedule, self.shears, self.M = schedule, schedule.shears, len(schedule.shears)
         each = 4 if schedule.normed else 2
         self.weights = [KindWeights(*weights[k : k + each]) for k in range(0, len(weights), each)]
-        self.Ks = [_kernels(one.K, schedule.work) for one in self.weights]
         self.factors = None if factors is None else factors.to(torch.float32).contiguous()
         self.normals = list(normals)
         self.count, self.like = schedule.count, y.chunk(schedule.count, 1)[0]
-        self.pixels, self.B = Pixels(self.like, schedule.activation), len(y)
+        k = self.weights[0].K.shape[-1]
+        self.by = convolutions.TwoKernels(self.like, schedule.activation)
+        plain = not (schedule.turn or schedule.normed)
+        if plain and convolutions.joins(self.like, k, schedule.work):
+            together = min(self.M, TOGETHER) if schedule.backprop == "stored" else 1
+            self.by = convolutions.OneKernel(self.like, schedule.activation, together)
+        self.pixels, self.B = self.by.pixels, len(y)
+        self.Ks = Ks or [self.by.kernels(one.K, schedule.work) for one in self.weights]
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -206,10 +207,13 @@ class _Unit:
 
     def room(self) -> Tensor:
         """Memory for twice as many images, in the precision of the convolutions."""
-        return self.empty(2 * self.B, self.schedule.work)
+        shape = (2 * self.B, *self.like.shape[1:])
+        return empty_images(self.like, shape, self.schedule.work)
 
-    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        return empty_images(self.like, (count, *self.like.shape[1:]), dtype)
+    def whole(self, dtype: torch.dtype, halves: int | None = None) -> Tensor:
+        """Memory for all channels of the images, or for so many halves."""
+        B, C, *size = self.like.shape
+        return empty_images(self.like, (B, (halves or self.count) * C, *size), dtype)
 
     def start(self, source: Tensor) -> Tensor:
         """`room` with the source in it, in the precision of the convolutions."""
@@ -222,7 +226,7 @@ class _Unit:
         shear = self.shears[i]
         return sign * shear.c, None if self.factors is None else self.factors[shear.layer]
 
-    def K(self, i: int) -> Tensor:
+    def K(self, i: int) -> Any:
         return self.Ks[self.shears[i].kind][self.shears[i].layer]
 
     def normal(self, i: int) -> Tensor | None:
@@ -231,10 +235,11 @@ class _Unit:
     def inner(self, i: int, s: Tensor) -> Kept:
         """From the source of a shear to sigma."""
         one, layer = self.weights[self.shears[i].kind], self.shears[i].layer
-        x, z = conv.apply(self.K(i), s[: self.B]), self.room()
+        z = self.room()
         if one.gamma is None or one.beta is None:
-            self.pixels.activate(x, z[self.B :], one.a[layer])
+            x = self.by.activate(self.K(i), s[: self.B], z[self.B :], one.a[layer])
             return Kept(s, z, x)
+        x = self.by.apply(self.K(i), s[: self.B])
         if i == len(self.normals):
             eps = self.schedule.eps
             self.normals.append(self.pixels.normalise(x, one.gamma[layer], one.beta[layer], eps))
@@ -249,16 +254,17 @@ class _Unit:
         last: int | None = None,
         *,
         kept: list[Kept] | None = None,
-        end: torch.dtype | None = None,
+        end: Tensor | None = None,
         wide: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """The halves after the shears `first` .. `last` - 1; `kept` collects what each must keep.
 
-        In float32, or in the dtype `end` of y_N, with `wide` also in float32. With `kept` but
-        without `end`, they run again only for what is kept, and the last one stops early.
+        They are in float32, or written to `end`, and then with `wide` to float32 too. With `kept`
+        but without `end`, they run again only for what is kept, and the last one stops early.
         """
         last = self.M if last is None else last
         halves, turn = list(halves), "w" if self.schedule.turn else ""
+        ends = None if end is None else end.chunk(self.count, 1)
         s = self.start(halves[self.shears[first].source])
         for i in range(first, last):
             target, final = self.shears[i].target, i == last - 1
@@ -267,16 +273,18 @@ class _Unit:
                 kept.append(inner)
                 if final and end is None:
                     break
-            w = conv.adjoint(self.K(i), inner.z[self.B :])
-            # What has moved is what the next shear reads.
+            # What has moved is what the next shear reads; the last one writes only where it ends.
+            to = ends[target] if ends is not None and i >= last - self.count else None
             s = s if final else self.room()
-            room = self.empty(self.B, end or torch.float32) if final else s[: self.B]
-            done = final or (room.dtype == end and i >= last - self.count)
-            keep, by = wide is not None or not done, self.step(i)
-            new = self.pixels.move(halves[target], w, room, by=by, turn=turn, keep=keep)
-            if wide is not None and i >= last - self.count:
+            room = s[: self.B] if not final else self.whole(torch.float32, 1) if to is None else to
+            keep = not final if to is None else wide is not None or (not final and to)
+            how = {"by": self.step(i), "turn": turn, "keep": keep}
+            new = self.by.move(self.K(i), inner.z[self.B :], halves[target], room, **how)
+            if wide is not None and to is not None:
                 wide.append(new)
-            halves[target] = room if done else new
+                if not final:
+                    self.pixels.move(new, None, to)
+            halves[target] = new
         return halves
 
     def statistics(self) -> list[Tensor]:
@@ -297,10 +305,11 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
     # The gradients of weights are only needed at the end: a GPU takes a second stream for them.
     # Rebuilt states are soon freed, and for that the second stream would have to be waited for.
     side = torch.cuda.Stream(g_N.device) if g_N.is_cuda and not rebuilds else None
-    dK: list[list[Tensor]] = [[] for _ in unit.weights]
+    dK: list[Tensor] = []
     sums: list[list[Tensor]] = [[] for _ in unit.weights]
     rebuilt: list[Tensor] = []
-    y_1: list[Tensor] = []
+    y_1, g_0 = unit.whole(torch.float32) if rebuilds else None, unit.whole(g_N.dtype)
+    ends = g_0.chunk(unit.count, 1)
     for first, last in reversed(unit.segments):
         if stores:
             past = _Stored(first, [Kept(*kept[k : k + 3]) for k in range(0, len(kept), 3)])
@@ -310,37 +319,42 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
         else:
             at = (first // unit.segments[0][1] - 1) * unit.count
             start = list(kept[at : at + unit.count]) if first else schedule.halves(y)
-            past, end = _Stored(first, []), torch.float32 if rebuilds else None
-            y_1 = unit.ahead(start, first, last, kept=past.kept, end=end)
+            past = _Stored(first, [])
+            unit.ahead(start, first, last, kept=past.kept, end=y_1)
         end, times = past.s(last - 1)[B:], unit.step(last - 1)
         pixels.move(g[shears[last - 1].target], None, end, times=times, turn=turn)
         for i in range(last - 1, first - 1, -1):
             source, _, kind, layer, _ = shears[i]
             (s, z, x), K, normal = past.shear(i), unit.K(i), unit.normal(i)
-            d_z = conv.apply(K, s[B:])
             if normal is None:
-                total = pixels.slope(x, d_z, z[:B], unit.weights[kind].a[layer])
+                total = unit.by.slope(K, s[B:], x, z[:B], unit.weights[kind].a[layer])
                 # Partial sums of many layers would need memory: unless stored, add each up at once.
                 sums[kind].append(total if stores else total.sum(0, keepdim=True))
             else:
-                sums[kind].append(pixels.norm_slope(x, d_z, z[:B], normal))
+                sums[kind].append(pixels.norm_slope(x, unit.by.apply(K, s[B:]), z[:B], normal))
             if side is not None:  # it waits for the work so far: what it allocates is free by then
                 side.wait_stream(torch.cuda.current_stream(g_N.device))
             with torch.cuda.stream(side):
-                dK[kind].append(conv.gradient(s, z, K))
-            d_s = conv.adjoint(K, z[:B])
+                dK.append(unit.by.gradient(K, s, z))
+                if not stores:
+                    dK[-1:] = unit.by.add_up(dK[-1:])
             if i > first:  # the input of the backward pass of the shear before
                 before, times = past.s(i - 1)[B:], unit.step(i - 1)
-                g[source] = pixels.move(g[source], d_s, before, times=times, turn=turn)
+                how = {"times": times, "turn": turn, "keep": i >= unit.count or ends[source]}
+                g[source] = unit.by.move(K, z[:B], g[source], before, **how)
             else:
-                room = torch.empty_like(d_s, dtype=torch.float32 if i else g_N.dtype)
-                g[source] = pixels.move(g[source], d_s, room, keep=False)
+                room = unit.whole(torch.float32, 1) if i else ends[source]
+                g[source] = unit.by.move(K, z[:B], g[source], room, keep=False)
+        if stores:
+            with torch.cuda.stream(side):
+                dK = unit.by.add_up(dK)
         if side is not None:  # before the segment is freed, and the next one reuses its memory
             torch.cuda.current_stream(g_N.device).wait_stream(side)
         del past
-    found: list[Tensor | None] = [_joined(g, g_N.dtype)]
-    for one, grads, totals in zip(unit.weights, dK, sums, strict=True):
-        found.append(torch.stack(grads[::-1]).to(one.K.dtype))
+    found: list[Tensor | None] = [g_0]
+    for kind, (one, totals) in enumerate(zip(unit.weights, sums, strict=True)):
+        grads = [grad for grad, shear in zip(dK[::-1], shears, strict=True) if shear.kind == kind]
+        found.append(torch.stack(grads).to(one.K.dtype))
         total = torch.stack(totals[::-1])
         if one.gamma is None:
             found.append(total.sum(1).to(one.a.dtype))
@@ -348,8 +362,9 @@ def _backward(g_N: Tensor, y: Tensor, unit: _Unit, kept: Sequence[Tensor]) -> li
             d_gamma, d_beta = total[:, 1].to(one.gamma.dtype), total[:, 0].to(one.gamma.dtype)
             found += [torch.zeros_like(one.a), d_gamma, d_beta]
     if rebuilt and schedule.check:
-        ends = (_joined(list(halves), torch.float32) for halves in (y_1, rebuilt, kept))
-        return check_reversal(drift_of(*ends), found)
+        assert y_1 is not None
+        ends = (torch.cat(list(halves), 1) for halves in (rebuilt, kept))
+        return check_reversal(drift_of(y_1, *ends), found)
     return found
 
 
@@ -379,12 +394,6 @@ class _Rebuilt:
     def shear(self, i: int) -> Kept:
         unit, target = self.unit, self.unit.shears[i].target
         inner, self.next = unit.inner(i, self.next), unit.room()
-        w, room = conv.adjoint(unit.K(i), inner.z[unit.B :]), self.next[: unit.B]
-        by = unit.step(i, -1)
-        self.halves[target] = unit.pixels.move(self.halves[target], w, room, by=by)
+        z, room, by = inner.z[unit.B :], self.next[: unit.B], unit.step(i, -1)
+        self.halves[target] = unit.by.move(unit.K(i), z, self.halves[target], room, by=by)
         return inner
-
-
-def _joined(halves: list[Tensor], dtype: torch.dtype) -> Tensor:
-    halves = [half.to(dtype) for half in halves]
-    return halves[0] if len(halves) == 1 else torch.cat(halves, 1)

@@ -50,9 +50,7 @@ class HDNNStar(ImageModel):
 
     def features(self, x: Tensor) -> Tensor:
         check_images(x, self.inputs, self.size)
-        y = self.stem(x)
-        if self.stem_norm is not None:
-            y = self.stem_norm(y)
+        y = self.stem(x) if self.stem_norm is None else self.stem_norm.after(self.stem, x)
         for unit in self.stages:
             assert isinstance(unit, HamiltonianUnit)
             y = halved(unit(padded(y, unit.channels, self.padding)))

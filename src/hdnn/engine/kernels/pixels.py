@@ -44,6 +44,11 @@ def _tile(tile, rows, C: constexpr, CB: constexpr, RB: constexpr):  # pragma: ke
     return tile.to(tl.int64) * (RB * C), row * C + c, inside
 
 
+def _places(x, tile, c, CB: constexpr, RB: constexpr, STRIDE: constexpr):  # pragma: kernel
+    """The pointers to channels c of a tile of pixels, which are `STRIDE` apart."""
+    return x + tile.to(tl.int64) * (RB * STRIDE) + tl.arange(0, RB)[:, None] * STRIDE + c
+
+
 def _channel(vector, C: constexpr, CB: constexpr):  # pragma: kernel
     """One number a channel, as a row."""
     c = tl.arange(0, CB)
@@ -101,6 +106,9 @@ def _move_kernel(
     C: constexpr,
     CB: constexpr,
     RB: constexpr,
+    Y: constexpr,
+    NEW: constexpr,
+    S: constexpr,
     ADD: constexpr,
     KEEP: constexpr,
     TURN: constexpr,
@@ -111,24 +119,24 @@ def _move_kernel(
     c_w = _of_image(c_w, by, rows, size, RB, BY)
     c_s = _of_image(c_s, times, rows, size, RB, TIMES)
     # J exchanges the halves of the channels, and changes the sign of one.
-    row, c = tl.arange(0, RB)[:, None], tl.arange(0, CB)[None, :]
-    other = row * C + (c + C // 2) % C
+    tile, c = tl.program_id(0), tl.arange(0, CB)[None, :]
+    other = (c + C // 2) % C
     sign = tl.where(c < C // 2, -1.0, 1.0)
-    new = _read(y + first + at, inside)
+    new = _read(_places(y, tile, c, CB, RB, Y), inside)
     if ADD:
         if TURN == "w":
-            new += c_w * sign * _read(w + first + other, inside)
+            new += c_w * sign * _read(_places(w, tile, other, CB, RB, C), inside)
         else:
             new += c_w * _read(w + first + at, inside)
     if KEEP:
-        tl.store(y_out + first + at, new, mask=inside)
+        tl.store(_places(y_out, tile, c, CB, RB, NEW), new, mask=inside)
     s = new
     if TURN == "s":  # J^T, so with the other sign
-        s = _read(y + first + other, inside)
+        s = _read(_places(y, tile, other, CB, RB, Y), inside)
         if ADD:
-            s += c_w * _read(w + first + other, inside)
+            s += c_w * _read(_places(w, tile, other, CB, RB, C), inside)
         s = -sign * s
-    tl.store(s_out + first + at, c_s * s, mask=inside)
+    tl.store(_places(s_out, tile, c, CB, RB, S), c_s * s, mask=inside)
 
 
 def _put_sum(total, into, C: constexpr, CB: constexpr):  # pragma: kernel
@@ -292,10 +300,10 @@ def _load() -> dict[str, Any]:
     return here
 
 
-def _tiles(rows: int, C: int) -> tuple[int, int, int]:
+def _tiles(rows: int, C: int, entries: int = TILE) -> tuple[int, int, int]:
     """How many tiles there are, and their columns and rows."""
     CB = max(16, 1 << (C - 1).bit_length())
-    RB = max(1, TILE // CB)
+    RB = max(1, entries // CB)
     return -(-rows // RB), CB, RB
 
 
@@ -311,7 +319,7 @@ class Pixels:
 
     def run(self, name: str, *tensors: Tensor, c: tuple[float, ...] = (), **how: Any) -> None:
         """A kernel over all pixels; the numbers c follow their count."""
-        tiles, CB, RB = _tiles(self.rows, self.C)
+        tiles, CB, RB = _tiles(self.rows, self.C, how.pop("entries", TILE))
         grid, sizes = (how.pop("programs", tiles), 1, 1), {"C": self.C, "CB": CB, "RB": RB}
         _load()[name][grid](*tensors, self.rows, *c, **sizes, **how, num_warps=4)
 
@@ -334,17 +342,16 @@ class Pixels:
         by: Step = ONE,
         times: Step = ONE,
         turn: str = "",
-        keep: bool = True,
+        keep: bool | Tensor = True,
     ) -> Tensor:
         """y + by w, and s = times that; `turn="w"` takes J w for w, "s" applies J^T to s.
 
-        The sum is also kept in float32, unless `keep` is false or w is None.
+        The sum is also kept, in float32 or in the images given, unless `keep` is false or w None.
         """
-        keep = keep and w is not None
-        new = torch.empty_like(y, dtype=torch.float32) if keep else s
+        new = kept(False if w is None else keep, y, s)
         given = (w, new, s, by[1], times[1])
         tensors = [y, *(y if one is None else one for one in given)]
-        how = {"ADD": w is not None, "KEEP": keep, "TURN": turn}
+        how = {"ADD": w is not None, "KEEP": new is not s, "TURN": turn, **strides(y, new, s)}
         how |= {"BY": by[1] is not None, "TIMES": times[1] is not None}
         self.run("_move_kernel", *tensors, c=(self.size, float(by[0]), float(times[0])), **how)
         return new
@@ -379,13 +386,35 @@ class Pixels:
     def norm_slope(self, x: Tensor, g: Tensor, d: Tensor, normal: Tensor) -> Tensor:
         """d, the gradient of x from that of z; the gradients of beta and of gamma: (2, C)."""
         sums, partial, act = self._new(x, 2), self._new(x, self.programs, 2), self.activation
-        self.run("_norm_sums_kernel", x, g, normal, partial, programs=self.programs, ACT=act)
+        how = {"programs": self.programs, "entries": 2 * TILE, "ACT": act}
+        self.run("_norm_sums_kernel", x, g, normal, partial, **how)
         self._add_up("_add_up_kernel", partial, sums)
         self.run("_norm_slope_kernel", x, g, d, normal, sums, ACT=act)
         return sums
 
     def _new(self, x: Tensor, *count: int) -> Tensor:
         return torch.empty(*count, self.C, dtype=torch.float32, device=x.device)
+
+
+def kept(keep: bool | Tensor, y: Tensor, s: Tensor) -> Tensor:
+    """Where a sum is kept: in the images given, in new ones in float32, or only in s."""
+    if isinstance(keep, Tensor):
+        return keep
+    return empty_images(y, y.shape, torch.float32) if keep else s
+
+
+def strides(y: Tensor, new: Tensor, s: Tensor) -> dict[str, int]:
+    """How far apart the pixels of each are, which may be the halves of larger images."""
+    return {"Y": apart(y), "NEW": apart(new), "S": apart(s)}
+
+
+def apart(x: Tensor) -> int:
+    """How far apart the pixels of channels-last images are; 0 of images in another layout."""
+    _, C, height, width = x.shape
+    counts = {3: 1, 2: width, 0: width * height}
+    found = {x.stride(d) / count for d, count in counts.items() if x.shape[d] > 1} or {float(C)}
+    one = found.pop()
+    return int(one) if not found and one.is_integer() and (C == 1 or x.stride(1) == 1) else 0
 
 
 def fuse(x: Tensor) -> bool:
@@ -425,7 +454,8 @@ def differentiable(
 class Normalise(torch.autograd.Function):
     """sigma of the images (B, C, ..), normalised by their own statistics.
 
-    `running` mean and variance are moved towards these.
+    `running` mean and variance are moved towards these. A `bias` of the images need not be added to
+    them, as normalising takes it off again: it counts for the running mean only.
     """
 
     @staticmethod
@@ -438,24 +468,28 @@ class Normalise(torch.autograd.Function):
         activation: str,
         running: tuple[Tensor, Tensor] | None = None,
         momentum: float = 0.0,
+        bias: Tensor | None = None,
     ) -> Tensor:
         inputs, x = x, images(x)
         pixels, z = Pixels(x, activation), torch.empty_like(x)
         normal = pixels.normalise(x, gamma, beta, eps, running, momentum)
         pixels.activate(x, z, normal[3], normal[2])
+        if running is not None and bias is not None:
+            running[0].add_(bias, alpha=momentum)
         ctx.pixels, ctx.plain = pixels, functools.partial(_normalised, activation, eps)
-        ctx.save_for_backward(inputs, gamma, beta, normal)
+        ctx.save_for_backward(inputs, gamma, beta, normal, bias)
         return z
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, gamma, beta, normal = ctx.saved_tensors
+        x, gamma, beta, normal, bias = ctx.saved_tensors
+        rest = [None] * 4 + [None if bias is None else torch.zeros_like(bias)]
         if torch.is_grad_enabled():  # for gradients of these gradients
-            return *differentiable(ctx.plain, (x, gamma, beta), g), *[None] * 4
+            return *differentiable(ctx.plain, (x, gamma, beta), g), *rest
         x = images(x)
         d = torch.empty_like(x)
         d_beta, d_gamma = ctx.pixels.norm_slope(x, images(g, x.dtype), d, normal)
-        return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), *[None] * 4
+        return d, d_gamma.to(gamma.dtype), d_beta.to(beta.dtype), *rest
 
 
 def _normalised(activation: str, eps: float, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
