@@ -357,7 +357,7 @@ def test_a_frozen_network_gets_the_gradients_of_the_reference():
     torch.testing.assert_close(grads, other.K_p.grad[[0, 2]], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_layers_are_frozen_on_every_device(device):
     with torch.device(device):
         net = hdnn.H2(6, 3, sparsity=RING, learn_step=True)

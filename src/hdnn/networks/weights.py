@@ -15,10 +15,10 @@ from hdnn.operators import block_sparse
 
 
 class KeepsConstants(nn.Module):
-    """A module whose buffers have their values again when it comes back from the meta device.
+    """A module whose buffers have their values again after `to_empty`, whatever its device was.
 
-    There tensors have shapes but no values: `to_empty` gives parameters new memory, and
-    `reset_parameters` new values. Constants are kept aside meanwhile.
+    `to_empty` gives parameters new memory, and `reset_parameters` new values, but nothing would
+    give constants theirs. On the meta device, where tensors have no values, they are kept aside.
     """
 
     def add_constant(
@@ -41,12 +41,15 @@ class KeepsConstants(nn.Module):
         aside = self.kept_aside
         for name, was in before.items():
             now = self._buffers[name]
-            if was is None or now is None or was.is_meta == now.is_meta:
+            if was is None or now is None or now is was:
                 continue
-            if now.is_meta:
+            if was.is_meta and not now.is_meta:
+                if name in aside:
+                    overwrite(now, aside.pop(name))
+            elif now.is_meta and not was.is_meta:
                 aside[name] = was.detach()
-            elif name in aside:
-                overwrite(now, aside.pop(name))
+            elif not now.is_meta:
+                overwrite(now, was)  # which `to_empty` has not copied
         return self
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]

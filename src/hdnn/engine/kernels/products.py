@@ -51,7 +51,7 @@ class ProductsKernel:
         # dtypes of factors: of the products from layer to layer, and of weight gradients, on which
         # no other layer depends. Versions of states have the latter.
         self.chain = torch.bfloat16 if precision == "bf16" else stack.dtype
-        self.low = torch.bfloat16 if halves(precision) else stack.dtype
+        self.low = torch.bfloat16 if halves(precision, stack) else stack.dtype
         self.running = self.low != stack.dtype  # states stay float32, and versions are copies
         self.steps = _steps(stack, precision)
         self.replays = Replays()
@@ -388,7 +388,7 @@ class ProductsKernel:
 
     @staticmethod
     def kept_size(stack: Stack, precision: str = "ieee") -> int:
-        here, half = places(stack.turns), halves(precision)
+        here, half = places(stack.turns), halves(precision, stack)
         size = _room((stack.layers + 1) * here.steps * stack.samples * stack.width, half)
         return size + sum(
             _room(stack.layers * stack.samples * r, precision == "bf16") for r in _rows(stack)

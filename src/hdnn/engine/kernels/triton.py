@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.kernels import compiling, packed, stacks, tilings, warps
+from hdnn.engine.kernels.factors import for_weights
 from hdnn.engine.kernels.gradients import Factors, Gradients, Sums
 from hdnn.engine.kernels.launching import Launch
 from hdnn.engine.kernels.protocol import Stack, Tensors, schedule
@@ -72,17 +73,16 @@ class _Recipe:
             padding = "none" if full else "end"
         emit = backward and (deterministic or way == "packed")
         interpreted = compiling.interpreted()
-        # No other layer depends on the gradients of weights.
-        for_weights = "bf16" if precision == "tf32" else precision
+        weights = for_weights(precision, stack)
         if interpreted:  # it cannot multiply bf16, and cuts off what it should round
-            for_weights = "ieee" if precision == "tf32" else precision
+            weights = "ieee" if precision == "tf32" else precision
             if precision == "bf16":
-                precision = for_weights = "emulated"
+                precision = weights = "emulated"
         constants = {
             "ACT": stack.activation,
             "KIND": kind,
             "PREC": precision,
-            "WPREC": for_weights,
+            "WPREC": weights,
             "FAST": precision in ("tf32", "bf16") and not interpreted,  # with inline assembly
             "PAD": padding,
             "EULER": not stack.turns,
@@ -98,7 +98,7 @@ class _Recipe:
         }
         self.backward, self.kind = backward, kind
         self.gradients = Gradients(stack)
-        self.factors = Factors(stack, for_weights, kind, self.gradients) if emit else None
+        self.factors = Factors(stack, weights, kind, self.gradients) if emit else None
         self.sums = Sums(stack, constants, self.gradients) if way == "warps" else None
         self.packing = None if way == "blocks" else PACKINGS[way](stack, sizes, constants)
         self.spans = [(0, stack.steps)] if self.packing is None else self.packing.spans()
