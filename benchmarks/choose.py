@@ -35,7 +35,7 @@ from hdnn.engine.kernels.protocol import Stack
 SCHEMES = {"euler": (), "alternating": (0, 1), "shears": (0, 1, 0)}
 PRECISIONS = {"cuda": ("ieee", "tf32", "bf16"), "cpu": ("float32", "float64")}
 WIDTHS = {"cuda": (32, 64, 96, 128, 192, 256), "cpu": choice.WIDTHS}
-DEPTHS = {"cuda": (16, 128), "cpu": (16,)}
+DEPTHS = {"cuda": (16, 64), "cpu": (16,)}
 TURNS = 5  # measurements of each, of which the median counts
 BLOCK = 0.004  # seconds of one
 HOPELESS = 4  # times the best, after which one measurement is enough
@@ -204,7 +204,11 @@ def _processor() -> str:
 
 def compile_all(wanted: list[Case]) -> None:
     """Compile the kernels of a GPU in many processes at once."""
-    first = [case for case in wanted if case.layers == wanted[0].layers]  # depths share them
+    different = {}
+    for case in wanted:  # depths share kernels, and up to 128 features batches do too
+        batch = case.batch if case.n > 128 else 0
+        different.setdefault(case._replace(layers=0, batch=batch), case)
+    first = [*different.values()]
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(min(len(first), max(1, (os.cpu_count() or 1) - 1))) as pool:
         pool.map(compile_one, first, chunksize=1)
@@ -213,13 +217,17 @@ def compile_all(wanted: list[Case]) -> None:
 
 def check(device: str, count: int = 60) -> float:
     """The most that the kernel which `auto` takes is slower than the best, between known points."""
-    random, worst = Random(0), 1.0
+    random, worst, drawn = Random(0), 1.0, []
     batches, widths = choice.BATCHES[device], WIDTHS[device]
     for _ in range(count):
         n = 2 * round(math.exp(random.uniform(math.log(2), math.log(widths[-1] / 2))))
         batch = round(math.exp(random.uniform(math.log(batches[0]), math.log(batches[-1]))))
         scheme, precision = random.choice([*SCHEMES]), random.choice(PRECISIONS[device])
-        case = Case(device, scheme, precision, batch, n, random.choice((16, 64, 256))).measured()
+        drawn.append(Case(device, scheme, precision, batch, n, random.choice((16, 64, 256))))
+    if device == "cuda":
+        compile_all(drawn)
+    for case in [one.measured() for one in drawn]:
+        n, batch = case.n, case.batch
         found = milliseconds({k: step_of(case, v) for k, v in case.kernels().items()}, device)
         taken = choice.best(device, case.scheme, case.precision, n, batch, case.layers)
         slower = found[taken] / min(found.values())

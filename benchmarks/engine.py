@@ -396,8 +396,11 @@ def widths(seconds: float, out: Path | None, compiled: bool) -> int:
         "machine": report.machine("cuda"),
         "accuracy": width.accuracy(),
         "memory": width.memory(),
-        "speed": width.speed(in_turns, seconds, compiled=compiled),
+        "speed": width.speed(in_turns, seconds),
+        "rivals": width.against_rivals(in_turns, seconds),
     }
+    if compiled:
+        result["compiled"] = width.against_compiled(in_turns, seconds)
     report.keep(result, width.page(result), "engine-width", out)
     if out is not None:
         try:
@@ -427,7 +430,7 @@ def main() -> int:
     parser.add_argument("--choose", action="store_true", help="measure what auto decides by, only")
     parser.add_argument("--widths", action="store_true", help="wide stacks on a GPU, only")
     parser.add_argument(
-        "--compiled", action="store_true", help="with them, the compiled loop: a minute for each"
+        "--compiled", action="store_true", help="with them, the compiled loop: a minute more"
     )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -5,11 +5,13 @@
 A training step of 64 layers, forwards and backwards, at batch 8192 and 512. "Products alone" are
 the matrix products that a step cannot do without (12 a layer of H2, 6 of H1, at full size), as one
 CUDA graph: the floor. The compiled loop is the plain one by
-`torch.compile(mode="reduce-overhead")`.
+`torch.compile(mode="reduce-overhead")`, of 16 layers, since 64 take it minutes to compile. Rivals
+are the libraries that one would use instead, where they are installed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import report
 import rivals
 import torch
-from rivals import PLAIN, Row, Step, say, training_step, weights
+from rivals import PLAIN, Row, Step, say, step_of, training_step, weights
 from torch import Tensor
 
 import hdnn
@@ -30,6 +32,13 @@ CASES = [
     *(("h1", n, 8192, precision) for precision in ("tf32", "bf16") for n in (256, 512, 1024)),
     ("h2", 512, 8192, "ieee"),
 ]
+COMPILED_LAYERS = 16
+COMPILED = [
+    *(("h2", n, 8192) for n in (256, 512, 1024)),
+    *(("h2", n, 512) for n in (256, 1024)),
+    *(("h1", n, 8192) for n in (256, 1024)),
+]
+RIVALS = ("torch.utils.checkpoint", "memcnn", "revlib")
 DEPTHS = (16, 256)
 WARM = 8  # steps of each before the first that counts
 TOLERANCES = {"ieee": 1e-5, "tf32": 3e-3, "bf16": 5e-2}
@@ -64,7 +73,7 @@ def products(kind: str, n: int, batch: int, precision: str) -> Step:
     return replay
 
 
-def speed(in_turns: Any, seconds: float, compiled: bool) -> list[Row]:
+def speed(in_turns: Any, seconds: float) -> list[Row]:
     """Each case, all contestants in turns."""
     rows = []
     for kind, n, batch, precision in CASES:
@@ -75,9 +84,6 @@ def speed(in_turns: Any, seconds: float, compiled: bool) -> list[Row]:
             steps["auto"] = training_step(getattr(functional, kind), tensors)
             if precision != "bf16":
                 steps["plain"] = training_step(PLAIN[kind], tensors)
-            if compiled and precision == "tf32" and kind == "h2" and n <= 1024:
-                loop = torch.compile(PLAIN[kind], mode="reduce-overhead")
-                steps["compiled"] = training_step(loop, tensors)
             try:
                 for _ in range(WARM):  # until memory is given out in the same places again
                     for step in steps.values():
@@ -94,6 +100,71 @@ def speed(in_turns: Any, seconds: float, compiled: bool) -> list[Row]:
         say(f"{kind} {n} {batch} {precision}: " + ", ".join(f"{k} {row[k]:.2f}" for k in found))
     torch.set_float32_matmul_precision("highest")
     return rows
+
+
+def against_compiled(in_turns: Any, seconds: float) -> list[Row]:
+    """`auto` against the compiled plain loop, in tf32."""
+    torch.set_float32_matmul_precision("high")
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(len(COMPILED)) as pool:  # the compiler keeps what it made on disk
+        pool.map(_compile_only, COMPILED, chunksize=1)
+    rows = []
+    for kind, n, batch in COMPILED:
+        steps = {"compiled": _compile((kind, n, batch))}
+        tensors = weights(kind, n, batch, COMPILED_LAYERS, "cuda")
+        steps["auto"] = training_step(getattr(functional, kind), tensors)
+        rows.append(_row({"kind": kind, "n": n, "batch": batch}, steps, in_turns, seconds))
+    torch.set_float32_matmul_precision("highest")
+    return rows
+
+
+def _compile(case: tuple[str, int, int]) -> Step:
+    """A step of the compiled loop, after some that compile and record it."""
+    torch.set_float32_matmul_precision("high")
+    kind, n, batch = case
+    torch._dynamo.reset()
+    loop = torch.compile(PLAIN[kind], mode="reduce-overhead", fullgraph=True)
+    step = training_step(loop, weights(kind, n, batch, COMPILED_LAYERS, "cuda"))
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    return step
+
+
+def _compile_only(case: tuple[str, int, int]) -> None:
+    _compile(case)
+
+
+def against_rivals(in_turns: Any, seconds: float) -> list[Row]:
+    """`auto` against other libraries, in tf32."""
+    rows = []
+    torch.set_float32_matmul_precision("high")
+    for n in (64, 512):
+        tensors = weights("h2", n, 8192, LAYERS, "cuda")
+        for name in RIVALS:
+            steps: dict[str, Step] = {}
+            try:
+                steps[name] = step_of(*rivals.RIVALS[name](tensors))
+                steps["auto"] = training_step(functional.h2, tensors)
+                rows.append(_row({"n": n, "rival": name}, steps, in_turns, seconds))
+            except Exception as error:  # a rival that does not run is a result too
+                say(f"{name}, n = {n}: {rivals.why_not(error)}")
+    torch.set_float32_matmul_precision("highest")
+    return rows
+
+
+def _row(what: Row, steps: dict[str, Step], in_turns: Any, seconds: float) -> Row:
+    """Medians of the steps, in turns, and the ratio of the first to `auto`, turn by turn."""
+    for _ in range(WARM):
+        for step in steps.values():
+            step()
+    times = in_turns(steps, "cuda", seconds, least=5)
+    base, ours = times.values()
+    ratios = sorted(a / b for a, b in zip(base, ours, strict=True))
+    row = what | {name: sorted(ms)[len(ms) // 2] for name, ms in times.items()}
+    row |= {"ratio": ratios[len(ratios) // 2], "ratios": [ratios[0], ratios[-1]]}
+    say(", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+    return row
 
 
 def memory() -> list[Row]:
@@ -153,21 +224,34 @@ def page(result: dict[str, Any]) -> str:
         f"A training step of {LAYERS} layers, forwards and backwards, in milliseconds: the median "
         "of turns taken by all in one process. The products alone are those that a step cannot do "
         "without, as one CUDA graph. In tf32 the gradients of weights are products of bf16 "
-        "factors, which is how `auto` can be faster. The compiled loop is the plain one by "
-        '`torch.compile(mode="reduce-overhead")`.',
+        "factors, which is how `auto` can be faster.",
         "",
         "![Time against width](engine-width.png)",
     ]
     rows = []
     for row in result["speed"]:
         low, high = row["spread"]["auto"]
-        rivals_ = [f"{row[k]:.1f}" if k in row else "" for k in ("plain", "compiled")]
         over = f"{row['auto'] / row['products']:.2f}"
         times = [f"{row['auto']:.2f} ({low:.2f} .. {high:.2f})", f"{row['products']:.2f}", over]
         what = [row["kind"].upper(), row["n"], row["batch"], row["precision"]]
-        rows.append([*what, *times, *rivals_])
+        rows.append([*what, *times, f"{row['plain']:.1f}" if "plain" in row else ""])
     head = "network | n | batch | precision | auto | products alone | auto / products"
-    lines += report.table(f"{head} | plain loop | compiled loop", rows)
+    lines += report.table(f"{head} | plain loop", rows)
+    if result.get("compiled"):
+        lines += ["", "## Against the compiled loop", ""]
+        lines += [
+            f"The plain loop of {COMPILED_LAYERS} layers by `torch.compile(mode="
+            '"reduce-overhead")`, tf32; the ratio turn by turn, with least and most.'
+        ]
+        rows = [
+            [r["kind"].upper(), r["n"], r["batch"], f"{r['compiled']:.2f}", *_against(r)]
+            for r in result["compiled"]
+        ]
+        lines += report.table("network | n | batch | compiled, ms | auto, ms | ratio", rows)
+    lines += ["", "## Against other libraries", ""]
+    lines += [f"H2, batch 8192, {LAYERS} layers, tf32."]
+    rows = [[r["rival"], r["n"], f"{r[r['rival']]:.2f}", *_against(r)] for r in result["rivals"]]
+    lines += report.table("library | n | its ms | auto, ms | ratio", rows)
     lines += ["", "## Memory by default, at the peak, beyond weights and gradients", ""]
     lines += [f"MiB, batch 8192, tf32, T = 6.4, {DEPTHS[0]} and {DEPTHS[1]} layers."]
     rows = [
@@ -182,6 +266,11 @@ def page(result: dict[str, Any]) -> str:
         rows.append([r["kind"].upper(), r["n"], r["precision"], f"{r['error']:.1e}", bound, met])
     lines += report.table("network | n | precision | relative error | bound | met", rows)
     return "\n".join(lines) + "\n"
+
+
+def _against(row: Row) -> list[str]:
+    low, high = row["ratios"]
+    return [f"{row['auto']:.2f}", f"{row['ratio']:.1f} ({low:.1f} .. {high:.1f})"]
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -9,8 +9,8 @@ But rounding then grows as the layers expand, so each reversal is checked: a `Re
 figures, or a `TrainingError` if the gradients would be worthless.
 
 "auto" gives the gradients of stored states for any weights. It stores the states while they take
-no more than 1/80 of the memory of a GPU (1/16 for up to 8 n samples, whose states are not large
-beside the weights), or 1/32 of that of the machine. Beyond that it keeps nine of them, rebuilds
+no more than 1/32 of the memory; on a GPU 1/80 for up to 256 features, and 1/16 for up to 8 n
+samples, whose states are not large beside the weights. Beyond that it keeps nine of them, rebuilds
 those between, and compares: where the way back does not lead to the state that was kept, but for
 rounding, those layers run again. Layers that cannot be undone get checkpoints. Any other choice
 runs as asked, or raises.

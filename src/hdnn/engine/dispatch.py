@@ -47,12 +47,13 @@ NOT_REVERSIBLE = (
 )
 
 
-WIDE_SHARE = 16  # on a GPU, of up to 8 n samples, whose states are not large beside the weights
-SHARES = {"cpu": 32, "cuda": 80}
+SHARE, NARROW_SHARE, FEW_SHARE = 32, 80, 16
 """`auto` stores the states of a stack in at most this part of the memory: one in so many.
 
 Beyond that it keeps a few states and rebuilds those between, if the layers can be undone, or keeps
-about sqrt(N) checkpoints and runs the layers between them twice.
+about sqrt(N) checkpoints and runs the layers between them twice. On a GPU the second number holds
+for up to 256 features, and the third for up to 8 n samples, whose states are not large beside the
+weights.
 """
 UNIT_SHARE = 32
 """The same for a unit of an image network, whatever the device."""
@@ -116,9 +117,9 @@ def plan(
             states *= 2  # with what their activations give
         elif n > MAX_WIDTH:  # with what their activations read
             states *= {"tf32": 1.5, "bf16": 1.0}.get(_precision(settings, device, dtype), 2.0)
-        share = (
-            WIDE_SHARE if device.type == "cuda" and batch <= 8 * n else SHARES.get(device.type, 32)
-        )
+        share = SHARE
+        if device.type == "cuda":
+            share = FEW_SHARE if batch <= 8 * n else NARROW_SHARE if n <= MAX_WIDTH else SHARE
         if engine == "fused" and states > memory_of(device) / share:
             backprop = "checked" if reversible else "checkpoint"
             why += f"; all states would take more than 1/{share} of the memory"
