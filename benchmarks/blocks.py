@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import hdnn
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"d": 512, "tokens": 512, "batch": 16, "depths": (12, 48, 96)},
+    "full": {"d": 512, "tokens": 512, "batch": 32, "depths": (12, 48, 96)},
     "quick": {"d": 32, "tokens": 16, "batch": 2, "depths": (2, 4)},
 }
 TURNS = 5

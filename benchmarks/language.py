@@ -7,13 +7,16 @@ The text is the source of Python's own library, which is on every machine; its l
 validation. Both models have the same blocks (F = attention, then MLP, normalised first; the last
 projections start at 0), so the same number of parameters, and the same steps, batches and rates:
 the residual transformer computes x += F(x), the leapfrog one p += F(q), q += p, with q = x and
-p = 0 at the beginning and q for the head at the end. For each model and depth three rates are tried
-with a seed of their own; the best one is then trained with three other seeds.
+p = 0 at the beginning and q for the head at the end. For each model three rates are tried with a
+seed of their own at the smallest depth; the best one is then trained with three other seeds at all
+depths. On a GPU several trainings run at a time, each in a process of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import multiprocessing
 import statistics
 import sys
 import sysconfig
@@ -36,6 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "quick": {"d": 32, "tokens": 32, "batch": 4, "steps": 10, "depths": (2,)},
 }
 RATES, SEEDS, WARMUP, CLIP = (5e-4, 1e-3, 2e-3), (1, 2, 3), 0.1, 1.0
+TOGETHER = 6  # trainings at a time on a GPU: one alone waits for its host
 MODELS = ("residual", "leapfrog")
 
 
@@ -78,6 +82,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
 
+@functools.cache
 def corpus() -> tuple[Tensor, Tensor, int]:
     """Numbers of the characters for training and validation, and how many kinds there are."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -103,11 +108,14 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
     return F.cross_entropy(found.float().flatten(0, 1), text[:, 1:].flatten())
 
 
-def trained(
-    kind: str, depth: int, rate: float, seed: int, sizes: dict[str, Any], device: str, data: Any
-) -> dict[str, Any]:
+Task = tuple[str, int, float, int]  # model, depth, rate, seed
+
+
+def trained(task: Task, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     """The loss on validation after a training."""
-    train, validation, letters = data
+    kind, depth, rate, seed = task
+    train, validation, letters = corpus()
+    train, validation = train.to(device), validation.to(device)
     torch.manual_seed(seed)
     model = LanguageModel(kind, sizes["d"], depth, sizes["tokens"], letters).to(device)
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -145,16 +153,23 @@ def trained(
 
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
-    train, validation, letters = corpus()
-    data = train.to(device), validation.to(device), letters
-    rows = []
-    for depth in sizes["depths"]:
-        for kind in MODELS:
-            tried = [trained(kind, depth, rate, 0, sizes, device, data) for rate in RATES]
-            best = min(tried, key=lambda row: row["loss"])["rate"]
-            rows += tried
-            rows += [trained(kind, depth, best, seed, sizes, device, data) for seed in SEEDS]
-    return {"rows": rows}
+    tried = _all([(m, sizes["depths"][0], r, 0) for m in MODELS for r in RATES], sizes, device)
+    best = {
+        kind: min((row for row in tried if row["kind"] == kind), key=lambda row: row["loss"])
+        for kind in MODELS
+    }
+    depths = sorted(sizes["depths"], reverse=True)  # the longest trainings first
+    final = [
+        (m, depth, best[m]["rate"], seed) for depth in depths for seed in SEEDS for m in MODELS
+    ]
+    return {"rows": tried + _all(final, sizes, device)}
+
+
+def _all(tasks: list[Task], sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
+    if device == "cpu":
+        return [trained(task, sizes, device) for task in tasks]
+    with multiprocessing.get_context("spawn").Pool(TOGETHER) as pool:
+        return pool.starmap(trained, [(task, sizes, device) for task in tasks], chunksize=1)
 
 
 def page(result: dict[str, Any]) -> str:
@@ -164,7 +179,7 @@ def page(result: dict[str, Any]) -> str:
     lines += [
         f"Loss on validation after {sizes['steps']} steps ({sizes['d']} features, "
         f"{sizes['tokens']} tokens, batch {sizes['batch']}), mean (least to most) of "
-        f"{len(SEEDS)} seeds at the best of {len(RATES)} rates.",
+        f"{len(SEEDS)} seeds, at the best of {len(RATES)} rates for {sizes['depths'][0]} blocks.",
         "",
     ]
     table = []
@@ -177,7 +192,7 @@ def page(result: dict[str, Any]) -> str:
             rate = next(r["rate"] for r in rows if r["seed"])
             spread = f"{means[kind]:.4f} ({final[0]:.4f} to {final[-1]:.4f})"
             over = f"{100 * (means[kind] / means['residual'] - 1):+.2f}%"
-            table.append([kind, depth, f"{rows[0]['parameters']:,}", rate, spread, over])
+            table.append([kind, depth, f"{rows[-1]['parameters']:,}", rate, spread, over])
     lines += report.table("model | blocks | parameters | rate | loss | against residual", table)
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
 from hdnn.engine.fixed import LIMIT, from_grid, to_grid
-from hdnn.engine.tracing import eagerly, transformed, uncompiled
+from hdnn.engine.tracing import eagerly, transformed, untraced
 from hdnn.errors import ShapeError, TrainingError
 
 
@@ -140,21 +140,23 @@ def _moved(shear: HalfMove, source: Tensor, target: Tensor, args: Any, options: 
     return move
 
 
-class Slot:
-    """In the place of a tensor that autograd wanted to keep for the backward pass of a move."""
+class Slot(list[Any]):
+    """In the place of a tensor that autograd wanted to keep for the backward pass of a move.
 
-    __slots__ = ("__weakref__", "chain", "k", "like", "value")
+    The tensor, or None once it was dropped; its shape and its dtype; the chain; the number of the
+    shear. It is a list because making one calls no Python, which `torch.compile` could stumble on.
+    """
 
-    def __init__(self, chain: Rebuilding, k: int, value: Tensor) -> None:
-        self.chain, self.k, self.like = chain, k, (value.shape, value.dtype)
-        self.value: Tensor | None = value
+    __slots__ = ("__weakref__",)
 
-    def read(self) -> Tensor:
-        if self.value is None:
-            eagerly(self.chain.rebuild, self.k)
-        if self.value is None:
-            raise TrainingError(f"{self.chain.shears[self.k].name} {OTHERWISE}.")
-        return self.value
+
+def _read(slot: Slot) -> Tensor:
+    if slot[0] is None:
+        _, _, _, chain, k = slot
+        eagerly(chain.rebuild, k)
+        if slot[0] is None:
+            raise TrainingError(f"{chain.shears[k].name} {OTHERWISE}.")
+    return slot[0]
 
 
 OTHERWISE = "did not compute the same a second time as in the forward pass"
@@ -183,15 +185,17 @@ class Rebuilding:
             slots: list[weakref.ref[Slot]] = []
 
             def pack(x: Tensor, k: int = k, slots: Any = slots) -> Slot:
-                slot = Slot(self, k, x.detach())  # kept until the move is done, which may read it
+                # Kept until the move is done, which may read it.
+                slot = Slot((x.detach(), x.shape, x.dtype, self, k))
                 slots.append(weakref.ref(slot))
                 return slot
 
             self.contexts.append(Context(source.value, shear.module))
             self.sources.append((source.value.stride(), source.value.requires_grad))
-            with saved_tensors_hooks(uncompiled(pack), Slot.read):
+            with saved_tensors_hooks(untraced(pack), _read):
                 move = _moved(shear, source.value, target.value, self.args, self.options)
             self.slots.append(slots)
+            self.contexts[k].done()
             self._forget(k)
             halves[shear.target] = target.plus(move)
         self.end = [half.detach() for half in halves]
@@ -200,7 +204,7 @@ class Rebuilding:
     def _forget(self, k: int) -> None:
         for slot in (ref() for ref in self.slots[k]):
             if slot is not None:
-                slot.value = None
+                slot[0] = None
 
     def rebuild(self, k: int) -> None:
         """Compute again what the backward pass of shear k reads, and undo it."""
@@ -227,7 +231,7 @@ class Rebuilding:
             source = torch.empty_strided(
                 source.shape, stride, dtype=source.dtype, device=source.device
             ).copy_(source)
-        with self.contexts[k].again(), saved_tensors_hooks(uncompiled(pack), lambda x: x):
+        with self.contexts[k].again(), saved_tensors_hooks(untraced(pack), _same):
             source = source.detach().requires_grad_(needs)
             args, options = mapped(_leaf, self.args), mapped(_leaf, self.options)
             move = _moved(shear, source, target.value, args, options)
@@ -236,9 +240,9 @@ class Rebuilding:
         for ref, value in zip(self.slots[k], found, strict=True):
             slot = ref()
             if slot is not None:
-                if slot.like != (value.shape, value.dtype):
+                if slot[1] != value.shape or slot[2] is not value.dtype:
                     raise TrainingError(f"{shear.name} {OTHERWISE}.")
-                slot.value = value
+                slot[0] = value
         self.halves[shear.target] = target.minus(move.detach())
 
     def _check(self) -> None:
@@ -271,6 +275,10 @@ class Rebuilding:
             )
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 def _leaf(x: Tensor) -> Tensor:
     """With gradients if it had some, so that autograd keeps the same."""
     return x.detach().requires_grad_(x.requires_grad)
@@ -294,32 +302,43 @@ class Context:
 
     def __init__(self, like: Tensor, module: nn.Module | None) -> None:
         self.device, self.modules = like.device, AsThen([module])
-        self.random = torch.get_rng_state()
-        self.random_there = torch.cuda.get_rng_state(like.device) if like.is_cuda else None
-        self.autocast = [
-            {
-                "device_type": kind,
-                "enabled": torch.is_autocast_enabled(kind),
-                "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
-            for kind in {like.device.type, "cpu"}
-        ]
+        self.random = random_state(like.device)
+        self.drew = True  # until it is known that the move took no random numbers
+        self.autocast = {kind: _autocast(kind) for kind in (like.device.type, "cpu")}
+
+    def done(self) -> None:
+        """The move was computed for the first time."""
+        now = random_state(self.device)
+        self.drew = not all(torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """The same once more; statistics of batches stay as they are."""
-        devices = [self.device] if self.random_there is not None else []
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
-            torch.set_rng_state(self.random)
-            if self.random_there is not None:
-                torch.cuda.set_rng_state(self.random_there, self.device)
-            for how in self.autocast:
-                stack.enter_context(torch.autocast(**how))
+            if self.drew:
+                devices = [self.device] if len(self.random) > 1 else []
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.set_rng_state(self.random[0])
+                if devices:
+                    torch.cuda.set_rng_state(self.random[1], self.device)
+            for kind, how in self.autocast.items():
+                if how != _autocast(kind):
+                    enabled, dtype, cached = how
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.modules)
             yield
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a module on a device draws from."""
+    found = [torch.get_rng_state()]
+    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    how = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return *how, torch.is_autocast_cache_enabled()
 
 
 class AsThen:
@@ -330,30 +349,37 @@ class AsThen:
     """
 
     def __init__(self, modules: Iterable[nn.Module | None]) -> None:
-        parts = [part for one in modules if one is not None for part in one.modules()]
+        parts = [one for one in modules if one is not None]
+        for one in parts:  # which grows meanwhile; `nn.Module.modules` takes much longer
+            parts += [part for part in one._modules.values() if part is not None]
         own: Any = [values for part in parts for values in (part._parameters, part._buffers)]
         self.then = [(values, values.copy()) for values in own if values]
         self.counting = [part for part in parts if getattr(part, "track_running_stats", False)]
         self.before: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
 
     def __enter__(self) -> None:
-        changed = [(values, values.copy()) for values, then in self.then if _differ(values, then)]
+        others = [(values, then) for values, then in self.then if _differ(values, then)]
+        changed = [(values, values.copy()) for values, _ in others]
         changed += [(part._buffers, part._buffers.copy()) for part in self.counting]
         self.before.append(changed)
-        for values, then in self.then:
-            if _differ(values, then):
-                values.update(then)
+        for values, then in others:
+            values.update(then)
         for part in self.counting:
             for name, value in part._buffers.items():
                 part._buffers[name] = None if value is None else value.clone()
 
     def __exit__(self, *_: object) -> None:
-        for values, before in self.before.pop():
+        for values, before in reversed(self.before.pop()):
             values.update(before)
 
 
 def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
     """Whether these are other tensors; those of `fully_shard` come and go by themselves."""
-    plain = (Tensor, nn.Parameter, type(None))
-    pairs = [(now.get(name), value) for name, value in then.items()]
-    return any(a is not b and type(a) in plain and type(b) in plain for a, b in pairs)
+    for name, value in then.items():
+        found = now.get(name)
+        if found is not value and type(found) in PLAIN and type(value) in PLAIN:
+            return True
+    return False
+
+
+PLAIN = (Tensor, nn.Parameter, type(None))

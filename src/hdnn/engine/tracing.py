@@ -23,19 +23,37 @@ def constant(function: Function) -> Function:
     return function
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which `torch.compile` then leaves as it is, and all that it calls.
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function without `torch.compile`, also from a compiled one.
 
     The decorator `torch.compiler.disable` does the same, but imports the compiler at once.
     """
-    loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.disable(function) if loaded else function  # pyright: ignore
+    global _call_eagerly
+    if _call_eagerly is _call and "torch._dynamo" in sys.modules:
+        _call_eagerly = torch.compiler.disable(_call)  # pyright: ignore
+    return _call_eagerly(function, *args)
 
 
-def eagerly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function without `torch.compile`, also from a compiled one."""
-    return uncompiled(function)(*args)
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
+
+_call_eagerly: Callable[..., Any] = _call
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, which `torch.compile` then leaves as it is; it must call no Python.
+
+    Cheaper than `eagerly`, which switches the compiler off and on.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo")
+    if compiler is not None and function.__code__ not in _left:
+        compiler.decorators.skip(function)
+        _left.add(function.__code__)
+    return function
+
+
+_left: set[Any] = set()  # code that the compiler was told to leave as it is
 
 eagerly._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
