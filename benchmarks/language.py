@@ -35,7 +35,7 @@ from torch.nn import functional as F
 import hdnn
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"d": 256, "tokens": 256, "batch": 64, "steps": 1000, "depths": (8, 32)},
+    "full": {"d": 256, "tokens": 256, "batch": 32, "steps": 1000, "depths": (8, 32)},
     "quick": {"d": 32, "tokens": 32, "batch": 4, "steps": 10, "depths": (2,)},
 }
 RATES, SEEDS, WARMUP, CLIP = (5e-4, 1e-3, 2e-3), (1, 2, 3), 0.1, 1.0
