@@ -10,18 +10,20 @@ parameters, extra arguments, hooks and gradients of gradients work as always.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
 from hdnn.engine.fixed import LIMIT, from_grid, to_grid
+from hdnn.engine.replay import Context
 from hdnn.engine.tracing import eagerly, transformed, untraced
 from hdnn.errors import ShapeError, TrainingError
 
@@ -32,7 +34,7 @@ class HalfMove(NamedTuple):
     target: int
     move: Callable[..., Tensor]
     name: str
-    module: nn.Module | None = None  # what of it may have statistics of its own
+    module: Any = None  # what of it may have weights and statistics of its own
 
 
 class Half(NamedTuple):
@@ -45,31 +47,42 @@ class Half(NamedTuple):
         if self.exact is None:
             return Half(self.value + move)
         exact = self.exact + to_grid(move.detach())
-        total = _where_it_reaches(exact, (self.value + move).detach())
-        return Half(_Through.apply(self.value, move, total.to(self.value.dtype)), exact)
+        return Half(_Through.apply(self.value, move, exact), exact)
 
     def minus(self, move: Tensor) -> Half:
-        """Without autograd."""
         if self.exact is None:
             return Half(self.value - move)
-        exact = self.exact - to_grid(move)
-        return Half(from_grid(exact, self.value.dtype), exact)
+        exact = self.exact - to_grid(move.detach())
+        return Half(_Through.apply(self.value, -move, exact), exact)
 
     def detach(self) -> Half:
         return Half(self.value.detach(), self.exact)
 
 
 class _Through(torch.autograd.Function):
-    """A sum that was computed elsewhere, with the gradients of a sum."""
+    """value + move as the floats of the grid, with the gradients of a sum.
+
+    NaN where the sum is too large for the grid, then and ever after.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, move: Tensor, total: Tensor) -> Tensor:
-        ctx.dtype = move.dtype
-        return total
+    def forward(value: Tensor, move: Tensor, exact: Tensor) -> Tensor:
+        inside = (value + move).abs() < LIMIT
+        return torch.where(inside, from_grid(exact, value.dtype), torch.nan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return g, g.to(ctx.dtype), None
+        return g, g.to(ctx.dtypes[1]), None
+
+    @staticmethod
+    def jvp(ctx: Any, value: Tensor, move: Tensor, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return value + move.to(ctx.dtypes[0])
 
 
 def halves_of(y: Tensor, dim: int, fixed: bool) -> list[Half]:
@@ -79,13 +92,8 @@ def halves_of(y: Tensor, dim: int, fixed: bool) -> list[Half]:
 
 def on_grid(half: Tensor) -> Half:
     exact = to_grid(half.detach())
-    zero = torch.zeros((), dtype=half.dtype, device=half.device)
-    return Half(_Through.apply(half, zero.expand_as(half), _where_it_reaches(exact, half)), exact)
-
-
-def _where_it_reaches(exact: Tensor, value: Tensor) -> Tensor:
-    """The floats of the grid; NaN where a value is too large for it, then and ever after."""
-    return torch.where(value.detach().abs() < LIMIT, from_grid(exact, value.dtype), torch.nan)
+    zero = torch.zeros((), dtype=half.dtype, device=half.device).expand_as(half)
+    return Half(_Through.apply(half, zero, exact), exact)
 
 
 def check_grid(y_N: Tensor) -> None:
@@ -120,8 +128,14 @@ def undo(halves: list[Half], shears: Sequence[HalfMove], args: Any, options: Any
 
 def _moved(shear: HalfMove, source: Tensor, target: Tensor, args: Any, options: Any) -> Tensor:
     """What a shear adds, of the right shape."""
-    before = None if source.is_inference() else source._version
-    move = shear.move(source, *args, **options)
+    unseen = source.is_inference()  # whether nobody can see changes in place
+    before = None if unseen else source._version
+    try:
+        move = shear.move(source.clone() if unseen else source, *args, **options)
+    except RuntimeError as error:  # of autograd, whose words are about its views
+        if "view" in str(error) and ("inplace" in str(error) or "in-place" in str(error)):
+            raise TrainingError(f"{shear.name} {IN_PLACE}") from error
+        raise
     if not isinstance(move, Tensor):
         raise ShapeError(
             f"{shear.name} must return one tensor, but returned a {type(move).__name__}; wrap it "
@@ -133,11 +147,11 @@ def _moved(shear: HalfMove, source: Tensor, target: Tensor, args: Any, options: 
             f"but returned {tuple(move.shape)}."
         )
     if before is not None and source._version != before:
-        raise TrainingError(
-            f"{shear.name} changed its input in place, which would change the state itself; use "
-            "inplace=False."
-        )
+        raise TrainingError(f"{shear.name} {IN_PLACE}")
     return move
+
+
+IN_PLACE = "changed its input in place, which would change the state itself; use inplace=False."
 
 
 class Slot(list[Any]):
@@ -160,6 +174,10 @@ def _read(slot: Slot) -> Tensor:
 
 
 OTHERWISE = "did not compute the same a second time as in the forward pass"
+REASON = (
+    "a module is not deterministic (see torch.use_deterministic_algorithms), keeps a count of its "
+    "own, or its arguments changed between the passes"
+)
 
 
 class Rebuilding:
@@ -173,13 +191,13 @@ class Rebuilding:
         self.slots: list[list[weakref.ref[Slot]]] = []
         self.contexts: list[Context] = []
         self.sources: list[tuple[tuple[int, ...], bool]] = []  # strides, and whether they need g
+        self.targets: list[tuple[torch.dtype, Tensor | None]] = []  # and their sums on the grid
+        self.first: int | None = None  # the first shear with anything to rebuild
         self.next = -1  # the shear that is undone next
 
     def forward(self, halves: list[Half]) -> list[Half]:
         """As `run`."""
-        # Copies, since the given state may be changed in place before the backward pass.
-        self.start = [Half(h.value.detach().clone(), h.exact) for h in halves]
-        halves = list(halves)
+        halves = [h._replace(value=_apart(h.value)) for h in halves]
         for k, shear in enumerate(self.shears):
             source, target = halves[1 - shear.target], halves[shear.target]
             slots: list[weakref.ref[Slot]] = []
@@ -192,14 +210,25 @@ class Rebuilding:
 
             self.contexts.append(Context(source.value, shear.module))
             self.sources.append((source.value.stride(), source.value.requires_grad))
-            with saved_tensors_hooks(untraced(pack), _read):
+            self.targets.append((target.value.dtype, self._sum(target)))
+            with _rebuilding(), saved_tensors_hooks(untraced(pack), _read):
                 move = _moved(shear, source.value, target.value, self.args, self.options)
             self.slots.append(slots)
+            if slots and self.first is None:
+                # Copies, since the given state may be changed in place before the backward pass.
+                self.first = k
+                self.start = [
+                    h.value.detach().clone() if h.exact is None else h.exact for h in halves
+                ]
             self.contexts[k].done()
             self._forget(k)
             halves[shear.target] = target.plus(move)
         self.end = [half.detach() for half in halves]
         return halves
+
+    def _sum(self, half: Half) -> Tensor | None:
+        """By which another state on the grid is recognised at once."""
+        return half.exact.sum() if self.check and half.exact is not None else None
 
     def _forget(self, k: int) -> None:
         for slot in (ref() for ref in self.slots[k]):
@@ -210,20 +239,30 @@ class Rebuilding:
         """Compute again what the backward pass of shear k reads, and undo it."""
         if k > self.next:  # the first time, or another backward pass
             self.halves, self.next = list(self.end), len(self.shears) - 1
+            self.compared: list[tuple[int, Tensor]] = []
+            if self.check and _deferred(self.end[0].value):
+                torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # pyright: ignore
         while self.next >= k:
             if self.next + 1 < len(self.shears):
                 self._forget(self.next + 1)
             self._undo(self.next)
             self.next -= 1
-        if k == 0:
+        if k == self.first:
             self._check()
 
     def _undo(self, k: int) -> None:
-        shear, found = self.shears[k], []
+        shear, found, versions = self.shears[k], [], []
         source, target = self.halves[1 - shear.target].value, self.halves[shear.target]
+        if self.contexts[k].modules.changed():
+            raise TrainingError(
+                f"the weights of {shear.name} changed in place after the forward pass, so its "
+                "gradients would be those of other weights; take the optimiser's step after the "
+                "backward pass."
+            )
 
         def pack(x: Tensor) -> Tensor:
             found.append(x.detach())
+            versions.append(x._version if x.requires_grad else None)
             return found[-1]
 
         stride, needs = self.sources[k]
@@ -231,10 +270,16 @@ class Rebuilding:
             source = torch.empty_strided(
                 source.shape, stride, dtype=source.dtype, device=source.device
             ).copy_(source)
-        with self.contexts[k].again(), saved_tensors_hooks(untraced(pack), _same):
+        hooks = saved_tensors_hooks(untraced(pack), _same)
+        with self.contexts[k].again(), _rebuilding(), hooks:
             source = source.detach().requires_grad_(needs)
             args, options = mapped(_leaf, self.args), mapped(_leaf, self.options)
             move = _moved(shear, source, target.value, args, options)
+        if any(v is not None and x._version != v for x, v in zip(found, versions, strict=True)):
+            raise TrainingError(
+                f"{shear.name} changes in place what its own gradient is computed from; use the "
+                "operation that is not in place there."
+            )
         if len(found) != len(self.slots[k]):
             raise TrainingError(f"{shear.name} {OTHERWISE}.")
         for ref, value in zip(self.slots[k], found, strict=True):
@@ -243,36 +288,86 @@ class Rebuilding:
                 if slot[1] != value.shape or slot[2] is not value.dtype:
                     raise TrainingError(f"{shear.name} {OTHERWISE}.")
                 slot[0] = value
-        self.halves[shear.target] = target.minus(move.detach())
+        dtype, wanted = self.targets[k]
+        before = target.minus(move.detach())
+        self.halves[shear.target] = before._replace(value=before.value.to(dtype))
+        if wanted is not None and before.exact is not None:
+            self.compared.append((k, before.exact.sum() != wanted))
+            if not _deferred(before.value):
+                self._compare()
+
+    def _compare(self) -> None:
+        """That the states on the grid were those of the forward pass."""
+        compared, self.compared = self.compared, []
+        for (k, _), off in zip(compared, _read_all([off for _, off in compared]), strict=True):
+            if off:
+                raise TrainingError(f"{self.shears[k].name} {OTHERWISE}: {REASON}.")
 
     def _check(self) -> None:
         """That undoing has led back to where the forward pass began."""
         if not self.check:
             return
-        reason = (
-            "a module is not deterministic (see torch.use_deterministic_algorithms), or its "
-            "weights, its mode or its arguments changed between the passes"
-        )
-        if self.start[0].exact is not None:
+        if self.halves[0].exact is not None:
+            self._compare()
             pairs = zip(self.start, self.halves, strict=True)
-            if not all(torch.equal(a.exact, b.exact) for a, b in pairs):  # pyright: ignore
-                raise TrainingError(f"the backward pass did not come back to y_0: {reason}.")
+            if not all(torch.equal(a, b.exact) for a, b in pairs):  # pyright: ignore
+                raise TrainingError(f"the backward pass did not come back to y_0: {REASON}.")
             return
-        if not self.start[0].value.numel():
+        if not self.start[0].numel():
             return
+        rebuilt, y_N = ([half.value for half in halves] for halves in (self.halves, self.end))
         y_0, rebuilt, y_N = (
-            torch.stack([half.value.reshape(len(half.value), -1) for half in which], 1)
-            for which in (self.start, self.halves, self.end)
+            torch.stack([half.reshape(len(half), -1) for half in halves], 1)
+            for halves in (self.start, rebuilt, y_N)
         )
         drift = float(drift_of(y_0, rebuilt, y_N))
         what = f"the backward pass came back to a y_0 that is off by {drift:.2g} of its size"
         advice = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
         if drift >= WORTHLESS:
-            raise TrainingError(f"{what}: rounding has grown, or {reason}; {advice}.")
+            raise TrainingError(f"{what}: rounding has grown, or {REASON}; {advice}.")
         if drift > noticeable(y_0.dtype):
             warnings.warn(
                 f"{what}, so the gradients are inexact; {advice}.", ReversalWarning, stacklevel=2
             )
+
+
+_inside = threading.local()
+
+
+def rebuilding() -> bool:
+    """Whether this is a move that will be computed again: what is inside need not be, one by one.
+
+    A stack inside of a module of another stack keeps nothing then.
+    """
+    return getattr(_inside, "depth", 0) > 0
+
+
+@contextmanager
+def _rebuilding() -> Iterator[None]:
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+
+
+def _deferred(like: Tensor) -> bool:
+    """Whether to read what was compared at the end of a backward pass only: reading takes time."""
+    return like.is_cuda
+
+
+def _read_all(flags: list[Tensor]) -> list[bool]:
+    return torch.stack(flags).tolist() if flags else []
+
+
+def _apart(x: Tensor) -> Tensor:
+    """A copy if entries share memory, as after `expand` or `unfold`: it has no strides to keep."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.contiguous()
+        reach += (size - 1) * stride
+    return x
 
 
 def _same(x: Tensor) -> Tensor:
@@ -295,91 +390,3 @@ def mapped(function: Callable[[Tensor], Tensor], given: Any) -> Any:
     if isinstance(given, tuple | list):
         return type(given)(mapped(function, value) for value in given)
     return given
-
-
-class Context:
-    """What a move depends on besides its arguments: random numbers, autocast, its module."""
-
-    def __init__(self, like: Tensor, module: nn.Module | None) -> None:
-        self.device, self.modules = like.device, AsThen([module])
-        self.random = random_state(like.device)
-        self.drew = True  # until it is known that the move took no random numbers
-        self.autocast = {kind: _autocast(kind) for kind in (like.device.type, "cpu")}
-
-    def done(self) -> None:
-        """The move was computed for the first time."""
-        now = random_state(self.device)
-        self.drew = not all(torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """The same once more; statistics of batches stay as they are."""
-        with ExitStack() as stack:
-            if self.drew:
-                devices = [self.device] if len(self.random) > 1 else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.set_rng_state(self.random[0])
-                if devices:
-                    torch.cuda.set_rng_state(self.random[1], self.device)
-            for kind, how in self.autocast.items():
-                if how != _autocast(kind):
-                    enabled, dtype, cached = how
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.modules)
-            yield
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a module on a device draws from."""
-    found = [torch.get_rng_state()]
-    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
-
-
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    how = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return *how, torch.is_autocast_cache_enabled()
-
-
-class AsThen:
-    """Inside, modules have the weights that they had when this was made, and count no batch twice.
-
-    Other weights than now were there in `torch.func.functional_call`. A normalisation moves copies
-    of its statistics.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module | None]) -> None:
-        parts = [one for one in modules if one is not None]
-        for one in parts:  # which grows meanwhile; `nn.Module.modules` takes much longer
-            parts += [part for part in one._modules.values() if part is not None]
-        own: Any = [values for part in parts for values in (part._parameters, part._buffers)]
-        self.then = [(values, values.copy()) for values in own if values]
-        self.counting = [part for part in parts if getattr(part, "track_running_stats", False)]
-        self.before: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
-
-    def __enter__(self) -> None:
-        others = [(values, then) for values, then in self.then if _differ(values, then)]
-        changed = [(values, values.copy()) for values, _ in others]
-        changed += [(part._buffers, part._buffers.copy()) for part in self.counting]
-        self.before.append(changed)
-        for values, then in others:
-            values.update(then)
-        for part in self.counting:
-            for name, value in part._buffers.items():
-                part._buffers[name] = None if value is None else value.clone()
-
-    def __exit__(self, *_: object) -> None:
-        for values, before in reversed(self.before.pop()):
-            values.update(before)
-
-
-def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether these are other tensors; those of `fully_shard` come and go by themselves."""
-    for name, value in then.items():
-        found = now.get(name)
-        if found is not value and type(found) in PLAIN and type(value) in PLAIN:
-            return True
-    return False
-
-
-PLAIN = (Tensor, nn.Parameter, type(None))

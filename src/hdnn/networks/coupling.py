@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hdnn.engine import chain
 from hdnn.engine.chain import HalfMove
 from hdnn.engine.tracing import eagerly, hooked, transformed
 from hdnn.errors import OptionError, ShapeError, as_float, positive_float, quoted
+from hdnn.networks.block_derivatives import BlockDerivative
 from hdnn.networks.promise import Guarantee, own_methods, unknown
 
 VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
@@ -32,9 +34,13 @@ WHOLE = (
 class Block(nn.Module):
     """A layer of shears on states y = (p, q), halves of y along the axis `dim`."""
 
+    certified_at = "calls"
+
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
-        self.dim = dim
+        if isinstance(dim, bool) or not isinstance(dim, Integral):
+            raise OptionError(f"dim must be the number of an axis, but got {quoted(dim)}.")
+        self.dim = int(dim)
 
     def shears(self) -> list[HalfMove]:
         """In the order in which they run."""
@@ -59,6 +65,10 @@ class Block(nn.Module):
         halves = way(chain.halves_of(y, self.dim, False), self.shears(), args, options)
         return torch.cat([half.value for half in halves], self.dim)
 
+    def layer_derivatives(self, y: Tensor, *args: Any, **options: Any) -> list[BlockDerivative]:
+        """The derivative of this one layer at y, as products with vectors."""
+        return [BlockDerivative(self, y, args, options)]
+
     @property
     def symplectic(self) -> bool:
         """Whether all modules are gradients of energies."""
@@ -71,6 +81,14 @@ class Block(nn.Module):
             return unknown(self, own)
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, WHOLE)
 
+    def form(self) -> str:
+        """What it is, in one line."""
+        fields = ", ".join(type(one).__name__ for one in self.fields())
+        return f"{type(self).__name__}({fields}, {self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
 
 class Coupling(Block):
     """p += F(q), then q += G(p), for any two modules; a module that is None moves nothing.
@@ -81,7 +99,7 @@ class Coupling(Block):
 
     def __init__(self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1) -> None:
         super().__init__(dim)
-        self.F, self.G = F, G
+        self.F, self.G = _module("F", F), _module("G", G)
 
     def shears(self) -> list[HalfMove]:
         both = [(0, self.F, "F"), (1, self.G, "G")]
@@ -96,7 +114,9 @@ class Leapfrog(Block):
 
     def __init__(self, F: nn.Module, *, h: float = 1.0, dim: int = -1) -> None:
         super().__init__(dim)
-        self.F, self.h = F, positive_float("h", h)
+        if F is None:
+            raise OptionError("Leapfrog needs a module F; hdnn.Coupling takes None.")
+        self.F, self.h = _module("F", F), positive_float("h", h)
 
     def shears(self) -> list[HalfMove]:
         return [HalfMove(0, self._kick, "F", self.F), HalfMove(1, self._drift, "the drift h p")]
@@ -129,7 +149,9 @@ class GradientField(nn.Module):
         number = as_float(scale)
         if number is None or not abs(number) < float("inf"):
             raise OptionError(f"scale must be a finite number, but got {quoted(scale)}.")
-        self.energy, self.scale = energy, number
+        if energy is None:
+            raise OptionError("GradientField needs a module that gives an energy, but got None.")
+        self.energy, self.scale = _module("energy", energy), number
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if torch.is_inference_mode_enabled():  # where no tensor can have a gradient
@@ -141,14 +163,7 @@ class GradientField(nn.Module):
             return eagerly(partial(self.forward, **options), x, *args)
 
         def total(x: Tensor) -> Tensor:
-            energy = self.energy(x, *args, **options)
-            if not isinstance(energy, Tensor) or energy.numel() > max(1, x.numel() // x.shape[-1]):
-                raise ShapeError(
-                    "an energy must be one number, or one for each sample, but "
-                    f"{type(self.energy).__name__} returned {tuple(getattr(energy, 'shape', ()))} "
-                    f"for a half state of shape {tuple(x.shape)}."
-                )
-            return energy.sum()
+            return _checked_energy(self.energy(x, *args, **options), self.energy, x).sum()
 
         if transformed() or compiled:
             g = torch.func.grad(total)(x)
@@ -156,14 +171,54 @@ class GradientField(nn.Module):
             wanted = torch.is_grad_enabled()
             with torch.enable_grad():
                 x = x if x.requires_grad else x.detach().requires_grad_()
-                (g,) = torch.autograd.grad(total(x), x, create_graph=wanted)
+                E = total(x)
+                g = None
+                if E.requires_grad:
+                    (g,) = torch.autograd.grad(E, x, create_graph=wanted, allow_unused=True)
+            if g is None:
+                raise OptionError(
+                    f"the energy of {_named(self.energy)} has no gradient by its input; compute it "
+                    "by differentiable operations of that, without detach(), .data or no_grad()."
+                )
         return g if self.scale == 1 else self.scale * g
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
 
 
+def _module(name: str, given: Any) -> Any:
+    if given is not None and not callable(given):
+        raise OptionError(f"{name} must be an nn.Module, but got {quoted(given)}.")
+    return given
+
+
+def _named(function: Any) -> str:
+    return type(function).__name__ if isinstance(function, nn.Module) else str(function)
+
+
+def _checked_energy(energy: Any, function: Any, x: Tensor) -> Tensor:
+    samples = max(1, x.shape[:-1].numel())
+    if not isinstance(energy, Tensor) or energy.numel() > samples:
+        given = tuple(energy.shape) if isinstance(energy, Tensor) else f"a {type(energy).__name__}"
+        raise ShapeError(
+            f"an energy must be one number, or one for each sample, but {_named(function)} "
+            f"returned {given} for a half state of shape {tuple(x.shape)}."
+        )
+    if not energy.is_floating_point():
+        raise ShapeError(
+            f"an energy must be a real number with a gradient, but {_named(function)} returned "
+            f"{energy.dtype}."
+        )
+    return energy
+
+
 def check_halves(module: nn.Module, y: Tensor, dim: int) -> None:
+    if not isinstance(y, Tensor):
+        raise ShapeError(
+            f"{type(module).__name__} takes a state as one tensor, but got a {type(y).__name__}."
+        )
+    if not y.is_floating_point() and not y.is_complex():
+        raise ShapeError(f"a state has floating-point numbers, but y is {y.dtype}.")
     if not -y.ndim <= dim < y.ndim:
         raise ShapeError(f"there is no axis {dim} in a state of shape {tuple(y.shape)}.")
     if y.shape[dim] % 2:

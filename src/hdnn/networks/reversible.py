@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hdnn.engine import chain
 from hdnn.engine.drift import recorded
+from hdnn.engine.replay import AsThen
 from hdnn.engine.tracing import eagerly, transformed
-from hdnn.errors import OptionError, TrainingError, choose, flag
+from hdnn.errors import OptionError, ShapeError, TrainingError, choose, flag
+from hdnn.networks.block_derivatives import BlockDerivative
 from hdnn.networks.coupling import GRADIENTS, VOLUME, WHOLE, Block, check_halves
 from hdnn.networks.promise import Guarantee, own_methods, unknown
 
@@ -40,6 +42,8 @@ class Reversible(nn.Module):
     with stored states alone; otherwise compile each F and G.
     """
 
+    certified_at = "calls"
+
     def __init__(
         self,
         blocks: Iterable[nn.Module],
@@ -49,6 +53,10 @@ class Reversible(nn.Module):
         check: bool = True,
     ) -> None:
         super().__init__()
+        if isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable):
+            raise OptionError(
+                f"Reversible takes a list of blocks, but got one {type(blocks).__name__}."
+            )
         self.blocks = nn.ModuleList(blocks)
         for j, block in enumerate(self.blocks):
             if not isinstance(block, Block):
@@ -70,15 +78,15 @@ class Reversible(nn.Module):
 
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """y_N from y_0; further arguments (masks, edges, conditions) go to all modules."""
-        check_halves(self, y, self.dim)
+        self._check(y)
         y_N = self._forward(y, args, options)
         if self.state == "fixed":
             chain.check_grid(y_N)
         return y_N
 
     def _forward(self, y: Tensor, args: Any, options: Any) -> Tensor:
-        rebuilds = self.backprop == "reversible" and torch.is_grad_enabled() and not transformed()
-        if rebuilds:
+        keeps_all = not torch.is_grad_enabled() or transformed() or chain.rebuilding()
+        if self.backprop == "reversible" and not keeps_all:
             if recorded(y):
                 raise TrainingError(
                     'backprop="reversible" checks each backward pass, which a CUDA graph cannot; '
@@ -86,7 +94,7 @@ class Reversible(nn.Module):
                 )
             # A compiler would keep other tensors the second time.
             return eagerly(self._rebuilt, y, args, options)
-        if self.backprop == "checkpoint" and torch.is_grad_enabled() and not transformed():
+        if self.backprop == "checkpoint" and not keeps_all:
             return eagerly(self._by_parts, y, args, options)
         halves = chain.halves_of(y, self.dim, self.state == "fixed")
         return self._join(chain.run(halves, self._shears(), args, options))
@@ -115,7 +123,7 @@ class Reversible(nn.Module):
         exact = [half.exact for half in halves] if fixed else []
         values = [half.value for half in halves]
         modules = [shear.module for shear in part]
-        contexts: Any = lambda: (nullcontext(), chain.AsThen(modules))  # noqa: E731
+        contexts: Any = lambda: (nullcontext(), AsThen(modules))  # noqa: E731
         p, q, *exact = checkpoint(  # pyright: ignore
             run, *values, *exact, use_reentrant=False, context_fn=contexts
         )
@@ -123,19 +131,29 @@ class Reversible(nn.Module):
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """y_0 from y_N: exact up to rounding, and to the last bit for a y_N on the grid."""
-        check_halves(self, y, self.dim)
+        self._check(y)
         halves = chain.halves_of(y, self.dim, self.state == "fixed")
-        return self._join(chain.undo(halves, self._shears(), args, options))
+        y_0 = self._join(chain.undo(halves, self._shears(), args, options))
+        if self.state == "fixed":
+            chain.check_grid(y_0)
+        return y_0
 
     def trajectory(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
         """All states y_0 .. y_N: (N+1, *y.shape)."""
-        check_halves(self, y, self.dim)
+        self._check(y)
         halves = chain.halves_of(y, self.dim, self.state == "fixed")
         states = [self._join(halves)]
         for block in self:
             halves = chain.run(halves, block.shears(), args, options)
             states.append(self._join(halves))
         return torch.stack(states)
+
+    def layer_derivatives(self, y: Tensor, *args: Any, **options: Any) -> list[BlockDerivative]:
+        """The derivatives of all blocks along the trajectory of y, as products with vectors."""
+        found: list[BlockDerivative] = []
+        for block in self:
+            found += block.layer_derivatives(found[-1].out if found else y, *args, **options)
+        return found
 
     def _shears(self, blocks: slice = slice(None)) -> list[chain.HalfMove]:
         found = []
@@ -147,6 +165,11 @@ class Reversible(nn.Module):
                 )
             found += [s._replace(name=f"{s.name} of block {j}") for s in block.shears()]
         return found
+
+    def _check(self, y: Tensor) -> None:
+        check_halves(self, y, self.dim)
+        if self.state == "fixed" and y.is_complex():
+            raise ShapeError('state="fixed" is for real numbers; take state="float" for complex y.')
 
     def _join(self, halves: list[chain.Half]) -> Tensor:
         return torch.cat([half.value for half in halves], self.dim)
@@ -175,6 +198,11 @@ class Reversible(nn.Module):
             if not promise.holds:
                 return promise
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, WHOLE)
+
+    def form(self) -> str:
+        """What it is, in one line."""
+        kinds = ", ".join(dict.fromkeys(block.form() for block in self))
+        return f"Reversible({len(self)} blocks: {kinds})"
 
     def extra_repr(self) -> str:
         return (
