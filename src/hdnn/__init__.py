@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hdnn import reference as reference
     from hdnn import serialization as serialization
     from hdnn import training as training
+    from hdnn.analysis import diagnose as diagnose
     from hdnn.estimators import HDNNClassifier as HDNNClassifier
     from hdnn.estimators import HDNNRegressor as HDNNRegressor
 
@@ -117,6 +118,7 @@ _SUBMODULES = (
     "serialization",
 )
 _ESTIMATORS = ("HDNNClassifier", "HDNNRegressor")
+_ANALYSES = ("diagnose",)
 
 
 # Where in the command line, which imports them late, the other names come from.
@@ -127,6 +129,8 @@ def __getattr__(name: str) -> object:
     """A part of hdnn that is imported late, or an error that says where to look instead."""
     if name in _ESTIMATORS:
         return getattr(importlib.import_module(f"{__name__}.estimators"), name)
+    if name in _ANALYSES:
+        return getattr(importlib.import_module(f"{__name__}.analysis"), name)
     known = name in _SUBMODULES or name in __all__
     if known and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
@@ -137,7 +141,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    late = {*_SUBMODULES, *_ESTIMATORS}
+    late = {*_SUBMODULES, *_ESTIMATORS, *_ANALYSES}
     try:
         found = importlib.util.find_spec("sklearn")
     except ImportError:

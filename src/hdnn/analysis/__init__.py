@@ -10,6 +10,7 @@ from hdnn.analysis.bounds import (
 )
 from hdnn.analysis.certificate import Certificate, Guarantee, guarantee
 from hdnn.analysis.continuous import ContinuousNetwork
+from hdnn.analysis.doctor import Diagnosis, Finding, diagnose
 from hdnn.analysis.extremes import (
     Extremes,
     chain_extremes,
@@ -43,7 +44,9 @@ __all__ = [
     "Certificate",
     "ContinuousNetwork",
     "Convergence",
+    "Diagnosis",
     "Extremes",
+    "Finding",
     "GradientMonitor",
     "GradientWarning",
     "Guarantee",
@@ -57,6 +60,7 @@ __all__ = [
     "chain_extremes",
     "chain_rule",
     "convergence",
+    "diagnose",
     "energy_along",
     "extreme_singular_values",
     "generalized_symplecticity",

@@ -29,17 +29,26 @@ UNKNOWN = Singular(math.nan, math.inf)
 
 
 def bidiagonalise(
-    forwards: Product, backwards: Product, n: int, steps: int, state: Tensor, seed: int = 0
+    forwards: Product,
+    backwards: Product,
+    n: int,
+    steps: int,
+    state: Tensor,
+    seed: int = 0,
+    rows: int | None = None,
 ) -> tuple[Singular, Singular, int]:
     """The smallest and the largest singular value of B, and its k <= steps.
 
     `forwards` is v -> A v, `backwards` u -> A^T u, on vectors (n,) of the dtype and device of
-    `state`. All vectors are kept, and kept orthogonal. Where they span all that A can reach from
-    the start, up to rounding, it goes on from a new direction: what the start does not reach may
-    hold the smallest value. Values are NaN where a product is not finite.
+    `state`. A is square, or has `rows` >= n. All vectors are kept, and kept orthogonal. Where they
+    span all that A can reach from the start, up to rounding, it goes on from a new direction: what
+    the start does not reach may hold the smallest value. Values are NaN where a product is not
+    finite.
     """
     k = min(steps, n)
-    V, U = (torch.zeros(k, n, dtype=state.dtype, device=state.device) for _ in range(2))
+    V, U = (
+        torch.zeros(k, m, dtype=state.dtype, device=state.device) for m in (n, max(n, rows or n))
+    )
     matrix = torch.zeros(k, k, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     v, beta, eps = _direction(V[:0], generator), 0.0, torch.finfo(state.dtype).eps

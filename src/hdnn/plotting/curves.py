@@ -17,6 +17,7 @@ from hdnn.plotting.figures import (
     BLUE,
     GREEN,
     LEVEL_1,
+    ORANGE,
     RED,
     SKY,
     STYLES,
@@ -29,7 +30,7 @@ from hdnn.plotting.figures import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hdnn.analysis import Certificate, Convergence, GradientMonitor
+    from hdnn.analysis import Certificate, Convergence, Diagnosis, GradientMonitor
     from hdnn.training import History
 
 NORM = r"$\|\partial y_N / \partial y_j\|_2$"
@@ -148,6 +149,31 @@ def gradient_surface(
         why = next(record.why for record in monitor.records if record.why)
         said = "\n".join(textwrap.wrap(f"no norm could be computed, because {why}", 40))
         ax.text(0.5, 0.5, said, ha="center", va="center", transform=ax.transAxes)
+    return ax
+
+
+def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
+    """Largest and smallest singular value of dy_N/dy_j and of each layer, and where faults are."""
+    ax = axes_of(ax, width=7.0)
+    layers = diagnosis.layers
+    for name, label, color, line, marker in (
+        ("largest", "largest", RED, "--", "^"),
+        ("smallest", "smallest, at most", GREEN, "-.", "v"),
+        ("own_largest", "largest of the layer alone", BLUE, "", "."),
+    ):
+        values = [(j, getattr(one, name)) for j, one in enumerate(layers)]
+        known = [(j, value) for j, value in values if math.isfinite(value) and value > 0]
+        x, y = [j for j, _ in known], [value for _, value in known]
+        ax.plot(x, y, color=color, linestyle=line, marker=marker, label=label)
+    ax.axhline(1.0, **LEVEL_1)
+    names = [one.layer for one in layers]
+    for place in sorted({names.index(f.layer) for f in diagnosis.faults if f.layer in names}):
+        ax.axvline(place, color=ORANGE, linewidth=4, alpha=0.4, zorder=0)
+    ax.set_yscale("log")
+    shown = [*range(0, len(names), max(1, -(-len(names) // 12)))]
+    ax.set_xticks(shown, [names[j][-24:] for j in shown], rotation=30, ha="right", fontsize=7)
+    ax.set(ylabel=NORM, title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ..."))
+    ax.legend(frameon=False, fontsize=8)
     return ax
 
 

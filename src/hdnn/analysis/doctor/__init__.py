@@ -1,0 +1,7 @@
+"""The doctor: what is wrong with the gradients of any model, and where."""
+
+from hdnn.analysis.doctor.diagnosis import Diagnosis
+from hdnn.analysis.doctor.examine import diagnose
+from hdnn.analysis.doctor.finding import Finding
+
+__all__ = ["Diagnosis", "Finding", "diagnose"]

@@ -1,0 +1,184 @@
+"""Run a model, differentiate it, and collect all that the rules look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.analysis.doctor import trials
+from hdnn.analysis.doctor.calls import ModuleCall, Recording
+from hdnn.analysis.doctor.chain import ChainState
+from hdnn.analysis.doctor.probe import Probe, direction, norm
+from hdnn.analysis.doctor.products import singular_gain
+from hdnn.analysis.doctor.signals import LayerSignals, ParameterSignals, PeerBlock, Signals
+from hdnn.analysis.doctor.trace import OperationTrace
+
+DRAWS = 3
+MOST_PEERS = 48
+MOST_WHOLE, MOST_OWN = 6, 12  # matrices dy_N/dy_j and dy_j/dy_{j-1} whose values are computed
+
+
+def measure(probe: Probe, *, steps: int) -> Signals:
+    """Run the model a few times, and collect all that the rules look at."""
+    found = Signals()
+    traces: list[OperationTrace] = []
+
+    def mode(current: Callable[[], str]) -> OperationTrace:
+        traces.append(OperationTrace(current))
+        return traces[0]
+
+    recording = probe.record(mode)
+    found.calls = recording.calls
+    found.activations = [*traces[0].activations.values()]
+    found.exponentials = [*traces[0].exponentials.values()]
+    objective = probe.objective(recording.output)
+    states = probe.chain(recording)
+    if objective is None or not states:
+        found.differentiable = False
+        _parameters(probe, found, recording, {})
+        trials.severed(probe, found, recording)
+        trials.unreached(probe, found, recording)
+        return found
+    tensors = [state.tensor for state in states]
+    weights = probe.weights
+    grads = torch.autograd.grad(
+        objective, [*tensors, *weights.values()], retain_graph=True, allow_unused=True
+    )
+    sizes = [None if g is None else norm(g) for g in grads]
+    by_state = [size or 0.0 for size in sizes[: len(states)]]
+    found.bad_gradients = [
+        *(s.layer for s, size in zip(states, by_state, strict=True) if not math.isfinite(size)),
+        *(n for n, z in zip(weights, sizes[len(states) :], strict=True) if z and z - z != 0),
+    ]
+    _parameters(probe, found, recording, dict(zip(weights, sizes[len(states) :], strict=True)))
+    _layers(found, states, by_state)
+    found.body = _body(states, found)
+    if all(one.finite_out for one in recording.calls) and not found.bad_gradients:
+        _gains(found, states, steps)
+        _blocks(found, states)
+        trials.severed(probe, found, recording)
+        trials.unreached(probe, found, recording)
+        trials.differences(probe, found, states)
+        trials.after_a_step(probe, found, dict(zip(weights, grads[len(states) :], strict=True)))
+    return found
+
+
+def _parameters(
+    probe: Probe, found: Signals, recording: Recording, sizes: dict[str, float | None]
+) -> None:
+    called = {one.name for one in recording.calls}
+    with_weights = [
+        one.name
+        for one in recording.calls
+        if next(one.module.parameters(recurse=False), None) is not None
+    ]
+    for name, weight in probe.model.named_parameters():
+        module = name.rpartition(".")[0]
+        found.parameters.append(
+            ParameterSignals(
+                name,
+                module,
+                module in called or not module,
+                weight.requires_grad,
+                norm(weight),
+                tuple(weight.shape),
+                sizes.get(name),
+                last=bool(with_weights) and module == with_weights[-1],
+            )
+        )
+
+
+def _layers(found: Signals, states: list[ChainState], gradients: list[float]) -> None:
+    before: ChainState | None = None
+    for k, state in enumerate(states):
+        one = LayerSignals(
+            state.layer,
+            state.parts,
+            state.tensor.numel(),
+            tuple(state.tensor.shape),
+            state.rms,
+            gradients[k],
+            1.0 if before is None else _ratio(gradients[k - 1], gradients[k]),
+        )
+        if before is not None and before.tensor.shape == state.tensor.shape:
+            was = before.tensor.detach().double()
+            moved = state.tensor.detach().double() - was
+            one.change = float(moved.norm() / was.norm().clamp_min(1e-300))
+            one.identity = _identity(state.tensor, before.tensor)
+        found.layers.append(one)
+        before = state
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else (math.nan if a == 0 else math.inf)
+
+
+def _identity(later: Tensor, earlier: Tensor) -> float:
+    """The mean of the diagonal of d later / d earlier, by Hutchinson's estimate."""
+    total = 0.0
+    for seed in range(DRAWS):
+        v = direction(later, seed)
+        (g,) = torch.autograd.grad(later, earlier, v, retain_graph=True, allow_unused=True)
+        total += 0.0 if g is None else float((g.double() * v.double()).sum())
+    return total / DRAWS
+
+
+def _blocks(found: Signals, states: list[ChainState]) -> None:
+    """For each module that has peers: the states of the chain around it, and their identity."""
+    groups: dict[Any, list[ModuleCall]] = {}
+    for one in found.calls:
+        shapes = tuple((n, tuple(p.shape)) for n, p in one.module.named_parameters())
+        if any(len(shape) > 1 for _, shape in shapes) and one.ended > 0:
+            groups.setdefault((one.inside, shapes), []).append(one)
+    for (_, shapes), group in groups.items():
+        for one in group[:MOST_PEERS] if len(group) > 2 else ():
+            before = [s for s in states if s.time <= one.begun]
+            after = [s for s in states if s.time >= one.ended]
+            if before and after and before[-1].tensor.shape == after[0].tensor.shape:
+                share = _identity(after[0].tensor, before[-1].tensor)
+                found.blocks.append(PeerBlock(one.title, shapes, share))
+
+
+def _body(states: list[ChainState], found: Signals) -> int:
+    """The index of y_N: the state that enters the last module with parameters."""
+    with_weights = [
+        one for one in found.calls if next(one.module.parameters(recurse=False), None) is not None
+    ]
+    if not with_weights:
+        return len(states) - 1
+    heads = [k for k, s in enumerate(states) if s.time <= with_weights[-1].begun]
+    return heads[-1] if heads and heads[-1] > 0 else len(states) - 1
+
+
+def _spread(count: int, most: int) -> set[int]:
+    """So many of 0 .. count - 1, evenly spread, with the first and the last."""
+    if count <= most:
+        return {*range(count)}
+    return {round(k * (count - 1) / (most - 1)) for k in range(most)}
+
+
+def _extreme(found: Signals) -> set[int]:
+    """The layers that shrink or grow a random gradient most."""
+    gains = [(one.gain, k) for k, one in enumerate(found.layers) if k and one.gain == one.gain]
+    order = [k for _, k in sorted(gains)]
+    return {*order[:3], *order[-3:]}
+
+
+def _gains(found: Signals, states: list[ChainState], steps: int) -> None:
+    last = states[found.body].tensor
+    for k in sorted(_spread(found.body + 1, MOST_WHOLE)):
+        gain = singular_gain(last, states[k].tensor, steps)
+        found.layers[k].whole = gain
+        if gain.why:
+            break
+    for k in sorted(_spread(len(states), MOST_OWN) | _extreme(found)):
+        if k:
+            found.layers[k].own = singular_gain(states[k].tensor, states[k - 1].tensor, steps)
+    told = {g.why for one in found.layers for g in (one.whole, one.own) if g and g.why}
+    for why in sorted(told):
+        names = [o.layer for o in found.layers if any(g and g.why == why for g in (o.whole, o.own))]
+        found.unknown.append(f"the singular values of {', '.join(dict.fromkeys(names))} ({why})")

@@ -1,0 +1,153 @@
+"""Experiments on a copy of a model: what moves when its weights move, and what a step opens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hdnn.analysis.doctor.calls import Recording
+from hdnn.analysis.doctor.chain import ChainState
+from hdnn.analysis.doctor.probe import Probe, direction, norm, nudged, outputs_of, restored
+from hdnn.analysis.doctor.signals import Signals
+
+NUDGE = 2e-3  # of the size of weights, for differences instead of derivatives
+TRIAL = 1e-3  # the step of Adam that is tried on a copy
+DRAWS = 3
+WORTH_A_LOOK = 0.05  # relative differences above this are looked at again
+MOST_CHECKED = 16  # modules whose weights are moved one after the other
+
+Difference = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def severed(probe: Probe, found: Signals, recording: Recording) -> None:
+    """Modules whose input depends on trainable weights, though no gradient leads back to them."""
+    kept = {n: w.detach().clone() for n, w in probe.weights.items()}
+    nudged(probe, 10 * NUDGE)
+    other = probe.record()
+    restored(probe, kept)
+    if len(other.calls) != len(recording.calls):
+        found.unknown.append("whether branches are detached: other modules run in each call")
+        return
+    for one, two in zip(recording.calls, other.calls, strict=True):
+        for was, now in zip(one.inputs, two.inputs, strict=False):
+            moved = was.shape == now.shape and not torch.equal(was.detach(), now.detach())
+            if moved and not was.requires_grad and one.finite_in:
+                found.severed.append(one.title)
+                break
+
+
+def unreached(probe: Probe, found: Signals, recording: Recording) -> None:
+    """Weights that no gradient reaches, though what comes out depends on them."""
+    lost = [p for p in found.parameters if p.trainable and p.called and p.gradient is None]
+    before = [t.detach() for t in outputs_of(recording.output)]
+    for module in [*dict.fromkeys(p.module for p in lost)][-MOST_CHECKED:]:
+        names = {p.name for p in lost if p.module == module}
+        kept = {n: w.detach().clone() for n, w in probe.weights.items()}
+        nudged(probe, 10 * NUDGE, only=names)
+        after = [t.detach() for t in outputs_of(probe.record().output)]
+        restored(probe, kept)
+        pairs = zip(before, after, strict=False)
+        if any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs):
+            found.unreached += sorted(names)
+
+
+def differences(probe: Probe, found: Signals, states: Sequence[ChainState]) -> None:
+    """How far derivatives by the weights are from differences, at the output and then by layer.
+
+    What does not come from a kink of an activation stays when the differences get smaller.
+    """
+    if not probe.weights:
+        return
+    fresh = probe.chain(probe.record())
+    if len(fresh) != len(states):
+        found.unknown.append("whether gradients are the derivative: other modules run in each call")
+        return
+    last = len(fresh) - 1
+    wide, fine = _difference(probe, NUDGE), None
+    found.mismatch = [math.nan] * len(fresh)
+    found.mismatch[last] = _mismatch(probe, fresh[last], wide, last)
+    if found.mismatch[last] < WORTH_A_LOOK:
+        return
+    fine = _difference(probe, NUDGE / 16)
+    for k in range(len(fresh)):
+        if fresh[k].tensor.requires_grad and fresh[k].time:
+            pair = (_mismatch(probe, fresh[k], change, k) for change in (wide, fine))
+            found.mismatch[k] = min(pair)
+
+
+def _difference(probe: Probe, scale: float) -> Difference:
+    """Differences of all states over those of the weights, and the direction of the weights."""
+    kept = {n: w.detach().clone() for n, w in probe.weights.items()}
+    moves = nudged(probe, scale)
+    up = _values(probe)
+    restored(probe, kept)
+    nudged(probe, -scale)
+    down = _values(probe)
+    restored(probe, kept)
+    changes = [
+        (a.double() - b.double()) / (2 * scale)
+        for a, b in zip(up, down, strict=False)
+        if a.shape == b.shape
+    ]
+    return changes, moves
+
+
+def _mismatch(probe: Probe, state: ChainState, difference: Difference, k: int) -> float:
+    """How far a derivative is from a difference, relative to it, along random directions."""
+    changes, moves = difference
+    if k >= len(changes) or changes[k].shape != state.tensor.shape:
+        return 0.0
+    change, size = changes[k], float(changes[k].norm())
+    if size == 0 or not math.isfinite(size):
+        return 0.0
+    total = 0.0
+    for seed in range(DRAWS):
+        u = direction(change, 100 + seed) * math.sqrt(change.numel())
+        grads = torch.autograd.grad(
+            state.tensor,
+            [*probe.weights.values()],
+            u.to(state.tensor),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        derivative = sum(
+            float((g.double() * moves[n].double()).sum())
+            for n, g in zip(probe.weights, grads, strict=True)
+            if g is not None
+        )
+        total += (float((u * change).sum()) - derivative) ** 2
+    return math.sqrt(total / DRAWS) / size
+
+
+def _values(probe: Probe) -> list[Tensor]:
+    return [state.tensor.detach().clone() for state in probe.chain(probe.record())]
+
+
+def after_a_step(probe: Probe, found: Signals, grads: dict[str, Tensor | None]) -> None:
+    """What a first step of Adam changes: gates that open, branches that come alive."""
+    kept = {n: w.detach().clone() for n, w in probe.weights.items()}
+    with torch.no_grad():
+        for name, weight in probe.weights.items():
+            g = grads.get(name)
+            if g is not None:
+                weight.data.sub_(g.sign(), alpha=TRIAL)
+    recording = probe.record()
+    objective, states = probe.objective(recording.output), probe.chain(recording)
+    if objective is not None:
+        after = torch.autograd.grad(objective, [*probe.weights.values()], allow_unused=True)
+        sizes = {n: None if g is None else norm(g) for n, g in zip(kept, after, strict=True)}
+        for one in found.parameters:
+            one.after = sizes.get(one.name)
+        if len(states) == len(found.layers):
+            found.changes_after = [_change(states, k) for k in range(len(states))]
+    restored(probe, kept)
+
+
+def _change(states: Sequence[ChainState], k: int) -> float:
+    if not k or states[k].tensor.shape != states[k - 1].tensor.shape:
+        return math.nan
+    was = states[k - 1].tensor.detach().double()
+    return float((states[k].tensor.detach().double() - was).norm() / was.norm().clamp_min(1e-300))
