@@ -340,8 +340,10 @@ def _split(
 ) -> Tensor:
     sigma, kind = activations.get(activation), "same" if X is None else "general"
     call = Call(shears, kind, inverse, y, weights, X, h, sigma)
+    if not trajectory and (run := prepared.known(call, engine, backprop)):
+        return run(call)
     name, specs = splitting.named(shears)
-    return _run(
+    return _checked(
         call, name + "_inverse" * inverse, specs, reference.split, trajectory, engine, backprop
     )
 
@@ -355,9 +357,21 @@ def _run(
     engine: str | None,
     backprop: str | None,
 ) -> Tensor:
-    """An explicit stack: by kernels, or layer by layer, as is always so for a trajectory."""
     if not trajectory and (run := prepared.known(call, engine, backprop)):
         return run(call)
+    return _checked(call, name, specs, layer, trajectory, engine, backprop)
+
+
+def _checked(
+    call: Call,
+    name: str,
+    specs: dict[str, str],
+    layer: Callable[..., Any],
+    trajectory: bool,
+    engine: str | None,
+    backprop: str | None,
+) -> Tensor:
+    """An explicit stack: by kernels, or layer by layer, as is always so for a trajectory."""
     shears, kind, inverse, y, weights, link, h, sigma = call
     halves = shears is not None
     links = {"X" if halves else "J": link}

@@ -906,6 +906,19 @@ def test_what_inference_has_prepared_serves_training(make, monkeypatch):
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_state_that_has_outlived_a_transform_runs(training):
+    net, y, seen = hdnn.H1(4, 5), Random(0)(3, 4).float(), []
+
+    def watch(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x.sum()
+
+    torch.func.grad(watch)(y)
+    with torch.set_grad_enabled(training):
+        assert torch.equal(net(seen[0]), net(y))
+
+
 def test_short_kernels_leave_threads_alone_that_kept_them_waiting(monkeypatch):
     pytest.importorskip("numba")
     work = cpu.Spread("forward", 4, cpu.PARALLEL_FROM, 2, torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.func import vjp
 
 from hdnn.engine.backprop import Stored
@@ -20,8 +21,13 @@ def run(y: Tensor, tensors: Tensors, method: Stored) -> Tensor:
     """y_N from y_0 (B, n), by the cheapest form of the function."""
     if transformed():
         return StackFunction.apply(y, *tensors, method)[0]  # pyright: ignore[reportOptionalSubscript]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (y, *tensors)):
-        return EagerStackFunction.apply(y, *tensors, method)  # pyright: ignore[reportReturnType]
+    # What has outlived a transform still has its wrapper, and kernels need addresses.
+    y = unwrap_if_dead(y)
+    tensors = tuple([None if t is None else unwrap_if_dead(t) for t in tensors])
+    if torch.is_grad_enabled():
+        for t in (*tensors, y):
+            if t is not None and t.requires_grad:
+                return _apply(y, *tensors, method)
     return method.last(y, tensors)
 
 
@@ -32,13 +38,18 @@ def gradients(
     if torch.is_grad_enabled() or batched(g):  # for second derivatives, or many gradients at once
         return _by_definition(method.stack, g, y, tensors)
     g = g.contiguous()
-    tensors = tuple([_readable(t, g) for t in tensors])
-    return method.backward(_readable(y, g), _readable(kept, g), g, tensors)
+    dtype = g.dtype
+    for t in (y, kept, *tensors):
+        if t is not None and (t.dtype is not dtype or not t.is_contiguous()):
+            y, kept = _readable(y, g), _readable(kept, g)
+            tensors = tuple([_readable(t, g) for t in tensors])
+            break
+    return method.backward(y, kept, g, tensors)
 
 
 def _readable(t: Any, like: Tensor) -> Any:
     """A tensor as kernels need it: `saved_tensors_hooks` may change strides and dtypes."""
-    if t is None or (t.dtype is like.dtype and t.is_contiguous()):
+    if t is None:
         return t
     return t.to(like).contiguous() if t.is_floating_point() else t.contiguous()
 
@@ -101,10 +112,19 @@ class EagerStackFunction(torch.autograd.Function):
     """The same for ordinary autograd: PyTorch calls this form with less overhead."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        y, *tensors, ctx.method = inputs
-        y_N, kept = ctx.method.forward(y, tuple(tensors))
-        ctx.save_for_backward(y, *tensors, kept)
+    def forward(ctx: Any, y: Tensor, *rest: Any) -> Any:
+        tensors, method = rest[:-1], rest[-1]
+        ctx.method = method
+        y_N, kept = method.forward(y, tensors)
+        ctx.save_for_backward(y, kept, *tensors)
         return y_N
 
-    backward = staticmethod(StackFunction.backward)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
+        return *gradients(ctx.method, saved[0], saved[1], grads[0], saved[2:]), None
+
+
+# What `Function.apply` does before that is for transforms, under which this form never runs; it
+# would take 5 of the 140 us of a small stack.
+_apply = super(torch.autograd.Function, EagerStackFunction).apply  # pyright: ignore

@@ -63,7 +63,7 @@ def _key(call: Call, settings: Settings) -> Any:
     if transformed() or watched():
         return None
     shears, kind, inverse, y, weights, link, h, sigma = call
-    device = y.device.type
+    device = "cpu" if y.is_cpu else y.device.type  # the latter is a new string each time
     if device == "meta":
         return None
     key = [shears, kind, inverse, settings, sigma, y.__class__, y.shape, y.dtype, y.device]
@@ -71,10 +71,12 @@ def _key(call: Call, settings: Settings) -> Any:
         key += (t.__class__, t.shape, t.dtype, t.device)
     if link is not None:
         key += (link.__class__, link.shape, link.dtype, link.device)
-    if isinstance(h, Tensor):
+    if h.__class__ is float:  # 1, 1.0 and True are equal
+        key += (float, h)
+    elif isinstance(h, Tensor):
         key += (h.shape, h.dtype, h.device)
     elif isinstance(h, tuple):
-        key += (h, *[step.__class__ for step in h])  # 1, 1.0 and True are equal
+        key += (h, *[step.__class__ for step in h])
     else:
         key += (h.__class__, h)
     if torch.is_autocast_enabled(device):
@@ -120,9 +122,11 @@ class PreparedCall:
         coef, shape = self._coef(h) if self.coef is None else self.coef, y.shape
         if len(shape) != 2:
             y = y.reshape(-1, shape[-1])
-        tensors = with_V(weights, link)
-        tensors = [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
-        tensors = (*tensors, coef)
+        tensors = (*with_V(weights, link), coef)
+        for t in tensors:
+            if t is not None and not t.is_contiguous():
+                tensors = tuple([None if t is None else t.contiguous() for t in tensors])
+                break
         record = _recording.record
         if record is not None:
             record.append((self, tensors))

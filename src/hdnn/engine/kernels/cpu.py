@@ -87,24 +87,24 @@ class CpuKernel:
         self.sizes = sizes = _Sizes(stack)
         self.schedule = schedule(stack.turns, stack.layers, stack.inverse)
         self.order = tuple(t.data_ptr() for t in self.schedule)
-        n, rows, R = stack.features, stack.rows[::-1], max(stack.rows)
-        self.shape, self.steps = (stack.samples, sizes.tiles, n, stack.width), stack.steps
-        self.rows = rows[0], rows[-1]  # of the steps that move each part
+        n, R = stack.features, max(stack.rows)
+        self.late = stack.steps * sizes.layer  # bytes of what is kept before any sigma
+        # Of the steps that move each part: how many rows K has. The first part moves by the last K.
+        fixed = (stack.samples, sizes.tiles, n, stack.width, stack.rows[-1], stack.rows[0])
+        fixed += sizes.how
         work = (sizes.forward_products * 2, sizes.tiles, stack.dtype)
-        self.ahead = Spread("forward", n + R, *work)
+        self.ahead = Spread("forward", n + R, *work, (*fixed, stack.steps, *self.order))
         work = (sizes.backward_products * 6, sizes.groups, stack.dtype)
-        self.behind = Spread("backward", 2 * n + 3 * R, *work)
+        self.behind = Spread("backward", 2 * n + 3 * R, *work, (*fixed, sizes.total, self.once))
         self.dtype = stack.dtype
+        self.collect: Any = None  # the kernel, compiled when it is first needed
 
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
         kept = lent.empty(self.sizes.kept, self.dtype) if keep else None
         place = 0 if kept is None else kept.data_ptr()
-        out, (K_b, V) = torch.empty_like(y), _addresses(tensors)
-        self.ahead.run(
-            *(*self.shape, *self.rows, self.steps, y.data_ptr(), out.data_ptr()),
-            *(*K_b, *(V or K_b[:2]), *self.order, tensors[-1].data_ptr()),
-            *(*self.sizes.how, place, place + self.steps * self.sizes.layer),
-        )
+        out = torch.empty_like(y)
+        states = (y.data_ptr(), out.data_ptr(), tensors[-1].data_ptr(), place, place + self.late)
+        self.ahead.run(*states, *_addresses(tensors))
         return out, kept
 
     def backward(self, kept: Tensor, g: Tensor, tensors: Tensors) -> Tensors:
@@ -118,25 +118,24 @@ class CpuKernel:
     def _gradients(self, kept: int, y: int, y_0: int, g: Tensor, tensors: Tensors) -> Tensors:
         """From the address `kept` or, if that is 0, from y = y_N, which is undone to y_0."""
         *weights, coef = tensors
-        new = torch.empty_like if self.once else torch.zeros_like
-        found = [None if w is None else new(w) for w in weights]
+        new, sizes = torch.empty_like if self.once else torch.zeros_like, self.sizes
+        found: list[Any] = [None if w is None else new(w) for w in weights]
         found.append(torch.empty_like(coef) if self.learned else None)
-        g_0, sizes = torch.empty_like(g), self.sizes
+        g_0 = torch.empty_like(g)
         before, after = (y, g.data_ptr()), (y_0, g_0.data_ptr())
-        (K_b, V), (dK_db, dV), (part, layer) = _addresses(tensors), _addresses(found), self.order
-        c, dc = coef.data_ptr(), 0 if found[-1] is None else found[-1].data_ptr()
-        late = kept + self.steps * sizes.layer
+        weights = (*_addresses(tensors), *_addresses(found))
+        c, dc = coef.data_ptr(), found[-1].data_ptr() if self.learned else 0
+        (part, layer), late = self.order, kept + self.late
+        collect = self.collect = self.collect or tiles.kernel("collect", self.dtype)
         sums, owner = _room_for_sums(sizes.sums)
         for low, count in sizes.chunks:
-            order, at = (part + 8 * low, layer + 8 * low), low * sizes.bytes
-            self.behind.run(
-                *(*self.shape, *self.rows, count, *before, *after, *K_b, *(V or K_b[:2])),
-                *(*order, c + at, sums, sizes.total, *sizes.how),
-                *(kept and kept + low * sizes.layer, late + low * sizes.late),
+            at = low * sizes.bytes
+            states = (*before, *after, c + at, sums, kept and kept + low * sizes.layer)
+            args = self.behind.run(
+                *(count, part + 8 * low, layer + 8 * low, *states, late + low * sizes.late),
+                *(*weights, dc and dc + at),
             )
-            groups = (sums, sizes.groups, sizes.total, count, self.shape[-1], *self.rows, *order)
-            args = array("q", (*groups, *dK_db, *(dV or (0, 0)), dc and dc + at, self.once))
-            tiles.kernel("collect", self.dtype)(args.buffer_info()[0])
+            collect(args.buffer_info()[0])
             before = after
         del owner
         return g_0, *found
@@ -145,14 +144,15 @@ class CpuKernel:
     why_not = staticmethod(why_not)
 
 
-def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of K and b of the steps that move each part, and of V, if it is given."""
-    places = [0 if t is None else t.data_ptr() for t in tensors]
-    if len(places) == 4:
-        K, b, V, _ = places
-        return (K, K, b, b), (V, V) if V else ()
-    K_p, K_q, b_p, b_q, V_p, V_q, _ = places  # p moves by the weights of q, and q by those of p
-    return (K_q, K_p, b_q, b_p), (V_q, V_p) if V_q else ()
+def _addresses(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """Of K, b and V of the steps that move each part; 0 for a V that is not given."""
+    if len(tensors) == 4:
+        K, b, V, _ = tensors
+        K, b, V = K.data_ptr(), b.data_ptr(), V.data_ptr() if V is not None else 0
+        return K, K, b, b, V, V
+    K_p, K_q, b_p, b_q, V_p, V_q, _ = tensors  # p moves by the weights of q, and q by those of p
+    V_p, V_q = (0, 0) if V_p is None else (V_p.data_ptr(), V_q.data_ptr())
+    return K_q.data_ptr(), K_p.data_ptr(), b_q.data_ptr(), b_p.data_ptr(), V_q, V_p
 
 
 # How tiles are spread over threads
@@ -161,25 +161,34 @@ def _addresses(tensors: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 class Spread:
     """A kernel over shares of the samples, each with rows of vectors as scratch memory.
 
-    Each thread takes the next share as soon as it is free.
+    Each thread takes the next share as soon as it is free. The arguments in `fixed` are the same
+    in all calls, and are put into an array once.
     """
 
     def __init__(
-        self, name: str, rows: int, products: int, shares: int, dtype: torch.dtype
+        self,
+        name: str,
+        rows: int,
+        products: int,
+        shares: int,
+        dtype: torch.dtype,
+        fixed: Sequence[int] = (),
     ) -> None:
         self.name, self.dtype = name, dtype
         self.kernel: Any = None  # compiled when it is first needed
         self.shares, self.products = shares, products
         self.room = rows * VECTOR_BYTES
         self.shared = shares > 1 and products >= PARALLEL_FROM
+        self.start = array("q", (0, 0, shares, self.room, *fixed))
 
-    def run(self, *given: int) -> None:
+    def run(self, *given: int) -> array[int]:
+        """Run the kernel; the arguments that it had, for one that goes on from there."""
         kernel = self.kernel
         if kernel is None:
             kernel = self.kernel = tiles.kernel(self.name, self.dtype)
         threads = self._threads() if self.shared else 1
         room = _workspace.address("rows", threads * self.room)
-        args = array("q", (0, 0, self.shares, room, self.room, *given))
+        args = self.start + array("q", (room, *given))
         address = args.buffer_info()[0]
         if threads == 1:
             kernel(address)
@@ -194,14 +203,17 @@ class Spread:
                 kernel(address)
             finally:  # they write to memory that this call owns
                 wait(rest)
+        return args
 
     def _threads(self) -> int:
         """How many threads are worth waking for this."""
-        if _openmp is None and self.products < 20 * PARALLEL_FROM:
-            return 1
-        if self.products < LONG and time.perf_counter() < _alone_until:
-            return 1
-        return min(self.shares, torch.get_num_threads())
+        threads = min(self.shares, torch.get_num_threads())
+        if threads > 1 and self.products < LONG:
+            if _openmp is None and self.products < 20 * PARALLEL_FROM:
+                return 1
+            if time.perf_counter() < _alone_until:
+                return 1
+        return threads
 
 
 class _Workspace(threading.local):

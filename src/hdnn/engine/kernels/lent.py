@@ -19,6 +19,7 @@ LARGE = 2**24  # bytes; smaller blocks stay with the C library
 SHARE = 32  # what is kept for later takes at most this part of the memory: one in so many
 
 _free: deque[Tensor] = deque()  # those that were used last at the right
+_CPU = torch.device("cpu")  # PyTorch would have to read a string in each call
 _most = memory.total_bytes() / SHARE
 
 
@@ -26,7 +27,7 @@ def empty(size: int, dtype: torch.dtype) -> Tensor:
     """A vector of that many numbers, which may hold anything."""
     count = size * dtype.itemsize
     if count < LARGE:
-        return torch.empty(size, dtype=dtype, device="cpu")
+        return torch.empty(size, dtype=dtype, device=_CPU)
     buffer = _take(count)
     if buffer is None:
         buffer = torch.empty(count, dtype=torch.uint8, device="cpu")

@@ -19,10 +19,11 @@ import torch
 
 from hdnn.base.notice import said_if_slow
 from hdnn.engine.kernels import vectors
-from hdnn.engine.kernels.protocol import KINDS
+from hdnn.engine.kernels.protocol import ACTIVATIONS, KINDS
 from hdnn.errors import require
 
 SAME, IDENTITY, GENERAL, CANONICAL = range(len(KINDS))
+TANH = ACTIVATIONS.index("tanh")
 
 # The operations of `vectors.py`, which `_compile` puts here. Memory is addressed by a
 # number: at(address, i, like) is element i of an array of the type of `like`, load(address, row,
@@ -248,14 +249,8 @@ def _kept_late(code):  # pragma: kernel
 
 
 def _activate_again(code, kept, z, d, rows, one):  # pragma: kernel
-    """sigma and its slope over rows of vectors, from what was kept."""
+    """sigma and its slope over rows of vectors, from what was kept; not of tanh: `_weigh_tanh`."""
     zero, unit = splat(0.0, one), splat(1.0, one)
-    if code == 0:
-        for i in range(rows):
-            x = load(kept, i, one)
-            store(d, i, unit - x * x)
-            store(z, i, x)
-        return
     for i in range(rows):
         x = load(kept, i, one)
         store(d, i, where_less(zero, x, unit, zero))
@@ -448,6 +443,17 @@ def _weigh(z, v, d, c, r, one):  # pragma: kernel
     return total_of(fold(along))
 
 
+def _weigh_tanh(kept, v, z, d, c, r, one):  # pragma: kernel
+    """The same from z = tanh, which was kept, and without its slope being in d yet."""
+    along, unit = splat(0.0, one), splat(1.0, one)
+    for i in range(r):
+        zi, vi = load(kept, i, one), load(v, i, one)
+        along = along + zi * vi
+        store(d, i, (unit - zi * zi) * vi * c)
+        store(z, i, zi * c)
+    return total_of(fold(along))
+
+
 def _copy(x, to, rows, one):  # pragma: kernel
     for i in range(rows):
         store(to, i, load(x, i, one))
@@ -501,18 +507,21 @@ def _scatter(x, tile, B, n, y, one):  # pragma: kernel
 
 
 # All layers of a stack. Each step moves part 0 of a tile (p, or all of y) or part 1 (q), and reads
-# the other one, or what it moves if there is one part alone.
+# the other one, or what it moves if there is one part alone. The arguments that depend on sizes
+# alone come first, then the address of the scratch memory and what is new in each call.
 
 
 def _forward(args):  # pragma: kernel
     one, given = unit(args), arguments(args, 27)
-    scratch, room, B, tiles, n, m, r_0, r_1, M, y, out = given[3:14]
-    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef, code, kind, kept, late = given[14:27]
+    room, B, tiles, n, m, r_0, r_1, code, kind, M, part, layer = given[3:15]
+    scratch, y, out, coef, kept, late, K_0, K_1, b_0, b_1, V_0, V_1 = given[15:27]
+    V_0, V_1 = V_0 or K_0, V_1 or K_1
     scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
     R = max(r_0, r_1)
     z = scratch + n * vector
+    in_place = kept and _kept_late(code)
     tile = claim(args, 1)
     while tile < tiles:
         _gather(y, tile, B, n, scratch, True, one)
@@ -525,12 +534,12 @@ def _forward(args):  # pragma: kernel
             if kept:  # as it is: a tile, feature by feature
                 _copy(source, kept + (s * tiles + tile) * m * vector, m, one)
             place = late + (s * tiles + tile) * R * vector
+            if in_place:
+                z = place
             _affine(K + j * r * m * size, b + j * r * size, source, z, r, m, one)
-            if kept and not _kept_late(code):
+            if kept and not in_place:
                 _copy(z, place, r, one)
             _activate(code, z, 0, r, one)
-            if kept and _kept_late(code):
-                _copy(z, place, r, one)
             _move(kind, V + j * r * m * size, z, c, target, r, m, one)
         _scatter(scratch, tile, B, n, out, one)
         tile = claim(args, 1)
@@ -538,10 +547,11 @@ def _forward(args):  # pragma: kernel
 
 def _backward(args):  # pragma: kernel
     """Undoes each step from y_N; if what the steps read was kept, reads that."""
-    one, given = unit(args), arguments(args, 31)
-    groups, scratch, room, B, tiles, n, m, r_0, r_1, M, y, g, y_0, g_0 = given[2:16]
-    K_0, K_1, b_0, b_1, V_0, V_1, part, layer, coef = given[16:25]
-    grads, total, code, kind, kept, late = given[25:31]
+    one, given = unit(args), arguments(args, 32)
+    groups, room, B, tiles, n, m, r_0, r_1, code, kind, total = given[2:13]
+    scratch, M, part, layer, y, g, y_0, g_0, coef, grads, kept, late = given[14:26]
+    K_0, K_1, b_0, b_1, V_0, V_1 = given[26:32]
+    V_0, V_1 = V_0 or K_0, V_1 or K_1
     scratch += claim(args, 0) * room
     size = bytes_of(one)
     vector = lanes_of(one) * size
@@ -571,9 +581,11 @@ def _backward(args):  # pragma: kernel
                     to, of, r, K, b, V = m * vector, 0, r_1, K_1, b_1, V_1
                 K, b, V = K + j * r * m * size, b + j * r * size, V + j * r * m * size
                 source = x + of
+                place = late + (s * tiles + tile) * R * vector
                 if kept:
                     source = kept + (s * tiles + tile) * m * vector
-                    _activate_again(code, late + (s * tiles + tile) * R * vector, z, d, r, one)
+                    if code != TANH:
+                        _activate_again(code, place, z, d, r, one)
                 else:
                     _affine(K, b, source, z, r, m, one)
                     _activate(code, z, d, r, one)
@@ -587,7 +599,11 @@ def _backward(args):  # pragma: kernel
                 if kind != IDENTITY:
                     _affine(V, 0, g_y, w, r, m, one)
                     v = w
-                put(dcoef, s, at(dcoef, s, one) + _weigh(z, v, d, c, r, one))
+                if kept and code == TANH:
+                    along = _weigh_tanh(place, v, z, d, c, r, one)
+                else:
+                    along = _weigh(z, v, d, c, r, one)
+                put(dcoef, s, at(dcoef, s, one) + along)
                 _add_sums(db + s * R * size, d, r, one)
                 into = s * R * m * size
                 if kind in (SAME, CANONICAL):
@@ -623,11 +639,12 @@ def _add(to, x, count, fresh, one):  # pragma: kernel
 def _collect(args):  # pragma: kernel
     """Add up the groups, in order, and add the sums of each step to the gradients of its layer.
 
-    Where the gradients are fresh, each is the sum of one step alone.
+    Where the gradients are fresh, each is the sum of one step alone. Takes what `_backward` took.
     """
-    one, given = unit(args), arguments(args, 17)
-    grads, groups, total, M, m, r_0, r_1, part, layer = given[:9]
-    dK_0, dK_1, db_0, db_1, dV_0, dV_1, dcoef, fresh = given[9:17]
+    one, given = unit(args), arguments(args, 39)
+    groups, m, r_0, r_1, total, fresh = given[2], given[7], given[8], given[9], given[12], given[13]
+    M, part, layer, grads = given[15], given[16], given[17], given[23]
+    dK_0, dK_1, db_0, db_1, dV_0, dV_1, dcoef = given[32:39]
     size = bytes_of(one)
     for i in range(total // lanes_of(one)):
         s = load(grads, i, one)
@@ -688,7 +705,7 @@ def _add_bias(b, z, vectors, one):  # pragma: kernel
 def _rows_forward(args):  # pragma: kernel
     """z = sigma(a + b), for a (B, r)."""
     one, given = unit(args), arguments(args, 11)
-    groups, scratch, room, B, r, a, b, z, code = given[2:11]
+    groups, room, scratch, B, r, a, b, z, code = given[2:11]
     scratch += claim(args, 0) * room
     size = bytes_of(one)
     vectors = -(-r // lanes_of(one))
@@ -711,7 +728,7 @@ def _rows_backward(args):  # pragma: kernel
     For each group of rows: the sums of u, and after them that of z w, each in whole vectors.
     """
     one, given = unit(args), arguments(args, 15)
-    groups, scratch, room, B, r, a, b, w, z, u, coef, sums, code = given[2:15]
+    groups, room, scratch, B, r, a, b, w, z, u, coef, sums, code = given[2:15]
     scratch += claim(args, 0) * room
     lanes, size = lanes_of(one), bytes_of(one)
     vectors = -(-r // lanes)
@@ -773,7 +790,7 @@ PARTS += (
     "_write",
     "_add_bias",
 )
-PARTS += ("_copy", "_kept_late", "_activate_again")
+PARTS += ("_copy", "_kept_late", "_activate_again", "_weigh_tanh")
 
 COMPILING = "hdnn: compiling a kernel for this processor (once after each installation)"
 
