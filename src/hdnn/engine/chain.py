@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
 from hdnn.engine.fixed import LIMIT, from_grid, to_grid
-from hdnn.engine.replay import Context
+from hdnn.engine.replay import Context, random_state
 from hdnn.engine.tracing import eagerly, transformed, untraced
 from hdnn.errors import ShapeError, TrainingError
 
@@ -154,25 +154,6 @@ def _moved(shear: HalfMove, source: Tensor, target: Tensor, args: Any, options: 
 IN_PLACE = "changed its input in place, which would change the state itself; use inplace=False."
 
 
-class Slot(list[Any]):
-    """In the place of a tensor that autograd wanted to keep for the backward pass of a move.
-
-    The tensor, or None once it was dropped; its shape and its dtype; the chain; the number of the
-    shear. It is a list because making one calls no Python, which `torch.compile` could stumble on.
-    """
-
-    __slots__ = ("__weakref__",)
-
-
-def _read(slot: Slot) -> Tensor:
-    if slot[0] is None:
-        _, _, _, chain, k = slot
-        eagerly(chain.rebuild, k)
-        if slot[0] is None:
-            raise TrainingError(f"{chain.shears[k].name} {OTHERWISE}.")
-    return slot[0]
-
-
 OTHERWISE = "did not compute the same a second time as in the forward pass"
 REASON = (
     "a module is not deterministic (see torch.use_deterministic_algorithms), keeps a count of its "
@@ -188,7 +169,10 @@ class Rebuilding:
     ) -> None:
         self.shears, self.check = tuple(shears), check
         self.args, self.options = args, options
-        self.slots: list[list[weakref.ref[Slot]]] = []
+        # In the place of a tensor, autograd keeps its number. The tensors of a move are here while
+        # it is computed, and again from when they were rebuilt until those of another one are.
+        self.values: dict[int, list[Tensor]] = {}
+        self.likes: list[list[tuple[torch.Size, torch.dtype]]] = []
         self.contexts: list[Context] = []
         self.sources: list[tuple[tuple[int, ...], bool]] = []  # strides, and whether they need g
         self.targets: list[tuple[torch.dtype, Tensor | None]] = []  # and their sums on the grid
@@ -198,42 +182,44 @@ class Rebuilding:
     def forward(self, halves: list[Half]) -> list[Half]:
         """As `run`."""
         halves = [h._replace(value=_apart(h.value)) for h in halves]
+        random = random_state(halves[0].value.device)
         for k, shear in enumerate(self.shears):
             source, target = halves[1 - shear.target], halves[shear.target]
-            slots: list[weakref.ref[Slot]] = []
+            values = self.values[k] = []
 
-            def pack(x: Tensor, k: int = k, slots: Any = slots) -> Slot:
-                # Kept until the move is done, which may read it.
-                slot = Slot((x.detach(), x.shape, x.dtype, self, k))
-                slots.append(weakref.ref(slot))
-                return slot
+            def pack(x: Tensor, values: list[Tensor] = values) -> int:
+                values.append(x.detach())
+                return len(values) - 1
 
-            self.contexts.append(Context(source.value, shear.module))
+            context = Context(source.value, shear.module, random)
+            self.contexts.append(context)
             self.sources.append((source.value.stride(), source.value.requires_grad))
             self.targets.append((target.value.dtype, self._sum(target)))
-            with _rebuilding(), saved_tensors_hooks(untraced(pack), _read):
+            with _rebuilding(), saved_tensors_hooks(untraced(pack), partial(self._read, k)):
                 move = _moved(shear, source.value, target.value, self.args, self.options)
-            self.slots.append(slots)
-            if slots and self.first is None:
+            self.likes.append([(x.shape, x.dtype) for x in values])
+            if values and self.first is None:
                 # Copies, since the given state may be changed in place before the backward pass.
                 self.first = k
                 self.start = [
                     h.value.detach().clone() if h.exact is None else h.exact for h in halves
                 ]
-            self.contexts[k].done()
-            self._forget(k)
+            random = context.done()
+            self.values.clear()
+            values.clear()  # which autograd's hook holds
             halves[shear.target] = target.plus(move)
         self.end = [half.detach() for half in halves]
         return halves
 
+    def _read(self, k: int, number: int) -> Tensor:
+        """What autograd wants to have kept of shear k."""
+        if k not in self.values:
+            eagerly(self.rebuild, k)
+        return self.values[k][number]
+
     def _sum(self, half: Half) -> Tensor | None:
         """By which another state on the grid is recognised at once."""
         return half.exact.sum() if self.check and half.exact is not None else None
-
-    def _forget(self, k: int) -> None:
-        for slot in (ref() for ref in self.slots[k]):
-            if slot is not None:
-                slot[0] = None
 
     def rebuild(self, k: int) -> None:
         """Compute again what the backward pass of shear k reads, and undo it."""
@@ -243,8 +229,7 @@ class Rebuilding:
             if self.check and _deferred(self.end[0].value):
                 torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # pyright: ignore
         while self.next >= k:
-            if self.next + 1 < len(self.shears):
-                self._forget(self.next + 1)
+            self.values.clear()
             self._undo(self.next)
             self.next -= 1
         if k == self.first:
@@ -260,17 +245,17 @@ class Rebuilding:
                 "backward pass."
             )
 
-        def pack(x: Tensor) -> Tensor:
+        def pack(x: Tensor) -> int:
             found.append(x.detach())
             versions.append(x._version if x.requires_grad else None)
-            return found[-1]
+            return len(found) - 1
 
         stride, needs = self.sources[k]
         if source.stride() != stride:  # on which it depends how PyTorch computes, and what it keeps
             source = torch.empty_strided(
                 source.shape, stride, dtype=source.dtype, device=source.device
             ).copy_(source)
-        hooks = saved_tensors_hooks(untraced(pack), _same)
+        hooks = saved_tensors_hooks(untraced(pack), found.__getitem__)
         with self.contexts[k].again(), _rebuilding(), hooks:
             source = source.detach().requires_grad_(needs)
             args, options = mapped(_leaf, self.args), mapped(_leaf, self.options)
@@ -280,14 +265,9 @@ class Rebuilding:
                 f"{shear.name} changes in place what its own gradient is computed from; use the "
                 "operation that is not in place there."
             )
-        if len(found) != len(self.slots[k]):
+        if [(x.shape, x.dtype) for x in found] != self.likes[k]:
             raise TrainingError(f"{shear.name} {OTHERWISE}.")
-        for ref, value in zip(self.slots[k], found, strict=True):
-            slot = ref()
-            if slot is not None:
-                if slot[1] != value.shape or slot[2] is not value.dtype:
-                    raise TrainingError(f"{shear.name} {OTHERWISE}.")
-                slot[0] = value
+        self.values[k] = found
         dtype, wanted = self.targets[k]
         before = target.minus(move.detach())
         self.halves[shear.target] = before._replace(value=before.value.to(dtype))
@@ -367,10 +347,6 @@ def _apart(x: Tensor) -> Tensor:
         if size > 1 and stride <= reach:
             return x.contiguous()
         reach += (size - 1) * stride
-    return x
-
-
-def _same(x: Tensor) -> Tensor:
     return x
 
 

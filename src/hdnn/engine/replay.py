@@ -15,17 +15,17 @@ from torch import Tensor, nn
 class Context:
     """What a move depends on besides its arguments: random numbers, autocast, its module."""
 
-    def __init__(self, like: Tensor, module: Any) -> None:
-        self.device, self.modules = like.device, AsThen([module])
-        self.random = random_state(like.device)
+    def __init__(self, like: Tensor, module: Any, random: list[Tensor]) -> None:
+        self.device, self.modules, self.random = like.device, AsThen([module]), random
         self.drew = True  # until it is known that the move took no random numbers
         self.autocast = {kind: _autocast(kind) for kind in (like.device.type, "cpu")}
 
-    def done(self) -> None:
-        """The move was computed for the first time."""
+    def done(self) -> list[Tensor]:
+        """The move was computed for the first time: the random state now."""
         now = random_state(self.device)
         self.drew = not all(torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
         self.random = self.random if self.drew else []
+        return now
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -48,8 +48,10 @@ class Context:
 
 def random_state(device: torch.device) -> list[Tensor]:
     """The states of the generators that a module on a device draws from."""
-    found = [torch.get_rng_state()]
-    return [*found, torch.cuda.get_rng_state(device)] if device.type == "cuda" else found
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    return [one.get_state() for one in generators]
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
