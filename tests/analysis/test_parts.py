@@ -145,7 +145,11 @@ def test_broken_weights_and_states_are_said_by_name():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ((nn.Linear(2, 2),), OptionError, "this Linear holds no network and no unit of hdnn"),
+        (
+            (nn.Linear(2, 2),),
+            OptionError,
+            "this Linear holds no network, no unit and no block of hdnn",
+        ),
         (("H2",), OptionError, "but got str"),
         ((nn.Sequential(hdnn.H2(4, 2)), (1, 2)), DataError, "does not run on y .*tuple"),
         ((nn.Sequential(hdnn.H2(4, 2)), torch.ones(3, 5)), hdnn.HDNNError, r"\(\*batch, 4\)"),

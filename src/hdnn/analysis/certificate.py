@@ -28,8 +28,8 @@ from hdnn.analysis.words import summary
 from hdnn.base.files import finite
 from hdnn.errors import DataError, OptionError, positive_int
 from hdnn.model import Model
-from hdnn.networks import HamiltonianUnit, Network, ODENetwork
-from hdnn.networks.promise import SYMPLECTIC, Guarantee, own_methods, unknown
+from hdnn.networks import Network, ODENetwork
+from hdnn.networks.promise import Guarantee, Promising, own_methods, unknown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ RANGES = 8  # of layers, in the table
 POINTS = 1025  # layers that the curve shows, at the most
 
 
-def guarantee(net: Network | HamiltonianUnit) -> Guarantee:
+def guarantee(net: Promising) -> Guarantee:
     """What is known about the gradients of a network before anything is computed.
 
     It is the network's own `guarantee()`, unless that is inherited by a class that computes in
@@ -78,6 +78,9 @@ class Certificate:
     trouble: str = ""  # what was wrong with the others, or why `holds` is unknown
     linear: bool | None = None  # whether the network is a linear map at the points
     idle: bool | None = None  # whether it is because the layers pass their input on
+    log_determinant: float | None = None  # the largest |log |det dy_N/dy_j||, where det = 1 counts
+    volume: bool | None = None  # whether it is 0 up to rounding
+    smallest_singular_value: float | None = None  # over all dy_N/dy_j, where it was computed
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -87,6 +90,8 @@ class Certificate:
             found.append(f"norm(dy_N/dy_j) >= 1, but it is {self.smallest_norm:.6g}")
         if self.symplectic is False:
             found.append(f"symplecticity, whose defect is {self.symplectic_defect:.1e}")
+        if self.volume is False:
+            found.append(f"det dy_N/dy_j = 1, whose logarithm is up to {self.log_determinant:.1e}")
         found += [f"the bound {b.name}" for b in self.bounds if b.holds is False]
         return tuple(found)
 
@@ -161,6 +166,13 @@ class Certificate:
         reasons = [("theorem", self.theorem)]
         if self.symplectic_defect is not None:
             reasons.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
+        if self.log_determinant is not None:
+            word = {True: "1 up to rounding", False: "NOT 1", None: "not known"}[self.volume]
+            text = f"{word}: log |det dy_N/dy_j| is up to {self.log_determinant:.1e}"
+            reasons.append(("determinant", f"{text}, so some directions grow as others shrink"))
+        if self.smallest_singular_value is not None:
+            least = number_text(self.smallest_singular_value)
+            reasons.append(("smallest", f"a gradient shrinks to {least} of its size at the worst"))
         reasons += [("bound", str(bound)) for bound in self.bounds]
         reasons.append(("verdict", self.verdict))
         width = max(len(name) for name, _ in numbers + reasons)
@@ -172,7 +184,7 @@ class Certificate:
 
     def _symplectic_text(self, defect: float) -> str:
         """How far the matrices are from symplectic, in words."""
-        neither = "hidden by rounding" if self.theorem == SYMPLECTIC else "not promised"
+        neither = "hidden by rounding" if "symplectic" in self.theorem else "not promised"
         word = {True: "yes", False: "NO", None: neither}[self.symplectic]
         return f"{word}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
 

@@ -171,7 +171,7 @@ def unit_extremes(
             "for other layers take chain_extremes."
         )
     chains = [unit.layer_derivatives(one) for one in y.split(1)]
-    return _extremes(chains, y, layers, steps, dense, seed, undo=smallest)
+    return extremes_of(chains, y, layers, steps, dense, seed, undo=smallest)
 
 
 def chain_extremes(
@@ -201,11 +201,11 @@ def chain_extremes(
             state = chain[-1].out
         fine = all(bool(M.out.isfinite().all()) for M in chain)
         chains.append(chain if fine else [Unknown()] * len(chain))
-    return _extremes(chains, y, layers, steps, dense, seed, undo=False)
+    return extremes_of(chains, y, layers, steps, dense, seed, undo=False)
 
 
 @torch.no_grad()
-def _extremes(
+def extremes_of(
     chains: Sequence[Sequence[Any]],
     y: Tensor,
     layers: Iterable[int] | None,
@@ -215,6 +215,7 @@ def _extremes(
     *,
     undo: bool,
 ) -> Extremes:
+    """The same, given the derivatives of all layers: a chain of them for each sample of y."""
     positive_int("steps", steps)
     if not chains[0] or not len(y):
         raise ShapeError(f"there are no {'samples' if chains[0] else 'layers'} to look at.")
@@ -288,8 +289,7 @@ def _by_inverse(chain: Sequence[Derivative], state: Tensor, steps: int, seed: in
         return None
     if not math.isfinite(found.value):
         return None
-    solved = 0.0 if chain[-1].symplectic else TOLERANCE
-    error = found.residual / found.value + _rounding(state, len(chain)) + solved
+    error = found.residual / found.value + _rounding(state, len(chain)) + chain[-1].tolerance
     return Value(1 / found.value, error, shortfall(n, k))
 
 

@@ -87,7 +87,7 @@ class MeasuredNetwork(Measured):
         eye, B = P, len(P)
         fine = torch.ones(B, dtype=torch.bool)
         found = P.new_ones(self.net.layers + 1, B)
-        defects = None if J is None else _Defects(J, B, self.eps, power=1 + self.net.implicit)
+        defects = None if J is None else Defects(J, B, self.eps, power=1 + self.net.implicit)
         for j, M in factors(self.net, self._states):
             P, e = scaled(M @ P, e)
             lost = fine & ~P.isfinite().flatten(1).all(1)
@@ -159,7 +159,7 @@ class MeasuredNetwork(Measured):
         return eye.repeat(len(self._computed), 1, 1), eye.new_zeros(len(self._computed))
 
 
-class _Defects:
+class Defects:
     """|Phi^T J Phi - J| relative to |J| times the largest |Phi|^2 so far, against its rounding."""
 
     def __init__(self, J: Tensor, B: int, eps: float, *, power: int) -> None:

@@ -20,15 +20,20 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hdnn.analysis import certificate
+from hdnn.analysis.block_certificate import StateCall, block_certificate
 from hdnn.analysis.certificate import SAMPLES, Certificate, Several
 from hdnn.analysis.copies import copied, exact, lost_in_own_dtype
 from hdnn.analysis.image_certificate import IMAGES, random_images, unit_certificate
 from hdnn.analysis.words import linear_text
 from hdnn.base.files import finite
+from hdnn.engine.chain import mapped
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int
 from hdnn.model import Model
 from hdnn.models import ImageModel
-from hdnn.networks import HamiltonianUnit, Network
+from hdnn.networks import Coupling, Leapfrog, Network, Reversible
+from hdnn.networks.promise import Promising
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,8 @@ class PartCertificates(Several):
 
 @overload
 def certify(  # pyright: ignore[reportOverlappingOverload]
-    model: Model | Network,
-    y: Tensor | None = None,
+    model: Model | Network | Coupling | Leapfrog | Reversible,
+    y: Any = None,
     *,
     samples: int = SAMPLES,
     points: str = "",
@@ -120,14 +125,16 @@ def certify(
     Points at which the network itself overflows in its own dtype count as not computed.
 
     Args:
-        model: a `hdnn.Model` or a network, compiled or not, for one `Certificate`. Any other module
-            is searched for networks and units of hdnn, for `PartCertificates`, which say nothing of
-            the whole.
+        model: a `hdnn.Model`, a network, a block or a stack of blocks, compiled or not, for one
+            `Certificate`. Any other module is searched for networks, units and blocks of hdnn, for
+            `PartCertificates`, which say nothing of the whole.
         y: where to look: inputs of a model, states of a network, or inputs of any other module, as
             it takes them (a tensor, a tuple of arguments, or a dict of named ones). The module runs
-            on them once, in evaluation mode, and each part is certified at the states that it gets.
-            By default networks are certified at random states, and units not at all.
-        samples: the most states (for a unit: images, at most 3) to look at.
+            on them once, in evaluation mode, and each part is certified at the states that it gets,
+            blocks with the masks or edges that they get too. By default networks are certified at
+            random states, and units and blocks not at all.
+        samples: the most states (for a unit, and for blocks on more than 128 entries: at most 3) to
+            look at. Samples of blocks that depend on each other, as nodes of a graph do, are one.
         points: what the certificate calls them.
         seed: of random states.
     """
@@ -135,6 +142,8 @@ def certify(
     if isinstance(model, (Model, Network)):
         options: dict[str, Any] = {"samples": samples, "points": points, "seed": seed}
         return certificate.certify(model, y, **options)
+    if getattr(type(model), "certified_at", "") == "calls":
+        return _at_calls(model, [_given(y)], samples, points or "points", seed)
     if not isinstance(model, nn.Module):
         raise OptionError(
             "certify takes a hdnn.Model, a network of hdnn, or a module that holds some, but got "
@@ -144,7 +153,7 @@ def certify(
     if not found:
         raise OptionError(
             "certify takes a hdnn.Model, a network of hdnn, or a module that holds some, but this "
-            f"{type(model).__name__} holds no network and no unit of hdnn."
+            f"{type(model).__name__} holds no network, no unit and no block of hdnn."
         )
     samples, states = positive_int("samples", samples), None
     if y is None and isinstance(model, ImageModel):
@@ -171,34 +180,35 @@ def unwrapped(model: Any) -> Any:
     return model if inner is None else unwrapped(inner)
 
 
-def hamiltonian_parts(model: nn.Module) -> Iterator[tuple[str, Network | HamiltonianUnit]]:
-    """The networks and units inside a module, by their names, compiled or not."""
+def hamiltonian_parts(model: nn.Module) -> Iterator[tuple[str, Promising]]:
+    """The networks, units and stacks inside a module, by their names, compiled or not.
+
+    A part inside of another one, such as a block of a stack, belongs to that.
+    """
+    inside: set[int] = set()
     for name, part in model.named_modules():
-        if isinstance(part, (Network, HamiltonianUnit)):
+        if hasattr(type(part), "certified_at") and id(part) not in inside:
+            inside |= {id(inner) for inner in part.modules()}
             plain = ".".join(word for word in name.split(".") if word != "_orig_mod")
-            yield plain or _kind(part), part
+            yield plain or _kind(part), part  # pyright: ignore[reportReturnType]
 
 
-def states_of(
-    model: nn.Module, inputs: Any, parts: Mapping[str, nn.Module]
-) -> dict[str, list[Tensor]]:
-    """The states that each part is given, in all calls of it, when a copy of the module runs."""
+def states_of(model: nn.Module, inputs: Any, parts: Mapping[str, Any]) -> dict[str, list[Given]]:
+    """What each part is given, in all calls of it, when a copy of the module runs."""
     try:
         twin = copied(model)
     except Exception:  # something in it cannot be copied
         twin = model
     mine = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
-    seen: dict[str, list[Tensor]] = {name: [] for name in parts}
+    seen: dict[str, list[Given]] = {name: [] for name in parts}
     hooks = [
         mine[id(part)].register_forward_pre_hook(partial(_record, seen[name]), with_kwargs=True)
         for name, part in parts.items()
     ]
     try:
         with torch.no_grad(), evaluating(twin), torch.compiler.set_stance("force_eager"):
-            if isinstance(inputs, Mapping):
-                twin(**inputs)
-            else:
-                twin(*inputs) if isinstance(inputs, (tuple, list)) else twin(inputs)
+            args, named = _given(inputs)
+            twin(*args, **named)
     except HDNNError:
         raise
     except Exception as error:
@@ -212,8 +222,15 @@ def states_of(
     return seen
 
 
-def _record(seen: list[Tensor], part: nn.Module, args: Any, named: dict[str, Any]) -> None:
-    seen += [y.detach() for y in (*args, *named.values()) if isinstance(y, Tensor)]
+def _given(inputs: Any) -> Given:
+    """Inputs as the arguments of a call."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _record(seen: list[Given], part: nn.Module, args: Any, named: dict[str, Any]) -> None:
+    seen.append(mapped(Tensor.detach, (tuple(args), dict(named))))
 
 
 @contextmanager
@@ -229,30 +246,55 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _certified(
-    part: Network | HamiltonianUnit,
-    states: list[Tensor] | None,
-    samples: int,
-    points: str,
-    seed: int,
+    part: Promising, given: list[Given] | None, samples: int, points: str, seed: int
 ) -> Certificate:
-    if states is None:
-        if isinstance(part, HamiltonianUnit):
-            raise DataError("a unit is certified at images: give inputs of the module as y")
+    """Where the part itself says that it can be."""
+    certified = {"rows": _at_rows, "images": _at_images, "calls": _at_calls}[part.certified_at]
+    if given is not None and not given:
+        raise DataError("the module did not call it for these inputs")
+    points = points or ("" if given is None else "states that it is given in the module")
+    return certified(part, given, samples, points, seed)
+
+
+def _at_rows(
+    part: Any, given: list[Given] | None, samples: int, points: str, seed: int
+) -> Certificate:
+    if given is None:
         points = points or "random states, because no inputs were given"
         return certificate.certify(part, samples=samples, points=points, seed=seed)
-    states = [y for y in states if y.numel()]
+    y = torch.cat([one.reshape(-1, part.features).cpu() for one in _states(given)])
+    return certificate.certify(part, _spread(y, samples), samples=samples, points=points)
+
+
+def _at_images(
+    part: Any, given: list[Given] | None, samples: int, points: str, seed: int
+) -> Certificate:
+    if given is None:
+        raise DataError("a unit is certified at images: give inputs of the module as y")
+    y = _spread(_states(given)[0], min(samples, IMAGES))
+    where, lost = f"{points}, norms by Lanczos from below", lost_in_own_dtype(part, y)
+    dtype, twin = next(part.parameters()).dtype, exact(part).eval()
+    return unit_certificate(twin, y.to("cpu", torch.float64), dtype, where, lost)
+
+
+def _at_calls(
+    part: Any, given: list[Given] | None, samples: int, points: str, seed: int
+) -> Certificate:
+    if given is None:
+        raise DataError("blocks are certified at states: give inputs of the module as y.")
+    call = StateCall.of(*given[0])
+    return block_certificate(part, call, samples=positive_int("samples", samples), points=points)
+
+
+def _states(given: list[Given]) -> list[Tensor]:
+    """The tensors of all calls."""
+    calls = [(*args, *named.values()) for args, named in given]
+    states = [y for call in calls for y in call if isinstance(y, Tensor) and y.numel()]
     if not states:
         raise DataError("the module did not call it for these inputs")
     if not all(bool(y.isfinite().all()) for y in states):
         raise DataError("the states that it is given are not finite")
-    points = points or "states that it is given in the module"
-    if isinstance(part, Network):
-        y = torch.cat([one.reshape(-1, part.features).cpu() for one in states])
-        return certificate.certify(part, _spread(y, samples), samples=samples, points=points)
-    y = _spread(states[0], min(samples, IMAGES))
-    where, lost = f"{points}, norms by Lanczos from below", lost_in_own_dtype(part, y)
-    dtype, twin = next(part.parameters()).dtype, exact(part).eval()
-    return unit_certificate(twin, y.to("cpu", torch.float64), dtype, where, lost)
+    return states
 
 
 def _spread(y: Tensor, count: int) -> Tensor:
@@ -260,7 +302,7 @@ def _spread(y: Tensor, count: int) -> Tensor:
     return y[torch.linspace(0, len(y) - 1, min(count, len(y))).round().long()]
 
 
-def _outside(model: nn.Module, parts: Mapping[str, nn.Module]) -> list[nn.Module]:
+def _outside(model: nn.Module, parts: Mapping[str, Any]) -> list[nn.Module]:
     """All modules that are no part, and not inside of one."""
     inside = {id(inner) for part in parts.values() for inner in part.modules()}
     return [one for one in model.modules() if id(one) not in inside and one is not model]

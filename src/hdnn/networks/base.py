@@ -36,6 +36,7 @@ class Network(LayerStack):
     turns: int = 1  # how many p- and q-updates a layer has, where p and q take turns
     symplectic: bool = False  # whether each layer is, with one J for all
     implicit: bool = False  # whether its layers solve equations
+    certified_at: str = "rows"
     forward_euler: bool = False  # whether its layers are steps of forward Euler
     engine: str = "auto"
     backprop: str = "auto"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import nn
+from typing import Any, Protocol
 
 SYMPLECTIC = "each layer is symplectic, det = 1 (th:nonvanishing_gradients_DT)"
 EXPANDING = "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer"
@@ -41,6 +40,20 @@ class Guarantee:
     why: str
 
 
+class Promising(Protocol):
+    """A module that says what it promises about its gradients.
+
+    `certified_at` says where that can be checked: at "rows", states (*batch, n) of a network with
+    matrices for all layers; at "images"; or at "calls", whatever the module is called with.
+    """
+
+    certified_at: str
+
+    def guarantee(self) -> Guarantee: ...
+
+    def __call__(self, *args: Any, **options: Any) -> Any: ...
+
+
 def forward_euler(activation: str, monotone: bool) -> Guarantee:
     """The guarantee of forward Euler, which depends on whether the activation is monotone."""
     if monotone:
@@ -50,13 +63,13 @@ def forward_euler(activation: str, monotone: bool) -> Guarantee:
     return Guarantee(False, "none", why)
 
 
-def unknown(module: nn.Module, own: list[str]) -> Guarantee:
+def unknown(module: object, own: list[str]) -> Guarantee:
     """The guarantee of a subclass that computes in its own way: none."""
     why = f"nothing is known of {type(module).__name__}, which has its own {', '.join(own)}; "
     return Guarantee(False, "none", why + "if something is, give it a method guarantee()")
 
 
-def own_methods(module: nn.Module, owner: type | None = None) -> list[str]:
+def own_methods(module: object, owner: type | None = None) -> list[str]:
     """The methods that a module, or a class outside of hdnn, overrides and that change its results.
 
     With an `owner`, one of its base classes: only those overridden by subclasses of that.

@@ -88,6 +88,8 @@ class HamiltonianUnit(UnitWeights):
         device: of the weights; by default `torch.get_default_device()`.
     """
 
+    certified_at = "images"
+
     def __init__(
         self,
         channels: int,

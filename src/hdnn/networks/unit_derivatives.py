@@ -25,6 +25,7 @@ class Derivative(Protocol):
     """The derivative of one layer, which can be undone."""
 
     symplectic: bool
+    tolerance: float  # of undoing, relatively, beside rounding
 
     def forwards(self, v: Tensor, /) -> Tensor: ...
 
@@ -39,6 +40,7 @@ class Unknown:
     """The derivative of a layer whose state is not finite: all products are NaN."""
 
     symplectic = False
+    tolerance = 0.0
 
     def forwards(self, v: Tensor) -> Tensor:
         return v * torch.nan
@@ -82,6 +84,7 @@ class H1Derivative:
     """
 
     symplectic = False
+    tolerance = TOLERANCE
 
     def __init__(self, s: Tensor, part: ShearWeights, kind: Kind) -> None:
         self.shear = ShearDerivative(s, part, kind)
@@ -113,6 +116,7 @@ class H2Derivative:
     """p + f(q), then q + f(p): undone by subtracting in the other order."""
 
     symplectic = True
+    tolerance = 0.0
 
     def __init__(self, s: Tensor, parts: tuple[ShearWeights, ShearWeights], kind: Kind) -> None:
         p, q = s.chunk(2, 1)
