@@ -27,7 +27,7 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
 
 GUIDES = {
     f"{name}-{k}": example
-    for name in ("distributed", "modules", "tables")
+    for name in ("blocks", "distributed", "modules", "tables")
     for k, example in enumerate(
         re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
     )

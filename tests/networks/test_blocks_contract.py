@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import hdnn
@@ -369,3 +371,86 @@ def test_a_stack_is_saved_by_its_state_dict(tmp_path):
     for one in (made("vectors")[0], made("tokens")[0][0]):
         with pytest.raises(CheckpointError, match=r"are your own.*save its state_dict\(\)"):
             hdnn.save(one, tmp_path / "net.safetensors")
+
+
+def test_a_state_dict_goes_through_a_file(tmp_path):
+    for kind in KINDS:
+        net, y, args = made(kind, backprop="reversible", state="fixed")
+        gradients(net, y, *args)  # statistics of batches move
+        torch.save(net.state_dict(), tmp_path / "net.pt")
+        other, _, _ = made(kind, backprop="reversible", state="fixed")
+        for one in other.parameters():
+            one.data.zero_()
+        other.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+        same([net.eval()(y, *args)], [other.eval()(y, *args)], exact=True)
+
+
+@pytest.mark.parametrize("kind", ["vectors", "tokens", "images", "nodes"])
+def test_96_blocks_under_autocast_have_the_gradients_of_stored_states_to_the_last_bit(kind):
+    net, twin, y, args = both(kind, N=96, dtype=torch.float32, state="fixed")
+    net.backprop = "reversible"
+    found = []
+    for one in (net, twin):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(gradients(one, y, *args))
+    same(*found, exact=True)
+
+
+SHAPES = st.sampled_from([((), -1), ((3,), -1), ((2, 3), -1), ((), 1), ((3, 2), 1), ((2,), 2)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    shape=SHAPES,
+    N=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    block=st.sampled_from(["coupling", "leapfrog", "first half", "second half", "energy"]),
+    way=st.sampled_from([*WAYS, ("checkpoint", "fixed")]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_depth_and_dtype(batch, shape, N, dtype, block, way, seed):
+    torch.manual_seed(seed)
+    others, dim = shape
+    place = dim if dim >= 0 else 1 + len(others)
+    sizes = [batch, *others]
+    sizes.insert(place, 2 * D)
+
+    class Along(nn.Module):
+        """A layer along the axis that is split."""
+
+        def __init__(self, scale=0.3):
+            super().__init__()
+            self.inner, self.scale = nn.Linear(D, D), scale
+
+        def forward(self, x):
+            return self.scale * self.inner(x.movedim(place, -1)).tanh().movedim(-1, place)
+
+    class Total(Along):
+        def forward(self, x):
+            return super().forward(x).square().sum(tuple(range(1, x.ndim)))
+
+    blocks = {
+        "coupling": lambda: Coupling(Along(), Along(), dim=dim),
+        "leapfrog": lambda: Leapfrog(Along(), h=0.5, dim=dim),
+        "first half": lambda: Coupling(Along(), dim=dim),
+        "second half": lambda: Coupling(None, Along(), dim=dim),
+        "energy": lambda: Leapfrog(GradientField(Total()), h=0.5, dim=dim),
+    }
+    backprop, state = way
+    net = Reversible([blocks[block]() for _ in range(N)], state=state).to(dtype)
+    y = torch.randn(sizes).to(dtype)
+    wanted = gradients(net, y)
+    net.zero_grad()
+    net.backprop = backprop
+    net.check = dtype is not torch.bfloat16  # where reversal in floats is known to be rough
+    found = gradients(net, y)
+    assert found[0].shape == y.shape
+    assert found[0].dtype is dtype
+    if dtype is torch.bfloat16 and state == "float":
+        assert all(g.isfinite().all() for g in found if g is not None)
+        return
+    same(found, wanted, exact=state == "fixed" or backprop == "checkpoint")
+    with torch.no_grad():
+        back = net.inverse(found[0])
+    torch.testing.assert_close(back, y, rtol=1e-2, atol=0.1 if dtype is torch.bfloat16 else 1e-4)
