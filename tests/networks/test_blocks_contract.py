@@ -450,7 +450,10 @@ def test_any_shape_depth_and_dtype(batch, shape, N, dtype, block, way, seed):
     if dtype is torch.bfloat16 and state == "float":
         assert all(g.isfinite().all() for g in found if g is not None)
         return
-    same(found, wanted, exact=state == "fixed" or backprop == "checkpoint")
+    exact = state == "fixed" or backprop == "checkpoint"
+    size = 0.0 if exact else 1e-3 if dtype is torch.float32 else 1e-8
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=size, atol=size)
     with torch.no_grad():
         back = net.inverse(found[0])
     torch.testing.assert_close(back, y, rtol=1e-2, atol=0.1 if dtype is torch.bfloat16 else 1e-4)

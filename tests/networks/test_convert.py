@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hdnn
-from hdnn.errors import OptionError, TrainingError
+from hdnn.errors import CheckpointError, OptionError, TrainingError
 from hdnn.networks import LeapfrogStack
 
 TOKENS = 5
@@ -109,6 +109,45 @@ def test_gradients_of_undone_blocks_are_those_of_stored_ones(kind, state):
         for one, two in zip(found[0], others, strict=True):
             torch.testing.assert_close(one, two)
             assert state == "float" or torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_converted_models_learn(kind):
+    new = hdnn.to_reversible(made(kind), backprop="reversible", state="fixed").train()
+    optimiser, losses = torch.optim.AdamW(new.parameters(), 1e-2), []
+    for _ in range(10):
+        loss = (called(new) - 1).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_converted_once_and_copied_with_its_shared_weights(kind):
+    new = hdnn.to_reversible(made(kind)).eval()
+    with pytest.raises(OptionError, match=f"this {type(new).__name__} is a leapfrog network alr"):
+        hdnn.to_reversible(new)
+    assert torch.equal(called(copy.deepcopy(new)), called(new))
+    if kind == "gpt2":
+        assert new.lm_head.weight is new.transformer.wte.weight
+    with pytest.raises(CheckpointError, match=r"save their state_dict\(\)"):
+        hdnn.save(new, "never-written.safetensors")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_converted_models_are_certified_at_what_reaches_the_stack(kind):
+    new = hdnn.to_reversible(made(kind))
+    torch.manual_seed(5)
+    x = {
+        "encoder": torch.randn(2, TOKENS, 8),
+        "vision": torch.randn(2, 3, 8, 8),
+        "gpt2": torch.randint(0, 11, (2, TOKENS)),
+    }[kind]
+    (found,) = hdnn.analysis.certify(new, x).parts.values()
+    assert found.status == "holds"
+    assert found.features == 2 * 8 * TOKENS  # p and q of all tokens of a sample
 
 
 @pytest.mark.parametrize("backprop", ["stored", "reversible"])

@@ -43,8 +43,9 @@ def to_reversible(
     model, so pretrained weights are no more than a start), the names of the blocks' weights
     (`load_state_dict` takes the old names too), and single blocks in loops of your own: a list of
     blocks now has one element, the whole stack. Hooks on a block, but not on its parts, are no
-    longer called. Where nothing is stored, GPT-2 keeps no cache of keys and values in training.
-    Other parts of the model stay as they are.
+    longer called, and so GPT-2 returns no hidden states of single blocks. Where nothing is stored,
+    it keeps no cache of keys and values in training. `from_pretrained` knows the original alone:
+    convert it again, then `load_state_dict`. Other parts of the model stay as they are.
 
     Args:
         model: one of `nn.TransformerEncoder` with norm_first=True, timm's vision transformers
@@ -63,6 +64,8 @@ def to_reversible(
     if not isinstance(model, nn.Module):
         raise OptionError(f"only an nn.Module can be converted, but got a {type(model).__name__}.")
     model = copy.deepcopy(model)
+    if any(isinstance(one, LeapfrogStack) for one in model.modules()):
+        raise OptionError(f"this {type(model).__name__} is a leapfrog network already.")
     found = [(owner, *where) for owner in model.modules() if (where := _blocks_of(owner))]
     if not found:
         raise OptionError(
