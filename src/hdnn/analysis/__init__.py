@@ -10,7 +10,7 @@ from hdnn.analysis.bounds import (
 )
 from hdnn.analysis.certificate import Certificate, Guarantee, guarantee
 from hdnn.analysis.continuous import ContinuousNetwork
-from hdnn.analysis.doctor import Diagnosis, Finding, diagnose
+from hdnn.analysis.doctor import Diagnosis, Finding, GradientDoctor, diagnose
 from hdnn.analysis.extremes import (
     Extremes,
     chain_extremes,
@@ -47,6 +47,7 @@ __all__ = [
     "Diagnosis",
     "Extremes",
     "Finding",
+    "GradientDoctor",
     "GradientMonitor",
     "GradientWarning",
     "Guarantee",

@@ -63,8 +63,8 @@ def diagnose(
     if isinstance(layers, str):
         raise OptionError(f'layers is a list of names, but got "{layers}"; give [{layers!r}].')
     device = _checked(model, x)
-    x, count = _few(x, samples)
-    score = _score(loss, _few(target, samples)[0] if target is not None else None)
+    x, count = first_samples(x, samples)
+    score = _score(loss, first_samples(target, samples)[0] if target is not None else None)
     names = None if layers is None else [*layers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,7 +159,7 @@ def _tensors(x: Any) -> list[Tensor]:
     return [t for each in x for t in _tensors(each)] if isinstance(x, (tuple, list)) else []
 
 
-def _few(x: Any, samples: int) -> tuple[Any, int]:
+def first_samples(x: Any, samples: int) -> tuple[Any, int]:
     """The first samples of all tensors, if all have equally many; and how many these are."""
     tensors = [t for t in _tensors(x) if t.ndim]
     counts = {len(t) for t in tensors}

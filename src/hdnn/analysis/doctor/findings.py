@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable
 from statistics import median
 
 from hdnn.analysis.doctor.finding import Finding
+from hdnn.analysis.doctor.gates import zero_gates
 from hdnn.analysis.doctor.gradients import exploding, missing_residual, vanishing
-from hdnn.analysis.doctor.signals import ParameterSignals, Signals
+from hdnn.analysis.doctor.signals import Signals
+from hdnn.analysis.doctor.trials import DIFFERENT
 
 HALF_OFF = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
 RARE = 1e-4  # how unlikely so many dead units must be by chance
 SATURATED = 0.8
 AMPLIFIED, TINY_SIGNAL = 300.0, 1e-3
-DIFFERENT = 0.1
 SMALL_CHANGE, SMALL_TOTAL = 1e-4, 1e-3
 
 
@@ -167,98 +168,6 @@ def saturated(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         )
 
 
-def zero_gates(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
-    """Weights that are all 0 and close a branch: a fault if they do not open, or close the trunk.
-
-    What a step of Adam opens is a usual start, such as a last projection of zeros.
-    """
-    if any(f.fault and f.kind in ("detached", "not finite") for f in found):
-        return
-    mine = [p for p in signals.parameters if p.trainable and p.called]
-    closed = [p for p in mine if p.gradient == 0]
-    stuck = [p for p in closed if not p.after]
-    gates = [p for p in signals.parameters if p.called and p.norm == 0 and _closes(signals, p)]
-    moving = [p for p in gates if p.trainable and p.gradient and not p.last]
-    killed = [k for k, one in enumerate(signals.layers[: signals.body + 1]) if _zero(signals, k)]
-    explained = any(f.fault and f.kind in ("dead units", "saturated") for f in found)
-    if moving and killed and not stuck:
-        p = moving[-1]
-        yield Finding(
-            "zero gate",
-            p.module or p.name,
-            f"{p.name} is 0 and nothing leads around it: no gradient reaches what comes before "
-            "until it has moved. Start it at a value other than 0, or add a skip connection.",
-        )
-    elif moving:
-        names = tuple(dict.fromkeys(p.module or p.name for p in moving))
-        more = f" (and {len(moving) - 1} more)" if len(moving) > 1 else ""
-        yield Finding(
-            "zero gate",
-            names[0],
-            f"{moving[0].name}{more} starts at 0, so that its branch is closed; its own gradient "
-            "is not 0 and opens it in the first step. This is a usual start.",
-            {"parameters": float(len(moving))},
-            fault=False,
-            layers=names,
-        )
-    if stuck and not explained and not (killed and moving):
-        yield from _stuck(signals, stuck, mine)
-
-
-def _stuck(
-    signals: Signals, stuck: list[ParameterSignals], mine: list[ParameterSignals]
-) -> Iterable[Finding]:
-    zeros = [p for p in signals.parameters if p.called and p.norm == 0 and _closes(signals, p)]
-    blamed = [p for p in zeros if not p.gradient]
-    names = {p.name for p in stuck}
-    silent = [one for one in signals.calls if one.leaf and one.rms_out == 0 and one.rms_in > 0]
-    matrices = [p for p in stuck if len(p.shape) > 1]
-    if blamed:
-        last = blamed[-1]
-        yield Finding(
-            "zero gate",
-            last.module or last.name,
-            f"{last.name} is 0 and stays so, since its own gradient is 0 too: {len(names)} "
-            f"parameter{'s' * (len(names) != 1)} of this branch are never trained.",
-            {"parameters": float(len(names))},
-        )
-    elif silent and matrices:
-        name = silent[0].title
-        yield Finding(
-            "zero gate",
-            name,
-            f"{name} gives 0 for all inputs, and {len(names)} parameters get a gradient of exactly "
-            "0, before and after a step.",
-            {"parameters": float(len(names))},
-        )
-    elif matrices and len(names) >= 0.25 * len(mine):
-        order = {one.name: one.begun for one in signals.calls}
-        name = max((p.module for p in matrices), key=lambda m: order.get(m, 0))
-        yield Finding(
-            "no gradient",
-            name or matrices[-1].name,
-            f"{len(names)} of {len(mine)} parameters, up to those of {name}, get a gradient of "
-            "exactly 0, before and after a step.",
-            {"parameters": float(len(names))},
-            sure="likely",
-        )
-
-
-def _closes(signals: Signals, p: ParameterSignals) -> bool:
-    """Whether a parameter of zeros makes what its module gives 0, as a bias does not."""
-    calls = [one for one in signals.calls if one.name == p.module]
-    if "bias" in p.name.rpartition(".")[2]:
-        return False
-    if any(one.leaf for one in calls):
-        return all(one.rms_out == 0 for one in calls)
-    return len(p.shape) <= 3
-
-
-def _zero(signals: Signals, k: int) -> bool:
-    one = signals.layers[k]
-    return one.gradient == 0 and k < signals.body
-
-
 def norm_hides(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
     """A leaf that makes a signal of normal size from one that has almost died out."""
     for one in signals.calls:
@@ -320,10 +229,11 @@ def small_step(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         if one.change > 0 and abs(one.identity - 1) < 0.05 and _has_weights(one.parts, weighty)
     ]
     after = signals.changes_after or [math.nan] * len(signals.layers)
+    # What a step makes ten times larger is a scale that is learned, and soon large enough.
     slow = [
         k
         for k in moves
-        if signals.layers[k].change < SMALL_CHANGE and not after[k] > 3 * SMALL_CHANGE
+        if signals.layers[k].change < SMALL_CHANGE and not after[k] > 10 * signals.layers[k].change
     ]
     others = [signals.layers[k].change for k in moves if k not in slow]
     total = sum(signals.layers[k].change for k in moves)

@@ -9,9 +9,10 @@ from statistics import median
 from hdnn.analysis.doctor.finding import Finding
 from hdnn.analysis.doctor.signals import LayerSignals, PeerBlock, Signals
 
-VANISHED, EXPLODED = 1e-4, 1e4
+VANISHED, EXPLODED = 1e-4, 1e3
 SHRUNK = 1e-2  # no derivative above this counts as vanished
 FAINT = 1e-3  # a state this small beside an earlier one has died out
+GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 OUTLIER = 100.0
 CAUSES = ("dead units", "saturated", "detached", "zero gate", "not finite")
 
@@ -97,12 +98,11 @@ def _vanished(
     signals: Signals, blamed: list[int], gain: float, first: LayerSignals, cause: Finding | None
 ) -> Finding:
     layers = [signals.layers[k] for k in blamed]
-    names = tuple(dict.fromkeys(one.layer for one in layers))
-    one = layers[0]
+    names = tuple(dict.fromkeys(one.blamed for one in layers))
     rate = median(g for k in blamed if (g := _own(signals, k, plain=True)) >= 0)
-    whole = f"of what enters {one.layer}" if first.layer == "input" else f"at {first.layer}"
+    whole = f"of what enters {names[0]}" if first.layer == "input" else f"at {first.layer}"
     if len(names) == 1:
-        where = f"{one.layer} lets through {_few(rate)} of the gradient at best"
+        where = f"{names[0]} lets through {_few(rate)} of the gradient at best"
     else:
         where = (
             f"each of {len(names)} layers from {names[0]} to {names[-1]} lets through {_few(rate)} "
@@ -115,7 +115,7 @@ def _vanished(
         hint = " No path leads around them: add residual connections, or start with larger weights."
     return Finding(
         "vanishing",
-        one.layer,
+        layers[0].blamed,
         f"The gradient vanishes: {where}{why}, and {_few(gain)} is left {whole}.{hint}",
         {"left": gain, "a layer": rate},
         layers=names,
@@ -127,16 +127,15 @@ def _few(value: float) -> str:
 
 
 def exploding(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
-    """dy_N/dy_j above 1e4, states that grow as much, or one layer far above all others."""
+    """dy_N/dy_j above 1000, and states that grow or react as much; or one layer above all."""
     if not signals.layers or any(f.fault and f.kind == "not finite" for f in found):
         return
     last = signals.layers[signals.body]
     for k, one in enumerate(signals.layers[: signals.body]):
         gain = _whole(signals, k)
         grown = last.rms / one.rms if one.rms > 0 else 0.0
-        if gain > EXPLODED and (
-            relative(gain, last, one) > EXPLODED or (grown > EXPLODED and last.rms > EXPLODED)
-        ):
+        large = grown > GROWN and last.rms > GROWN
+        if gain > EXPLODED and (large or relative(gain, last, one) > EXPLODED):
             yield _exploded(signals, _growing(signals, k, signals.body), gain, one)
             return
     sizes = [one.rms for one in signals.layers]
@@ -158,7 +157,7 @@ def _growing(signals: Signals, first: int, last: int) -> list[int]:
 
 
 def _exploded(signals: Signals, grow: list[int], gain: float, first: LayerSignals) -> Finding:
-    names = tuple(dict.fromkeys(signals.layers[k].layer for k in grow))
+    names = tuple(dict.fromkeys(signals.layers[k].blamed for k in grow))
     rate = median(_own(signals, k, plain=True) for k in grow)
     each = "multiplies it by" if len(names) == 1 else "and those after it multiply it by"
     return Finding(

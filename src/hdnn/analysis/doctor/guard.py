@@ -58,7 +58,6 @@ def looked_at(model: nn.Module, *, widened: bool = True) -> Iterator[nn.Module]:
             if getattr(part, "inplace", False) is True:
                 vars(part)["inplace"] = False
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(TwiceDifferentiable())
         if any(isinstance(part, nn.RNNBase) for part in twin.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
@@ -138,9 +137,10 @@ def in_float32(value: Any) -> Any:
 
 def call(model: nn.Module, x: Any) -> Any:
     """Run a model on inputs as they are given: a tensor, a tuple of arguments or a dict."""
-    if isinstance(x, (tuple, list)):
-        return model(*x)
-    return model(**x) if isinstance(x, dict) or hasattr(x, "keys") else model(x)
+    with TwiceDifferentiable():
+        if isinstance(x, (tuple, list)):
+            return model(*x)
+        return model(**x) if hasattr(x, "keys") else model(x)
 
 
 def float_tensors(value: Any) -> list[Tensor]:

@@ -47,7 +47,7 @@ def _looked(probe: Probe) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
         for a, b in pairwise(states)
         if a.tensor.shape == b.tensor.shape
     ]
-    if objective is None:
+    if objective is None or not probe.weights:
         return {}, changes
     weights = probe.weights
     grads = torch.autograd.grad(objective, [*weights.values()], allow_unused=True)

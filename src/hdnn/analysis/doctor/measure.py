@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from hdnn.analysis.doctor.products import singular_gain
 from hdnn.analysis.doctor.signals import LayerSignals, ParameterSignals, PeerBlock, Signals
 from hdnn.analysis.doctor.trace import OperationTrace
 
-DRAWS = 3
+DRAWS = 4
+UNSURE = 0.1  # the error of an estimate that is not used any more
 MOST_PEERS = 48
-MOST_WHOLE, MOST_OWN = 6, 12  # matrices dy_N/dy_j and dy_j/dy_{j-1} whose values are computed
+MOST_INNER = 12  # modules that are looked at inside of a layer that stands out
+SHRINKS, GROWS = 1e-2, 1e2
+MOST_WHOLE, MOST_OWN = 5, 8  # matrices dy_N/dy_j and dy_j/dy_{j-1} whose values are computed
 
 
 def measure(probe: Probe, *, steps: int) -> Signals:
@@ -60,6 +64,8 @@ def measure(probe: Probe, *, steps: int) -> Signals:
     if all(one.finite_out for one in recording.calls) and not found.bad_gradients:
         _gains(found, states, steps)
         _blocks(found, states)
+        if not weights:
+            return found
         trials.severed(probe, found, recording)
         trials.unreached(probe, found, recording)
         trials.differences(probe, found, states)
@@ -75,6 +81,12 @@ def _parameters(
         one.name
         for one in recording.calls
         if next(one.module.parameters(recurse=False), None) is not None
+    ]
+    inner = {one.name for one in recording.calls if not one.leaf}
+    found.zero_buffers = [
+        name
+        for name, value in probe.model.named_buffers()
+        if name.rpartition(".")[0] in inner and value.is_floating_point() and not value.any()
     ]
     for name, weight in probe.model.named_parameters():
         module = name.rpartition(".")[0]
@@ -118,13 +130,15 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _identity(later: Tensor, earlier: Tensor) -> float:
-    """The mean of the diagonal of d later / d earlier, by Hutchinson's estimate."""
-    total = 0.0
+    """The mean of the diagonal of d later / d earlier, by Hutchinson's estimate; NaN if unsure."""
+    found = []
     for seed in range(DRAWS):
         v = direction(later, seed)
         (g,) = torch.autograd.grad(later, earlier, v, retain_graph=True, allow_unused=True)
-        total += 0.0 if g is None else float((g.double() * v.double()).sum())
-    return total / DRAWS
+        found.append(0.0 if g is None else float((g.double() * v.double()).sum()))
+    if not all(map(math.isfinite, found)) or stdev(found) > math.sqrt(DRAWS) * UNSURE:
+        return math.nan
+    return sum(found) / DRAWS
 
 
 def _blocks(found: Signals, states: list[ChainState]) -> None:
@@ -137,10 +151,12 @@ def _blocks(found: Signals, states: list[ChainState]) -> None:
     for (_, shapes), group in groups.items():
         for one in group[:MOST_PEERS] if len(group) > 2 else ():
             before = [s for s in states if s.time <= one.begun]
-            after = [s for s in states if s.time >= one.ended]
+            ends = [t.grad_fn for t in one.outputs if t.grad_fn is not None]
+            after = [s for s in states if s.time >= one.ended or s.tensor.grad_fn in ends]
             if before and after and before[-1].tensor.shape == after[0].tensor.shape:
                 share = _identity(after[0].tensor, before[-1].tensor)
-                found.blocks.append(PeerBlock(one.title, shapes, share))
+                if not math.isnan(share):
+                    found.blocks.append(PeerBlock(one.title, shapes, share))
 
 
 def _body(states: list[ChainState], found: Signals) -> int:
@@ -152,6 +168,24 @@ def _body(states: list[ChainState], found: Signals) -> int:
         return len(states) - 1
     heads = [k for k, s in enumerate(states) if s.time <= with_weights[-1].begun]
     return heads[-1] if heads and heads[-1] > 0 else len(states) - 1
+
+
+def _inner(state: ChainState, steps: int, *, grows: bool) -> str:
+    """The module inside of a layer that shrinks or grows gradients most."""
+    gains: dict[str, float] = {}
+    for one in state.calls:
+        out, into = one.state, next(iter(one.inputs), None)
+        if one.leaf and one.name not in gains and len(gains) < MOST_INNER and out is not None:
+            # Of a module that is called again, a later call shows what it does to a state.
+            same = [c for c in state.calls if c.name == one.name]
+            out, into = same[-1].state, next(iter(same[-1].inputs), into)
+            if out is not None and into is not None and out.requires_grad and into.requires_grad:
+                gain = singular_gain(out, into, steps)
+                if not gain.why:
+                    gains[one.name] = gain.largest
+    if not gains:
+        return ""
+    return (max if grows else min)(gains, key=lambda name: gains[name])
 
 
 def _spread(count: int, most: int) -> set[int]:
@@ -178,6 +212,10 @@ def _gains(found: Signals, states: list[ChainState], steps: int) -> None:
     for k in sorted(_spread(len(states), MOST_OWN) | _extreme(found)):
         if k:
             found.layers[k].own = singular_gain(states[k].tensor, states[k - 1].tensor, steps)
+    for one, state in zip(found.layers[1:], states[1:], strict=True):
+        gain = one.own.largest if one.own is not None and not one.own.why else one.gain
+        if len(one.parts) > 1 and not (SHRINKS < gain < GROWS):
+            one.inner = _inner(state, steps, grows=gain > 1)
     told = {g.why for one in found.layers for g in (one.whole, one.own) if g and g.why}
     for why in sorted(told):
         names = [o.layer for o in found.layers if any(g and g.why == why for g in (o.whole, o.own))]

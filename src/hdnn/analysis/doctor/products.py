@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdnn.analysis.lanczos import bidiagonalise
+from hdnn.analysis.lanczos import Product, bidiagonalise
 
 STEPS = 8
+SAME = 1e-2
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,17 @@ def singular_gain(later: Tensor, earlier: Tensor, steps: int = STEPS, seed: int 
         return Gain(why=str(error).strip().partition("\n")[0])
 
 
+def _agree(forwards: Product, backwards: Product, m: int, like: Tensor) -> bool:
+    """Whether u . (M v) = (M^T u) . v: some operations give zeros where they cannot do better."""
+    draw = torch.randn(m, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u = (draw / draw.norm()).to(like.device, like.dtype)
+    v = backwards(u)
+    size = float(v.double().norm())
+    if size == 0 or not math.isfinite(size):
+        return True
+    return abs(float((u.double() * forwards(v / size).double()).sum()) / size - 1) < SAME
+
+
 def _by_products(later: Tensor, earlier: Tensor, steps: int, seed: int) -> Gain:
     probe = torch.zeros_like(later, requires_grad=True)
     (pulled,) = torch.autograd.grad(later, earlier, probe, create_graph=True, allow_unused=True)
@@ -55,6 +67,8 @@ def _by_products(later: Tensor, earlier: Tensor, steps: int, seed: int) -> Gain:
         return torch.zeros_like(probe).reshape(-1) if pushed is None else pushed.reshape(-1)
 
     n, m = earlier.numel(), later.numel()
+    if not _agree(forwards, backwards, m, later):
+        return Gain(why="an operation in it cannot be differentiated twice")
     maps = (forwards, backwards) if n <= m else (backwards, forwards)
     like = earlier.detach()
     low, high, k = bidiagonalise(*maps, min(n, m), steps, like, seed, rows=max(n, m))

@@ -25,6 +25,13 @@ class LayerSignals:
     identity: float = math.nan  # the mean diagonal entry of dy_j/dy_{j-1}, the same
     whole: Gain | None = None  # of dy_N/dy_j
     own: Gain | None = None  # of dy_j/dy_{j-1}
+    inner: str = ""  # the module inside that shrinks or grows most, where the layer does so
+
+    @property
+    def blamed(self) -> str:
+        """The name for what this layer does wrong."""
+        several = len(self.parts) > 1 and self.layer == self.parts[-1]  # in no module of their own
+        return self.inner if several and self.inner else self.layer
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Signals:
     parameters: list[ParameterSignals] = field(default_factory=list)
     activations: list[ActivationFacts] = field(default_factory=list)
     exponentials: list[ExponentialFacts] = field(default_factory=list)
+    zero_buffers: list[str] = field(default_factory=list)  # of modules that hold others
     unreached: list[str] = field(default_factory=list)  # weights that matter, without gradients
     severed: list[str] = field(default_factory=list)  # called on what depends on weights, unseen
     mismatch: list[float] = field(default_factory=list)  # of derivatives and differences, by layer

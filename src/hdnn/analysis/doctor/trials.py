@@ -16,6 +16,7 @@ from hdnn.analysis.doctor.signals import Signals
 NUDGE = 2e-3  # of the size of weights, for differences instead of derivatives
 TRIAL = 1e-3  # the step of Adam that is tried on a copy
 DRAWS = 3
+DIFFERENT = 0.1  # derivatives this far from differences are wrong
 WORTH_A_LOOK = 0.05  # relative differences above this are looked at again
 MOST_CHECKED = 16  # modules whose weights are moved one after the other
 
@@ -59,23 +60,29 @@ def differences(probe: Probe, found: Signals, states: Sequence[ChainState]) -> N
 
     What does not come from a kink of an activation stays when the differences get smaller.
     """
-    if not probe.weights:
-        return
     fresh = probe.chain(probe.record())
     if len(fresh) != len(states):
         found.unknown.append("whether gradients are the derivative: other modules run in each call")
         return
     last = len(fresh) - 1
-    wide, fine = _difference(probe, NUDGE), None
     found.mismatch = [math.nan] * len(fresh)
+    wide = _difference(probe, NUDGE)
     found.mismatch[last] = _mismatch(probe, fresh[last], wide, last)
     if found.mismatch[last] < WORTH_A_LOOK:
         return
     fine = _difference(probe, NUDGE / 16)
-    for k in range(len(fresh)):
-        if fresh[k].tensor.requires_grad and fresh[k].time:
-            pair = (_mismatch(probe, fresh[k], change, k) for change in (wide, fine))
-            found.mismatch[k] = min(pair)
+
+    def wrong(k: int) -> bool:
+        if not (fresh[k].tensor.requires_grad and fresh[k].time):
+            return False
+        found.mismatch[k] = min(_mismatch(probe, fresh[k], each, k) for each in (fine, wide))
+        return found.mismatch[k] > DIFFERENT
+
+    if wrong(last):  # and so are all from some layer on: find the first
+        low, high = -1, last
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if wrong(middle) else (middle, high)
 
 
 def _difference(probe: Probe, scale: float) -> Difference:
