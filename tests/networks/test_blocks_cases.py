@@ -4,10 +4,13 @@ import copy
 import gc
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hdnn import Coupling, GradientField, Leapfrog, Reversible
@@ -242,6 +245,69 @@ def test_a_backward_pass_in_another_thread(backprop, state):
         return [x.grad, *(p.grad for p in net.parameters())]
 
     compared(stack(backprop=backprop, state=state), run)
+
+
+@every_state
+def test_several_threads_go_back_at_once(state):
+    block = lambda: Coupling(nn.Sequential(mlp(), nn.Dropout(0.3)), mlp())  # noqa: E731
+    net = stack(block=block, backprop="reversible", state=state)
+
+    def run(net):
+        torch.manual_seed(4)
+        x = Y.clone().requires_grad_()
+        loss = net(x).sin().sum()
+        back = partial(torch.autograd.grad, loss, [x, *net.parameters()], retain_graph=True)
+        with ThreadPoolExecutor(4) as threads:
+            found = [threads.submit(back) for _ in range(8)]
+        return [g for one in found for g in one.result()]
+
+    compared(net, run)
+
+
+@every_way
+def test_many_gradients_at_once(backprop, state):
+    def run(net):
+        x = Y.clone().requires_grad_()
+        out = net(x)
+        g = torch.stack([out.detach(), out.detach().cos()])
+        return torch.autograd.grad(out, [x, *net.parameters()], g, is_grads_batched=True)
+
+    compared(stack(backprop=backprop, state=state), run)
+    energy = GradientField(lambda x: x.cosh().log().sum(-1), scale=-1.0)
+    compared(stack(block=lambda: Leapfrog(energy, h=0.3), backprop=backprop, state=state), run)
+
+
+@every_state
+def test_steps_of_an_optimiser_inside_of_the_backward_pass(state):
+    shared = mlp()
+    for block in (lambda: Coupling(mlp(), mlp()), lambda: Leapfrog(shared)):
+        net = stack(block=block, backprop="reversible", state=state)
+        for one in net.parameters():
+            one.register_post_accumulate_grad_hook(
+                lambda p: torch.optim.SGD([p], 0.1).step()  # when no other block needs it any more
+            )
+        twin = copy.deepcopy(net)
+        plain(net)
+        twin.backprop = "stored"
+        for one in twin.parameters():
+            one._post_accumulate_grad_hooks = None
+        plain(twin)
+        torch.optim.SGD(twin.parameters(), 0.1).step()
+        for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@every_way
+def test_tensors_without_values_have_the_right_shape(backprop, state):
+    def run(y):
+        net = Reversible([Coupling(mlp(), mlp())] * 2, backprop=backprop, state=state)
+        net(y.requires_grad_()).sum().backward()
+        return y.grad.shape
+
+    with torch.device("meta"):
+        assert run(torch.randn(3, 2 * D)) == (3, 2 * D)
+    with FakeTensorMode():
+        assert run(torch.randn(3, 2 * D)) == (3, 2 * D)
 
 
 @every_way

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
 from hdnn.engine.fixed import LIMIT, from_grid, to_grid
 from hdnn.engine.replay import Context, random_state
-from hdnn.engine.tracing import eagerly, transformed, untraced
+from hdnn.engine.tracing import eagerly, transformed, untraced, valueless
 from hdnn.errors import ShapeError, TrainingError
 
 
@@ -98,7 +98,7 @@ def on_grid(half: Tensor) -> Half:
 
 def check_grid(y_N: Tensor) -> None:
     """Raise if a state has left the grid, unless values cannot be read here."""
-    unread = torch.compiler.is_compiling() or transformed() or recorded(y_N)
+    unread = torch.compiler.is_compiling() or transformed() or recorded(y_N) or valueless(y_N)
     if not unread and not bool(y_N.isfinite().all()):
         raise TrainingError(
             f'the state left the fixed-point grid: state="fixed" holds +-{LIMIT:.4g} only, and no '
@@ -178,6 +178,7 @@ class Rebuilding:
         self.targets: list[tuple[torch.dtype, Tensor | None]] = []  # and their sums on the grid
         self.first: int | None = None  # the first shear with anything to rebuild
         self.next = -1  # the shear that is undone next
+        self.one_by_one = threading.RLock()  # several threads may go back at once
 
     def forward(self, halves: list[Half]) -> list[Half]:
         """As `run`."""
@@ -213,9 +214,10 @@ class Rebuilding:
 
     def _read(self, k: int, number: int) -> Tensor:
         """What autograd wants to have kept of shear k."""
-        if k not in self.values:
-            eagerly(self.rebuild, k)
-        return self.values[k][number]
+        with self.one_by_one:
+            if k not in self.values:
+                eagerly(self.rebuild, k)
+            return self.values[k][number]
 
     def _sum(self, half: Half) -> Tensor | None:
         """By which another state on the grid is recognised at once."""

@@ -93,3 +93,11 @@ def hooked() -> bool:
 def batched(g: Tensor) -> bool:
     """Whether g is many gradients at once, by `vmap` or `torch.autograd.grad(is_grads_batched)`."""
     return transformed() or torch._C._functorch.is_legacy_batchedtensor(g)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def valueless(t: Tensor) -> bool:
+    """Whether a tensor has a shape but no values: on the meta device, or in `FakeTensorMode`."""
+    if torch.compiler.is_compiling():
+        return False
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return t.is_meta or (fake is not None and isinstance(t, fake.FakeTensor))

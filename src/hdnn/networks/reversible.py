@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hdnn.engine import chain
 from hdnn.engine.drift import recorded
 from hdnn.engine.replay import AsThen
-from hdnn.engine.tracing import eagerly, transformed
+from hdnn.engine.tracing import eagerly, transformed, valueless
 from hdnn.errors import OptionError, ShapeError, TrainingError, choose, flag
 from hdnn.networks.block_derivatives import BlockDerivative
 from hdnn.networks.coupling import GRADIENTS, VOLUME, WHOLE, Block, check_halves
@@ -86,6 +86,7 @@ class Reversible(nn.Module):
 
     def _forward(self, y: Tensor, args: Any, options: Any) -> Tensor:
         keeps_all = not torch.is_grad_enabled() or transformed() or chain.rebuilding()
+        keeps_all = keeps_all or valueless(y)
         if self.backprop == "reversible" and not keeps_all:
             if recorded(y):
                 raise TrainingError(
