@@ -131,7 +131,7 @@ def certify(
         y: where to look: inputs of a model, states of a network, or inputs of any other module, as
             it takes them (a tensor, a tuple of arguments, or a dict of named ones). The module runs
             on them once, in evaluation mode, and each part is certified at the states that it gets,
-            blocks with the masks or edges that they get too. By default networks are certified at
+            blocks with the masks or edges of their first call. By default networks are certified at
             random states, and units and blocks not at all.
         samples: the most states (for a unit, and for blocks on more than 128 entries: at most 3) to
             look at. Samples of blocks that depend on each other, as nodes of a graph do, are one.
