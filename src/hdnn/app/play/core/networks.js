@@ -12,7 +12,7 @@
  * state, or y, all of it.
  */
 
-import { ACTIVATIONS, MONOTONE, activationOf } from "./activations.js";
+import { MONOTONE, activationOf } from "./activations.js";
 import { createRandom } from "./random.js";
 
 export const MOST_FEATURES = 8;
@@ -24,11 +24,11 @@ const ALWAYS = "norm(dy_N/dy_j) >= 1 at any depth, for any weights and any activ
 const IF_MONOTONE =
   "norm(dy_N/dy_j) >= 1 at any depth, for any weights and an activation that never decreases";
 
-const p = (K, b, f, form = "adjoint", transposed = false) =>
+const moveP = (K, b, f, form = "adjoint", transposed = false) =>
   ({ u: "q", v: "p", K, b, f, form, transposed });
-const q = (K, b, f, form = "adjoint", transposed = false) =>
+const moveQ = (K, b, f, form = "adjoint", transposed = false) =>
   ({ u: "p", v: "q", K, b, f, form, transposed });
-const y = (form) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, transposed: false }];
+const moveY = (form) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, transposed: false }];
 
 const HALVES = { K_p: "mm", K_q: "mm", b_p: "m", b_q: "m" };
 const WHOLE = { K: "nn", b: "n" };
@@ -38,29 +38,29 @@ export const KINDS = {
     title: "H2",
     theorem: ALWAYS,
     weights: HALVES,
-    moves: [p("K_q", "b_q", -1), q("K_p", "b_p", 1)],
+    moves: [moveP("K_q", "b_q", -1), moveQ("K_p", "b_p", 1)],
   },
-  h1: { title: "H1", theorem: IF_MONOTONE, weights: WHOLE, moves: y("skew"), even: true },
+  h1: { title: "H1", theorem: IF_MONOTONE, weights: WHOLE, moves: moveY("skew"), even: true },
   verlet: {
     title: "Verlet",
     theorem: ALWAYS,
     weights: HALVES,
-    moves: [p("K_q", "b_q", -0.5), q("K_p", "b_p", 1), p("K_q", "b_q", -0.5)],
+    moves: [moveP("K_q", "b_q", -0.5), moveQ("K_p", "b_p", 1), moveP("K_q", "b_q", -0.5)],
   },
   ms1: {
     title: "MS1",
     theorem: ALWAYS,
     weights: { K_0: "mm", b_1: "m", b_2: "m" },
-    moves: [q("K_0", "b_1", -1, "bare", true), p("K_0", "b_2", 1, "bare")],
+    moves: [moveQ("K_0", "b_1", -1, "bare", true), moveP("K_0", "b_2", 1, "bare")],
   },
-  ms2: { title: "MS2", theorem: IF_MONOTONE, weights: { K_upper: "u", b: "n" }, moves: y("bare") },
+  ms2: { title: "MS2", theorem: IF_MONOTONE, weights: { K_upper: "u", b: "n" }, moves: moveY("bare") },
   ms3: {
     title: "MS3",
     theorem: ALWAYS,
     weights: { K_1: "mm", K_2: "mm", b_1: "m", b_2: "m" },
-    moves: [p("K_1", "b_1", 1), q("K_2", "b_2", -1)],
+    moves: [moveP("K_1", "b_1", 1), moveQ("K_2", "b_2", -1)],
   },
-  mlp: { title: "MLP", theorem: null, weights: WHOLE, moves: y("replace") },
+  mlp: { title: "MLP", theorem: null, weights: WHOLE, moves: moveY("replace") },
 };
 
 export const NETWORKS = Object.entries(KINDS).map(([id, { title, theorem }]) =>
@@ -148,5 +148,3 @@ function checkWhole(name, value, most) {
       `but it is ${value}.`);
   }
 }
-
-export { ACTIVATIONS };

@@ -180,15 +180,15 @@ function addUpper(dK, n, layers, dUpper) {
   }
 }
 
-const CHUNK = 256; // samples that run together where no states are kept: they stay in the cache
+const TOGETHER = 256; // samples that run together where no states are kept: they stay in the cache
 
 /** y_N (B, n), sample by sample, from y_0 (B, n). */
 export function forward(net, Y, B) {
   const n = net.features;
   const out = new Float64Array(B * n);
-  const pass = new Pass(net, Math.min(B, CHUNK), { stored: false });
-  for (let low = 0; low < B; low += CHUNK) {
-    const count = Math.min(CHUNK, B - low);
+  const pass = new Pass(net, Math.min(B, TOGETHER), { stored: false });
+  for (let low = 0; low < B; low += TOGETHER) {
+    const count = Math.min(TOGETHER, B - low);
     toFeatures(Y.subarray(low * n), n, count, pass.states);
     toSamples(pass.states, pass.forward(count), n, count, out, low * n);
   }
