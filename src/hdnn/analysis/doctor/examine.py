@@ -63,12 +63,19 @@ def diagnose(
     if isinstance(layers, str):
         raise OptionError(f'layers is a list of names, but got "{layers}"; give [{layers!r}].')
     device = _checked(model, x)
-    x, count = first_samples(x, samples)
+    whole, (x, count) = x, first_samples(x, samples)
     score = _score(loss, first_samples(target, samples)[0] if target is not None else None)
     names = None if layers is None else [*layers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        signals = _measured(model, x, score, names, steps, device)
+        try:
+            signals = _measured(model, x, score, names, steps, device)
+        except DataError:
+            if whole is x or layers is not None:
+                raise
+            # Perhaps the first axis does not count samples, as that of a graph's nodes.
+            x, count = whole, first_samples(whole, 2**62)[1]
+            signals = _measured(model, x, _score(loss, target), names, steps, device)
     if optimizer is not None:
         signals.steps = _steps(model, optimizer)
     return Diagnosis(

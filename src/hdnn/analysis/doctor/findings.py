@@ -17,9 +17,10 @@ from hdnn.analysis.doctor.signals import Signals
 from hdnn.analysis.doctor.trials import DIFFERENT
 
 HALF_OFF = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
+MOSTLY = 0.85
 RARE = 1e-4  # how unlikely so many dead units must be by chance
 SATURATED = 0.8
-AMPLIFIED, TINY_SIGNAL = 300.0, 1e-3
+AMPLIFIED, TINY_SIGNAL = 100.0, 1e-3
 SMALL_CHANGE, SMALL_TOTAL = 1e-4, 1e-3
 
 
@@ -123,22 +124,27 @@ def _cut(signals: Signals) -> str:
 
 def dead_units(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
     """More units off for all samples than chance explains, where half of them may well be."""
+    if any(f.kind == "not finite" for f in found):
+        return
+    dead = []
     for one in signals.activations:
-        if not one.one_sided or not one.dead:
-            continue
-        chance = _tail(one.units, one.dead, HALF_OFF)
-        if one.dead_share >= 0.85 and (chance < RARE or (one.dead == one.units > 1)):
-            name = one.module or "output"
-            if any(f.kind == "not finite" for f in found):
-                return
-            yield Finding(
-                "dead units",
-                name,
-                f"{one.dead} of {one.units} units of {one.operation} in {name} are off for all "
-                "samples: their weights get no gradient, and those before them none through them.",
-                {"dead": float(one.dead), "units": float(one.units)},
-                fault=chance < RARE or _blocked(signals),
-            )
+        chance = _tail(one.units, one.dead, HALF_OFF) if one.one_sided and one.dead else 1.0
+        if one.dead_share >= MOSTLY and (chance < RARE or one.dead == one.units > 1):
+            dead.append((one, chance))
+    if not dead:
+        return
+    names = [*dict.fromkeys(one.module or "output" for one, _ in dead)]
+    first = dead[0][0]
+    more = f" (so it is in {len(names) - 1} others)" if len(names) > 1 else ""
+    yield Finding(
+        "dead units",
+        names[0],
+        f"{first.dead} of {first.units} units of {first.operation} in {names[0]} are off for all "
+        f"samples{more}: their weights get no gradient, and those before them none through them.",
+        {"dead": float(first.dead), "units": float(first.units)},
+        fault=any(chance < RARE for _, chance in dead) or _blocked(signals),
+        layers=tuple(names),
+    )
 
 
 def _tail(n: int, k: int, p: float) -> float:
@@ -187,6 +193,7 @@ def norm_hides(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
             {"before": one.rms_in, "after": one.rms_out},
             layers=(one.title, worst.title) if worst else (one.title,),
         )
+        return  # those after it would say the same
 
 
 def frozen(signals: Signals, found: list[Finding]) -> Iterable[Finding]:

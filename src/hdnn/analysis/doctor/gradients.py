@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import median
 
 from hdnn.analysis.doctor.finding import Finding
@@ -11,6 +12,7 @@ from hdnn.analysis.doctor.signals import LayerSignals, PeerBlock, Signals
 
 VANISHED, EXPLODED = 1e-4, 1e3
 SHRUNK = 1e-2  # no derivative above this counts as vanished
+OPENED = 10.0  # gradients that a step of scales makes so much larger were small on purpose
 FAINT = 1e-3  # a state this small beside an earlier one has died out
 GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 OUTLIER = 100.0
@@ -51,7 +53,11 @@ def vanishing(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         # From the last state that is lost to the end, and the whole way to the first one.
         first, gain, _ = lost[0]
         names = _blamed(signals, first, signals.body, faint or gain < VANISHED)
-        yield _vanished(signals, names, gain, signals.layers[first], cause)
+        told = _vanished(signals, names, gain, signals.layers[first], cause)
+        if signals.opened > OPENED:
+            more = " It is a scale that is learned: the first step makes it much larger."
+            told = replace(told, sentence=told.sentence + more, fault=False)
+        yield told
         return
     out = signals.layers[-1]
     if signals.body < len(signals.layers) - 1 and not gates:
@@ -187,7 +193,7 @@ def _outliers(signals: Signals) -> Iterable[Finding]:
 def _undone(signals: Signals, k: int) -> bool:
     """Whether the state after a layer is far from the size of all others."""
     sizes = [one.rms for one in signals.layers]
-    return sizes[k] > OUTLIER * max(median(sizes), sizes[k - 1])
+    return sizes[k] > OUTLIER * max(median(sizes), sizes[k - 1], 1.0)
 
 
 def missing_residual(signals: Signals, found: list[Finding]) -> Iterable[Finding]:

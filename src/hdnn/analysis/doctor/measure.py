@@ -142,13 +142,13 @@ def _identity(later: Tensor, earlier: Tensor) -> float:
 
 
 def _blocks(found: Signals, states: list[ChainState]) -> None:
-    """For each module that has peers: the states of the chain around it, and their identity."""
+    """For modules of equal shapes in one list: the states around each, and their identity."""
     groups: dict[Any, list[ModuleCall]] = {}
     for one in found.calls:
         shapes = tuple((n, tuple(p.shape)) for n, p in one.module.named_parameters())
-        if any(len(shape) > 1 for _, shape in shapes) and one.ended > 0:
-            groups.setdefault((one.inside, shapes), []).append(one)
-    for (_, shapes), group in groups.items():
+        if any(len(shape) > 1 for _, shape in shapes) and one.ended > 0 and not one.repeat:
+            groups.setdefault((one.name.rpartition(".")[0], shapes), []).append(one)
+    for (parent, shapes), group in groups.items():
         for one in group[:MOST_PEERS] if len(group) > 2 else ():
             before = [s for s in states if s.time <= one.begun]
             ends = [t.grad_fn for t in one.outputs if t.grad_fn is not None]
@@ -156,7 +156,7 @@ def _blocks(found: Signals, states: list[ChainState]) -> None:
             if before and after and before[-1].tensor.shape == after[0].tensor.shape:
                 share = _identity(after[0].tensor, before[-1].tensor)
                 if not math.isnan(share):
-                    found.blocks.append(PeerBlock(one.title, shapes, share))
+                    found.blocks.append(PeerBlock(one.title, (parent, *shapes), share))
 
 
 def _body(states: list[ChainState], found: Signals) -> int:

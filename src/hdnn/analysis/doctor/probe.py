@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from hdnn.analysis.doctor.calls import Recording
 from hdnn.analysis.doctor.chain import ChainState, find_chain, given_chain
 from hdnn.analysis.doctor.guard import float_tensors
+
+LONGEST = 1000003  # random numbers are drawn, and taken again after that
+TINY = 1e-30
 
 Loss = Callable[[Any], Tensor]
 
@@ -62,8 +66,10 @@ def outputs_of(output: Any) -> list[Tensor]:
 def direction(like: Tensor, seed: int) -> Tensor:
     """Random numbers of the shape of a tensor, with norm 1: the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    draw = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-    return (draw / draw.norm().clamp_min(1e-300)).to(like.device, like.dtype)
+    count = like.numel()
+    draw = torch.randn(min(count, LONGEST), generator=generator).to(like.device, like.dtype)
+    draw = draw.repeat(-(-count // LONGEST))[:count] if count > LONGEST else draw
+    return (draw / draw.norm().clamp_min(TINY)).reshape(like.shape)
 
 
 def nudged(probe: Probe, scale: float, only: set[str] | None = None) -> dict[str, Tensor]:
@@ -76,6 +82,20 @@ def nudged(probe: Probe, scale: float, only: set[str] | None = None) -> dict[str
             moves[name] = norm(weight) * direction(weight, k)
             weight.data.add_(moves[name], alpha=scale)
     return moves
+
+
+@contextmanager
+def in_float64(probe: Probe) -> Iterator[None]:
+    """The weights, buffers and inputs of a probe in float64, and as they were afterwards."""
+    tensors = [*probe.model.parameters(), *probe.model.buffers(), *probe.inputs]
+    kept = [(t, t.data) for t in tensors if t.is_floating_point()]
+    try:
+        for tensor, data in kept:
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
 
 
 def restored(probe: Probe, kept: dict[str, Tensor]) -> None:

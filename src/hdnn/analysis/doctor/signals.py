@@ -39,7 +39,7 @@ class PeerBlock:
     """A block among others of the same shapes, and how much of the identity it holds."""
 
     layer: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of its parameters, by their names
+    shapes: tuple[object, ...]  # the list that it is in, and its parameters' names and shapes
     identity: float  # the mean diagonal entry of the derivative of the state after it
 
 
@@ -74,6 +74,7 @@ class Signals:
     severed: list[str] = field(default_factory=list)  # called on what depends on weights, unseen
     mismatch: list[float] = field(default_factory=list)  # of derivatives and differences, by layer
     bad_gradients: list[str] = field(default_factory=list)  # layers whose gradient is not finite
+    opened: float = 1.0  # by how much the first gradient grows with a step of scales and biases
     changes_after: list[float] = field(default_factory=list)  # `change` after a step of Adam
     rounding: list[tuple[str, str, float]] = field(default_factory=list)
     steps: list[tuple[str, float, float]] = field(default_factory=list)

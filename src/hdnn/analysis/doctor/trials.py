@@ -10,9 +10,18 @@ from torch import Tensor
 
 from hdnn.analysis.doctor.calls import Recording
 from hdnn.analysis.doctor.chain import ChainState
-from hdnn.analysis.doctor.probe import Probe, direction, norm, nudged, outputs_of, restored
+from hdnn.analysis.doctor.probe import (
+    Probe,
+    direction,
+    in_float64,
+    norm,
+    nudged,
+    outputs_of,
+    restored,
+)
 from hdnn.analysis.doctor.signals import Signals
 
+FINE = 1e-6  # the same in float64
 NUDGE = 2e-3  # of the size of weights, for differences instead of derivatives
 TRIAL = 1e-3  # the step of Adam that is tried on a copy
 DRAWS = 3
@@ -58,28 +67,39 @@ def unreached(probe: Probe, found: Signals, recording: Recording) -> None:
 def differences(probe: Probe, found: Signals, states: Sequence[ChainState]) -> None:
     """How far derivatives by the weights are from differences, at the output and then by layer.
 
-    What does not come from a kink of an activation stays when the differences get smaller.
+    What is far off is looked at again in float64, by differences so small that activations with
+    kinks are straight.
     """
+    fresh, last = probe.chain(probe.record()), len(states) - 1
+    found.mismatch = [math.nan] * len(states)
+    if len(fresh) == len(states):
+        found.mismatch[last] = _mismatch(probe, fresh[last], _difference(probe, NUDGE), last)
+        if found.mismatch[last] < WORTH_A_LOOK:
+            return
+    try:
+        with in_float64(probe):
+            _locate(probe, found)
+    except RuntimeError as error:  # the model insists on float32 somewhere
+        found.mismatch[last] = math.nan
+        found.unknown.append(f"whether gradients are the derivative ({error})")
+
+
+def _locate(probe: Probe, found: Signals) -> None:
+    """The first layer from which on derivatives are not what differences say."""
     fresh = probe.chain(probe.record())
-    if len(fresh) != len(states):
+    fine = _difference(probe, FINE)
+    if len(fresh) != len(found.mismatch) or len(fine[0]) != len(fresh):
         found.unknown.append("whether gradients are the derivative: other modules run in each call")
         return
-    last = len(fresh) - 1
-    found.mismatch = [math.nan] * len(fresh)
-    wide = _difference(probe, NUDGE)
-    found.mismatch[last] = _mismatch(probe, fresh[last], wide, last)
-    if found.mismatch[last] < WORTH_A_LOOK:
-        return
-    fine = _difference(probe, NUDGE / 16)
 
     def wrong(k: int) -> bool:
         if not (fresh[k].tensor.requires_grad and fresh[k].time):
             return False
-        found.mismatch[k] = min(_mismatch(probe, fresh[k], each, k) for each in (fine, wide))
+        found.mismatch[k] = _mismatch(probe, fresh[k], fine, k)
         return found.mismatch[k] > DIFFERENT
 
-    if wrong(last):  # and so are all from some layer on: find the first
-        low, high = -1, last
+    low, high = -1, len(fresh) - 1
+    if wrong(high):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if wrong(middle) else (middle, high)
@@ -121,7 +141,7 @@ def _mismatch(probe: Probe, state: ChainState, difference: Difference, k: int) -
             allow_unused=True,
         )
         derivative = sum(
-            float((g.double() * moves[n].double()).sum())
+            float((g * moves[n]).sum())
             for n, g in zip(probe.weights, grads, strict=True)
             if g is not None
         )
@@ -151,6 +171,29 @@ def after_a_step(probe: Probe, found: Signals, grads: dict[str, Tensor | None]) 
         if len(states) == len(found.layers):
             found.changes_after = [_change(states, k) for k in range(len(states))]
     restored(probe, kept)
+    found.opened = _opened(probe, grads, kept)
+
+
+def _opened(probe: Probe, grads: dict[str, Tensor | None], kept: dict[str, Tensor]) -> float:
+    """By how much the gradient of the first state grows with a step of vectors: scales, biases."""
+
+    def first() -> float:
+        recording = probe.record()
+        objective, states = probe.objective(recording.output), probe.chain(recording)
+        if objective is None or not states:
+            return 0.0
+        (g,) = torch.autograd.grad(objective, states[0].tensor, allow_unused=True)
+        return 0.0 if g is None else norm(g)
+
+    before = first()
+    with torch.no_grad():
+        for name, weight in probe.weights.items():
+            g = grads.get(name)
+            if g is not None and weight.ndim < 2:
+                weight.data.sub_(g.sign(), alpha=TRIAL)
+    after = first()
+    restored(probe, kept)
+    return after / before if before > 0 else 1.0
 
 
 def _change(states: Sequence[ChainState], k: int) -> float:
