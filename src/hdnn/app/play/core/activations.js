@@ -14,7 +14,8 @@ export const MONOTONE = ["tanh", "relu", "sigmoid", "softplus"];
 
 export function activationOf(name) {
   if (!Object.hasOwn(ACTIVATION, name)) {
-    throw new Error(`The activation ${name} is not known; choose one of ${ACTIVATIONS.join(", ")}.`);
+    const known = ACTIVATIONS.join(", ");
+    throw new Error(`The activation ${name} is not known; choose one of ${known}.`);
   }
   return ACTIVATION[name];
 }

@@ -22,6 +22,9 @@ export function parseCsv(text) {
   const named = !(isNumber(first[0]) || isNumber(first[1]));
   const names = named ? first : ["x", "y", "class"];
   if (named) rows.shift();
+  if (!rows.length) {
+    throw new Error("The file has no rows below its header; it needs x, y and class.");
+  }
   if (rows.length > MOST_ROWS) {
     throw new Error(`The file has ${rows.length} rows, but at most ${MOST_ROWS} can be shown.`);
   }

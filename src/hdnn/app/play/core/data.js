@@ -1,4 +1,4 @@
-/** Two classes in the plane: the sets of hdnn.data.planar, unions of arcs that are then shuffled. */
+/** Two classes in the plane: the sets of hdnn.data.planar, unions of arcs that are shuffled. */
 
 import { createRandom } from "./random.js";
 

@@ -53,7 +53,12 @@ export const KINDS = {
     weights: { K_0: "mm", b_1: "m", b_2: "m" },
     moves: [moveQ("K_0", "b_1", -1, "bare", true), moveP("K_0", "b_2", 1, "bare")],
   },
-  ms2: { title: "MS2", theorem: IF_MONOTONE, weights: { K_upper: "u", b: "n" }, moves: moveY("bare") },
+  ms2: {
+    title: "MS2",
+    theorem: IF_MONOTONE,
+    weights: { K_upper: "u", b: "n" },
+    moves: moveY("bare"),
+  },
   ms3: {
     title: "MS3",
     theorem: ALWAYS,
@@ -110,7 +115,7 @@ export function createNetwork({
 } = {}) {
   const net = emptyNetwork({ network, features, layers, activation, h: T / layers });
   if (!INITS.includes(init)) {
-    throw new Error(`The initial weights ${init} are not known; choose one of ${INITS.join(", ")}.`);
+    throw new Error(`The init ${init} is not known; choose one of ${INITS.join(", ")}.`);
   }
   const random = createRandom(seed);
   const scale = init === "paper" ? 1 : 1 / Math.sqrt(features);

@@ -107,7 +107,7 @@ class Trainer {
     this.loss = solver.measure(pass.states, from, t, B);
     this.accuracy = solver.correct;
     if (!Number.isFinite(this.loss)) {
-      throw new Error(`The training diverged after ${this.stepCount} steps; take a smaller rate.`);
+      throw new Error(`The training diverged in step ${this.stepCount + 1}; take a smaller rate.`);
     }
     if (joint) this._addOwn(from, B);
     solver.pullBack(pass.g, B);
@@ -193,7 +193,7 @@ class Trainer {
     this._ownGradients[1][0] = solver.gradient[n] + ridge * head.bias[0];
   }
 
-  /** Add the gradient of alpha R_K, with R_K = h/2 the sum of |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2. */
+  /** Add the gradient of alpha R_K: R_K is h/2 the sum of squared jumps from layer to layer. */
   _smooth() {
     const { net, _pass: pass } = this;
     if (net.network === "mlp") return; // no discretised ODE
