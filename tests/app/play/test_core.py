@@ -102,3 +102,34 @@ def test_norms_are_never_below_1_where_that_is_promised_and_vanish_in_a_perceptr
             if promise.holds:
                 assert float(least["norm"]) >= 1 - 1e-9, (name, activation)
     assert float(smallest["mlp tanh"]["norm"]) < 1e-6
+
+
+SPECTRAL = """
+import { pathToFileURL } from "node:url";
+import { readFileSync } from "node:fs";
+const { spectralNorm } = await import(pathToFileURL(process.argv[1]).href);
+const matrices = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const special = [[NaN, 1, 1, 1], [0, Infinity, 0, 0], [0, 0, 0, 0], [0, 5e-324, 0, 0]];
+process.stdout.write(JSON.stringify({
+  norms: matrices.map((A) => spectralNorm(Float64Array.from(A.flat()), A.length)),
+  special: special.map((A) => String(spectralNorm(Float64Array.from(A), 2))),
+}));
+"""
+
+
+def test_spectral_norms_are_exact_for_matrices_of_all_kinds(tmp_path):
+    rng = np.random.default_rng(0)
+    matrices = []
+    for n in range(1, 9):
+        A, B = rng.standard_normal((2, n, n))
+        orthogonal = np.linalg.qr(A)[0]
+        matrices += [A, 1e-200 * A, 1e150 * A, A * np.exp(10 * B), np.diag(np.exp(20 * A[0]))]
+        matrices += [orthogonal, np.eye(n), np.eye(n) + 1e-9 * A, np.outer(A[0], B[0])]
+        matrices += [np.eye(n) + 1e-5 * np.triu(A, 1), orthogonal + 1e-12 * B]
+    file = tmp_path / "matrices.json"
+    file.write_text(json.dumps([A.tolist() for A in matrices]))
+    place = CORE.parent / "spectral.js"
+    found = json.loads(run_node("--input-type=module", "--eval", SPECTRAL, place, file))
+    expected = [np.linalg.norm(A, 2) for A in matrices]
+    assert np.allclose(found["norms"], expected, rtol=1e-14, atol=0)
+    assert found["special"] == ["NaN", "Infinity", "0", "5e-324"]
