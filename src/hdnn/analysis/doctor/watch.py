@@ -20,7 +20,7 @@ from hdnn.analysis.monitor import GradientWarning
 from hdnn.analysis.parts import unwrapped
 from hdnn.errors import OptionError, positive_int, probability
 
-EVERY = 50
+EVERY = 100
 SHARE = 0.025  # of the training time that examinations may take
 EXPECTED = 300  # steps of training that a first examination takes, before one was timed
 MOST_MODULES = 48
