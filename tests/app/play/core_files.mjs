@@ -3,9 +3,9 @@ import { readFileSync, writeFileSync } from "node:fs";
 import { pathToFileURL } from "node:url";
 
 const [core, file] = process.argv.slice(2);
-const { createTrainer, datasets, fromSafetensors, parseCsv, predict, toSafetensors } = await import(
-  pathToFileURL(core).href
-);
+const {
+  createTrainer, datasets, fromSafetensors, parseCsv, predict, rescaled, toSafetensors,
+} = await import(pathToFileURL(core).href);
 
 const JOBS = {
   // A trained model: its file, and what it predicts.
@@ -27,6 +27,10 @@ const JOBS = {
   csv({ text }) {
     const { x, t, names, labels, domain } = parseCsv(text);
     return { x: Array.from(x), t: Array.from(t), names, labels, domain };
+  },
+  rescale({ x, domain }) {
+    const found = rescaled({ x: Float64Array.from(x), domain });
+    return { ...found, x: Array.from(found.x) };
   },
   data({ name, points, options }) {
     const { x, t, domain } = datasets[name](points, options);

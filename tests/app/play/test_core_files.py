@@ -369,3 +369,21 @@ BAD = [
 def test_csv_texts_that_are_wrong_are_refused_in_one_sentence(answers):
     found = answers([{"job": "csv", "text": text} for text, _ in BAD])
     assert [one.get("error") for one in found] == [sentence for _, sentence in BAD]
+
+
+def test_points_of_an_unusual_size_are_rescaled_and_others_are_not(answers):
+    rng = np.random.default_rng(0)
+    usual = rng.standard_normal((50, 2))
+    large, small = 1e4 * usual + [3e5, 0], 1e-3 * usual
+    flat = np.column_stack([1e3 * usual[:, 0], np.full(50, 7.0)])
+    sets, domain = (usual, large, small, flat), [0.0, 1.0, 2.0, 3.0]
+    jobs = [{"job": "rescale", "x": x.ravel().tolist(), "domain": domain} for x in sets]
+    for x, found in zip(sets, answers(jobs), strict=True):
+        value = found["value"]
+        shift, scale = np.array(value["shift"]), np.array(value["scale"])
+        assert np.allclose(np.reshape(value["x"], (-1, 2)) * scale + shift, x)
+        assert np.allclose(np.reshape(value["domain"], (2, 2)).T * scale + shift, [[0, 2], [1, 3]])
+        if x is usual:
+            assert (value["shift"], value["scale"]) == ([0, 0], [1, 1])
+        else:
+            assert np.allclose(np.std(value["x"][::2]), 1)

@@ -8,5 +8,6 @@ export { NETWORKS, createNetwork, guarantee, shapesOf, splits } from "./networks
 export { everyNorm, norms, normsOf } from "./norms.js";
 export { OPTIMISERS } from "./optimisers.js";
 export { forward, gradients, trajectory } from "./passes.js";
+export { rescaled } from "./scaling.js";
 export { fromSafetensors, toSafetensors } from "./safetensors.js";
 export { createTrainer } from "./training.js";
