@@ -1,0 +1,119 @@
+// Pointer, touch and keyboard in the pictures: reading numbers off them, and drawing points.
+import { rowAt } from "./curves.js";
+import { layerAt } from "./norms.js";
+import { MOST_DRAWN } from "./points.js";
+import { BOTH, element, state } from "./state.js";
+import { refresh, say } from "./view.js";
+
+const APART = 0.022; // how far the points of a stroke are from each other, as a part of the picture
+
+export function listenForHands(drawn) {
+  for (const side of BOTH) listenToRegions(element(`${side}-regions`), drawn);
+  listenToPicture(
+    element("norms"),
+    (canvas, px) => (state.layer = state.picture ? layerAt(canvas, px, state.settings.layers) : null),
+    (by) => (state.layer = moved(state.layer, by, state.settings.layers)),
+    () => (state.layer = null),
+  );
+  for (const id of ["losses", "accuracies"]) {
+    listenToPicture(
+      element(id),
+      (canvas, px) => (state.row = rowAt(canvas, px, state.history.rows)),
+      (by) => (state.row = moved(state.row, by, state.history.rows.length)),
+      () => (state.row = null),
+    );
+  }
+  element("undo").addEventListener("click", () => {
+    state.drawn.undo();
+    drawn();
+  });
+  element("clear").addEventListener("click", () => {
+    state.drawn.clear();
+    drawn();
+  });
+}
+
+function listenToPicture(canvas, point, move, leave) {
+  const done = (change) => {
+    change();
+    refresh();
+  };
+  canvas.addEventListener("pointermove", (event) => done(() => point(canvas, event.offsetX)));
+  canvas.addEventListener("pointerdown", (event) => done(() => point(canvas, event.offsetX)));
+  canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || done(leave));
+  canvas.addEventListener("blur", () => done(leave));
+  canvas.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -8, PageDown: 8, Home: -1e9, End: 1e9 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    done(() => move(by));
+  });
+}
+
+function moved(place, by, count) {
+  if (!count) return null;
+  return Math.max(0, Math.min(count - 1, (place === null ? (by > 0 ? -1 : count) : place) + by));
+}
+
+function listenToRegions(canvas, drawn) {
+  let last = null;
+  const place = (event) => [event.offsetX / canvas.clientWidth, event.offsetY / canvas.clientHeight];
+  const draws = () => state.settings && state.settings.data === "drawn";
+  canvas.addEventListener("pointerdown", (event) => {
+    if (!draws()) return;
+    canvas.setPointerCapture(event.pointerId);
+    last = place(event);
+    set(...last);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const at = place(event);
+    state.cross = last ? null : at;
+    if (last && Math.hypot(at[0] - last[0], at[1] - last[1]) >= APART) {
+      last = at;
+      set(...at);
+    }
+    refresh();
+  });
+  const end = () => {
+    if (last) drawn();
+    last = null;
+  };
+  canvas.addEventListener("pointerup", end);
+  canvas.addEventListener("pointercancel", end);
+  const leave = () => {
+    state.cross = null;
+    refresh();
+  };
+  canvas.addEventListener("pointerleave", (event) => event.pointerType === "touch" || leave());
+  canvas.addEventListener("blur", leave);
+  canvas.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (by) {
+      const [across, down] = state.cross || [0.5, 0.5];
+      const size = event.shiftKey ? 0.1 : 0.025;
+      const inside = (value) => Math.min(0.999, Math.max(0, value));
+      state.cross = [inside(across + by[0] * size), inside(down + by[1] * size)];
+    } else if (draws() && (event.key === "Enter" || event.key === " ")) {
+      state.cross = state.cross || [0.5, 0.5];
+      set(...state.cross);
+      drawn();
+    } else if (draws() && (event.key === "0" || event.key === "1")) {
+      document.querySelector(`input[name="class"][value="${event.key}"]`).checked = true;
+    } else if (draws() && event.key === "Backspace") {
+      state.drawn.undo();
+      drawn();
+    } else {
+      return;
+    }
+    event.preventDefault();
+    refresh();
+  });
+}
+
+function set(across, down) {
+  if (across < 0 || across > 1 || down < 0 || down > 1) return;
+  const kind = Number(document.querySelector('input[name="class"]:checked').value);
+  if (!state.drawn.add(across, down, kind)) say(`There is room for ${MOST_DRAWN} points; take some away with Undo.`);
+  state.shown = state.drawn.points();
+  refresh();
+}
