@@ -23,10 +23,10 @@ HELP = "Very deep networks whose gradients provably do not vanish."
 # Each is a file in `commands`, and imported when it is wanted: a list of all must not take long.
 COMMANDS = (
     *("demo", "train", "predict", "certify", "reproduce", "bench", "report", "info", "graph"),
-    "launch",
+    *("launch", "play"),
 )
 PASS_ON = ("reproduce", "bench")  # what they do not know
-LIGHT = ("bench",)  # does no work of its own
+LIGHT = ("bench", "play")  # do no work of their own
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 
