@@ -340,40 +340,27 @@ def _split(
 ) -> Tensor:
     sigma, kind = activations.get(activation), "same" if X is None else "general"
     call = Call(shears, kind, inverse, y, weights, X, h, sigma)
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    name, specs = splitting.named(shears)
-    return _checked(
-        call, name + "_inverse" * inverse, specs, reference.split, trajectory, engine, backprop
-    )
+    return _run(call, "", None, reference.split, trajectory, engine, backprop)
 
 
 def _run(
     call: Call,
     name: str,
-    specs: dict[str, str],
-    layer: Callable[..., Any],
-    trajectory: bool,
-    engine: str | None,
-    backprop: str | None,
-) -> Tensor:
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    return _checked(call, name, specs, layer, trajectory, engine, backprop)
-
-
-def _checked(
-    call: Call,
-    name: str,
-    specs: dict[str, str],
+    specs: dict[str, str] | None,
     layer: Callable[..., Any],
     trajectory: bool,
     engine: str | None,
     backprop: str | None,
 ) -> Tensor:
     """An explicit stack: by kernels, or layer by layer, as is always so for a trajectory."""
+    if not trajectory and (run := prepared.known(call, engine, backprop)):
+        return run(call)
     shears, kind, inverse, y, weights, link, h, sigma = call
     halves = shears is not None
+    if shears is not None and specs is None:
+        name, specs = splitting.named(shears)
+        name += "_inverse" * inverse
+    assert specs is not None
     links = {"X" if halves else "J": link}
     _check(name, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
     if not trajectory and (run := prepared.choose(call, engine, backprop)):
