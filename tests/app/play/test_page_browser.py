@@ -321,12 +321,19 @@ def test_csv_is_learnt(visit):
     page = visit("layers=8")
     rows = [f"{i},{1000 * (i % 7)},{'left' if i < 50 else 'right'}" for i in range(100)]
     drop(page, "mine.csv", "\n".join(["width,height,where", *rows]))
-    wait_for_text(page, "#notice", "class 1 is “right”")
-    assert "100 rows" in page.inner_text("#notice")
+    wait_for_text(page, "#notice", "mine.csv has 100 rows; class 0 is “left”, class 1 is “right”.")
     wait_for_text(page, "#status", "50 points to learn, measured on 50 others")
     page.click("#start")
     accuracy = "parseFloat(document.querySelector('#left-accuracy').textContent)"
     page.wait_for_function(f"() => {accuracy} >= 90")
+    # Numbers are in the units of the file, and Python is told how it was scaled.
+    page.hover("#left-regions")
+    wait_for_text(page, "#regions-read", "probability")
+    x, y = map(float, re.search(r"At \((.+), (.+)\)", page.inner_text("#regions-read")).groups())
+    assert 45 < x < 55
+    assert 2500 < y < 3500
+    shift = re.search(r"x - torch.tensor\(\[([\d.]+), ", page.inner_text("pre"))
+    assert float(shift[1]) == pytest.approx(49.5)
 
 
 def test_wrong_files_are_told_in_one_sentence_and_change_nothing(visit):

@@ -5,6 +5,7 @@ import {
   fromSafetensors,
   guarantee,
   parseCsv,
+  rescaled,
   toSafetensors,
 } from "./core/index.js";
 
@@ -73,7 +74,7 @@ const HANDLERS = {
     self.postMessage({ type: "answer", id, value: bytes }, [bytes.buffer]);
   },
   csv({ id, text }) {
-    self.postMessage({ type: "answer", id, value: parseCsv(text) });
+    self.postMessage({ type: "answer", id, value: rescaled(parseCsv(text)) });
   },
   inspect({ id, bytes }) {
     self.postMessage({ type: "answer", id, value: summaryOf(fromSafetensors(bytes)) });

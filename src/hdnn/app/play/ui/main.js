@@ -3,10 +3,10 @@ import { History } from "./curves.js";
 import { Engine } from "./engine.js";
 import { listenForDrops, opened, save } from "./files.js";
 import { listenForHands } from "./hands.js";
-import { brief, whole } from "./numbers.js";
+import { whole } from "./numbers.js";
 import { NOISE, faultIn, fromHash, readInputs, toHash, writeInputs } from "./settings.js";
 import { BOTH, element, state, titleOf } from "./state.js";
-import { tablePoints } from "./table.js";
+import { scalingCode, tablePoints } from "./table.js";
 import { recolour, refresh, say } from "./view.js";
 
 const MUCH = 2e6; // layers times points from which on a browser has a lot to do
@@ -209,15 +209,14 @@ async function take(file) {
 
 function takeTable({ name, table }) {
   state.table = tablePoints(table);
-  const listed = (key) => `torch.tensor([${state.table.scales.map((one) => one[key]).join(", ")}])`;
-  state.scaling = `x = (x - ${listed("mean")}) / ${listed("deviation")}\n`;
+  state.units = { shift: table.shift, scale: table.scale };
   const option = element("data").querySelector('[value="csv"]');
   option.disabled = false;
   option.textContent = name.slice(0, 40);
   element("data").value = "csv";
-  const scaled = state.table.scales.map(({ mean, deviation }, i) => `${table.names[i]} = ${brief(mean)} ± ${brief(deviation)}`);
-  const rows = table.t.length > state.table.t.length ? `${whole(state.table.t.length)} of ${whole(table.t.length)}` : whole(table.t.length);
-  restart(`${name}: ${rows} rows, scaled by ${scaled.join(", ")}; class 0 is “${table.labels[0]}”, class 1 is “${table.labels[1]}”.`);
+  const scaled = scalingCode(state.units) ? " The columns are scaled, as the Python code below shows." : "";
+  const classes = table.labels.map((label, i) => `class ${i} is “${label.slice(0, 40)}”`);
+  restart(`${name} has ${whole(table.t.length)} rows; ${classes.join(", ")}.${scaled}`);
 }
 
 function takeNetwork({ name, bytes, found }) {

@@ -16,7 +16,7 @@ export const state = {
   history: new History(),
   drawn: new Drawn(),
   table: null, // of a CSV file
-  scaling: "", // how Python scales the same columns
+  units: { shift: [0, 0], scale: [1, 1] }, // how its columns were scaled
   opened: null, // a network from a file: its bytes, its side and what it needs of the settings
   cross: null, // where the pointer or the keyboard is, as fractions of a picture
   layer: null,

@@ -1,22 +1,24 @@
-// The rows of a CSV file as points to learn: shuffled, scaled, and not too many.
+// The rows of a CSV file as points to learn.
 
-const MOST_ROWS = 10000;
 const FEW_ROWS = 40; // below, all of them are learnt from
 
-export function tablePoints({ x, t }) {
-  const order = shuffled(t.length).slice(0, MOST_ROWS);
-  const scales = [0, 1].map((column) => scaleOf(x, column));
-  const points = { x: new Float64Array(2 * order.length), t: new Uint8Array(order.length) };
-  order.forEach((from, to) => {
-    points.t[to] = t[from];
-    scales.forEach(({ mean, deviation }, column) => {
-      points.x[2 * to + column] = (x[2 * from + column] - mean) / deviation;
-    });
-  });
-  return { ...points, domain: [...bounds(points.x, 0), ...bounds(points.x, 1)], all: order.length < FEW_ROWS, scales };
+// In a fixed random order: rows are often sorted, and the same file should give the same training.
+export function tablePoints({ x, t, domain }) {
+  const order = shuffled(t.length);
+  return {
+    x: Float64Array.from({ length: x.length }, (_, i) => x[2 * order[i >> 1] + (i & 1)]),
+    t: Uint8Array.from(order, (from) => t[from]),
+    domain,
+    all: t.length < FEW_ROWS,
+  };
 }
 
-// A fixed order: the same file gives the same training.
+// What Python does to the columns before the network sees them; nothing where they are as they were.
+export function scalingCode({ shift, scale }) {
+  if (scale.every((width) => width === 1)) return "";
+  return `x = (x - torch.tensor([${shift.join(", ")}])) / torch.tensor([${scale.join(", ")}])\n`;
+}
+
 function shuffled(count) {
   const order = Array.from({ length: count }, (_, i) => i);
   let random = 12345;
@@ -26,23 +28,4 @@ function shuffled(count) {
     [order[i], order[other]] = [order[other], order[i]];
   }
   return order;
-}
-
-function scaleOf(x, column) {
-  const count = x.length / 2;
-  let mean = 0;
-  for (let i = 0; i < count; i++) mean += x[2 * i + column] / count;
-  let variance = 0;
-  for (let i = 0; i < count; i++) variance += (x[2 * i + column] - mean) ** 2 / count;
-  return { mean, deviation: Math.sqrt(variance) || 1 };
-}
-
-function bounds(x, column) {
-  let [low, high] = [Infinity, -Infinity];
-  for (let i = column; i < x.length; i += 2) {
-    low = Math.min(low, x[i]);
-    high = Math.max(high, x[i]);
-  }
-  const room = 0.12 * (high - low) || 1;
-  return [low - room, high + room];
 }

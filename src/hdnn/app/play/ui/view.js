@@ -5,6 +5,7 @@ import { aboutNorms, drawNorms, drawStrip } from "./norms.js";
 import { brief, least, normText, percent, whole } from "./numbers.js";
 import { drawRegions } from "./regions.js";
 import { BOTH, element, state, titleOf } from "./state.js";
+import { scalingCode } from "./table.js";
 
 const QUIET = 1500; // ms between two changes of the texts that stand for pictures
 let asked = false;
@@ -70,7 +71,7 @@ function writeStatus() {
   element("depth").textContent = `${settings.layers} layer${settings.layers === 1 ? "" : "s"}`;
   for (const last of document.querySelectorAll(".ends .last")) last.textContent = `layer ${settings.layers - 1}`;
   element("file-name").textContent = `${settings.left}-${settings.layers}.safetensors`;
-  element("scaling").textContent = settings.data === "csv" ? state.scaling : "";
+  element("scaling").textContent = settings.data === "csv" ? scalingCode(state.units) : "";
   element("start").textContent = running ? "Pause" : "Start";
   const parts = [`Step ${whole(picture ? picture.step : 0)}`];
   if (running && picture) parts.push(`${brief(picture.speed, 2)} steps a second`);
@@ -83,10 +84,12 @@ function writeStatus() {
 }
 
 function writeReadings() {
-  const { picture, cross, layer, row, history, domain } = state;
+  const { picture, cross, layer, row, history, domain, settings } = state;
   if (cross && picture) {
     const [x0, x1, y0, y1] = domain;
-    const at = `(${(x0 + (x1 - x0) * cross[0]).toFixed(2)}, ${(y1 - (y1 - y0) * cross[1]).toFixed(2)})`;
+    const place = [x0 + (x1 - x0) * cross[0], y1 - (y1 - y0) * cross[1]];
+    const { shift, scale } = settings.data === "csv" ? state.units : { shift: [0, 0], scale: [1, 1] };
+    const at = `(${place.map((value, i) => brief(shift[i] + scale[i] * value)).join(", ")})`;
     const cell = cellAt(picture.cells, cross);
     const said = BOTH.map((side) => `${titleOf(side)} ${percent(picture[side].grid[cell])}`);
     element("regions-read").textContent = `At ${at}, class 1 has probability: ${said.join(", ")}`;
