@@ -126,6 +126,24 @@ def test_folder_that_cannot_be_written_is_told(capsys):
     assert "cannot write /proc/page.html" in told(capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--help"], 0, "hdnn play --out playground.html"),
+        (["--out", "page.html"], 0, "the playground is in page.html"),
+        (["--port", "0"], 2, "between 1 and 65535"),
+    ],
+)
+def test_play_needs_no_torch(arguments, code, words):
+    script = (
+        f"import sys; sys.modules['torch'] = None; sys.argv = ['hdnn', 'play', *{arguments!r}]\n"
+        "from hdnn.__main__ import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
+
+
 def test_port_that_is_taken_is_told(capsys):
     with play.serve("", None) as server:
         assert main(["play", "--no-browser", "--port", str(server.server_port)]) == 2

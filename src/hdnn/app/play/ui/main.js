@@ -78,8 +78,7 @@ function restart(sentence = "") {
     refresh();
     return false;
   }
-  const much = settings.layers * (points ? points.t.length : settings.points) > MUCH;
-  say(sentence || (much ? "This is a lot of work for a browser: pictures come less often, and Pause ends it at any time." : ""));
+  say(sentence || aboutWork(settings, points));
   engine.begin({ settings, points, opened: state.opened, calm: calm.matches });
   refresh();
   return true;
@@ -90,6 +89,11 @@ function pointsOf({ data }) {
   if (data === "csv") return state.table;
   if (data !== "drawn") return undefined;
   return state.drawn.both ? state.drawn.points() : null;
+}
+
+function aboutWork(settings, points) {
+  const much = settings.layers * (points ? points.t.length : settings.points) > MUCH;
+  return much ? "This is a lot of work for a browser: pictures come less often, and Pause ends it at any time." : "";
 }
 
 function dropOpenedIfOther(settings) {
@@ -110,8 +114,8 @@ function writeLink() {
 }
 
 function start() {
-  say("");
   if (!engine.works && !restart()) return;
+  say(aboutWork(state.settings, pointsOf(state.settings)));
   state.running = true;
   engine.tell("run");
   refresh();

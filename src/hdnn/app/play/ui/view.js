@@ -74,13 +74,17 @@ function writeStatus() {
   element("scaling").textContent = settings.data === "csv" ? scalingCode(state.units) : "";
   element("start").textContent = running ? "Pause" : "Start";
   const parts = [`Step ${whole(picture ? picture.step : 0)}`];
-  if (running && picture) parts.push(`${brief(picture.speed, 2)} steps a second`);
+  if (running && picture && picture.speed > 0) parts.push(`${speedText(picture.speed)} steps a second`);
   else parts.push(running ? "starting" : "paused");
   if (counts[0]) {
     const rest = state.heldOut ? `, measured on ${whole(counts[1])} others` : "";
     parts.push(`${whole(counts[0])} points to learn${rest}`);
   }
   element("status").textContent = parts.join(" · ");
+}
+
+function speedText(speed) {
+  return speed < 10 ? brief(speed, 2) : whole(Math.round(speed));
 }
 
 function writeReadings() {
