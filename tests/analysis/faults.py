@@ -294,15 +294,18 @@ def bf16_underflow() -> Case:
     return Case(model.bfloat16().eval(), ids(), ("underflow",), "transformer.h.1")
 
 
+class Euler(nn.Module):
+    """x + h tanh(linear(x))."""
+
+    def __init__(self, h: float) -> None:
+        super().__init__()
+        self.linear, self.h = nn.Linear(32, 32), h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.h * torch.tanh(self.linear(x))
+
+
 def small_step() -> Case:
-    class Euler(nn.Module):
-        def __init__(self, h: float) -> None:
-            super().__init__()
-            self.linear, self.h = nn.Linear(32, 32), h
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.h * torch.tanh(self.linear(x))
-
     model = nn.Sequential(nn.Linear(32, 32), *(Euler(1e-6) for _ in range(6)), nn.Linear(32, 5))
     return Case(model, rows(), ("small step",), "1")
 

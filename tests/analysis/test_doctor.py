@@ -21,6 +21,7 @@ from analysis.faults import (
     FAULTS,
     HEALTHY,
     Case,
+    Euler,
     Language,
     PreNorm,
     ids,
@@ -56,6 +57,27 @@ def test_a_planted_fault_is_named_at_its_layer(name):
 def test_a_healthy_model_raises_no_alarm(name):
     found = looked_at(HEALTHY[name]())
     assert found.healthy, str(found)
+
+
+@pytest.mark.parametrize("h", [1e-6, 1e-9, 1e-10, 1e-12, 1e-20])
+@pytest.mark.parametrize("others", [1.0, None])
+def test_a_step_is_small_also_where_rounding_takes_it_away(h, others):
+    steps = [Euler(h if others is None or k == 2 else others) for k in range(5)]
+    found = diagnose(nn.Sequential(*steps, nn.Linear(32, 2)), rows())
+    assert [(f.kind, f.layer) for f in found.faults] == [("small step", "2" if others else "0")]
+
+
+def test_a_branch_that_a_step_opens_or_that_is_switched_off_is_no_small_step():
+    class Off(Euler):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0 * super().forward(x)
+
+    blocks = [Euler(1.0) for _ in range(5)]
+    nn.init.zeros_(blocks[1].linear.weight)
+    nn.init.zeros_(blocks[1].linear.bias)
+    for part in (Euler(1.0), Off(1.0)):
+        found = diagnose(nn.Sequential(*blocks, part, nn.Linear(32, 2)), rows())
+        assert not any(f.kind == "small step" for f in found.findings), str(found)
 
 
 def test_singular_values_are_those_of_the_whole_matrices():

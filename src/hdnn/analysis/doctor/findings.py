@@ -22,6 +22,7 @@ RARE = 1e-4  # how unlikely so many dead units must be by chance
 SATURATED = 0.8
 AMPLIFIED, TINY_SIGNAL = 100.0, 1e-3
 SMALL_CHANGE, SMALL_TOTAL = 1e-4, 1e-3
+ROUNDED = 1e-8  # changes of a state that are no more than rounding, also where they come up
 
 
 def judge(signals: Signals) -> list[Finding]:
@@ -230,17 +231,22 @@ def _top(name: str, free: list[str]) -> str:
 def small_step(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
     """Layers that hardly move the state, and still do not after a step of Adam; or tiny updates."""
     weighty = {p.module for p in signals.parameters}
+    # A step that rounding takes away has a gradient still; a branch that is switched off has none.
+    trained = {p.module for p in signals.parameters if p.called and p.gradient}
     moves = [
         k
         for k, one in enumerate(signals.layers)
-        if one.change > 0 and abs(one.identity - 1) < 0.05 and _has_weights(one.parts, weighty)
+        if one.change >= 0
+        and abs(one.identity - 1) < 0.05
+        and _has_weights(one.parts, weighty if one.change else trained)
     ]
     after = signals.changes_after or [math.nan] * len(signals.layers)
     # What a step makes ten times larger is a scale that is learned, and soon large enough.
     slow = [
         k
         for k in moves
-        if signals.layers[k].change < SMALL_CHANGE and not after[k] > 10 * signals.layers[k].change
+        if signals.layers[k].change < SMALL_CHANGE
+        and not after[k] > max(10 * signals.layers[k].change, ROUNDED)
     ]
     others = [signals.layers[k].change for k in moves if k not in slow]
     total = sum(signals.layers[k].change for k in moves)
@@ -250,7 +256,8 @@ def small_step(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         yield Finding(
             "small step",
             one.layer,
-            f"{one.layer} changes its state by a factor of {one.change:.1g} only"
+            f"{one.layer} changes its state by "
+            + (f"a factor of {one.change:.1g} only" if one.change else "less than rounding does")
             + (f" (so do {len(names) - 1} others)" if len(names) > 1 else "")
             + ", and a step of the optimiser does not change that: it could as well be left out. "
             "Take a larger step or scale.",
