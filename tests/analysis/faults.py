@@ -6,6 +6,7 @@ A `Case` says what must be found, and at which layer: a finding names it, or a p
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -433,6 +434,34 @@ def healthy_zero_projection() -> Case:
             nn.init.zeros_(getattr(block, name).weight)
             nn.init.zeros_(getattr(block, name).bias)
     return Case(model, ids())
+
+
+def critic(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    parts = [p for _ in range(4) for p in (norm(nn.Linear(32, 32)), nn.LeakyReLU(0.2))]
+    return nn.Sequential(*parts, nn.BatchNorm1d(32), nn.Linear(32, 1)).train()
+
+
+def healthy_spectral_norm() -> Case:
+    return Case(critic(nn.utils.parametrizations.spectral_norm), rows())
+
+
+def healthy_spectral_norm_by_hooks() -> Case:
+    return Case(critic(nn.utils.spectral_norm), rows())
+
+
+def healthy_random_depth() -> Case:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Euler(1.0) for _ in range(6))
+            self.head = nn.Linear(32, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x) if random.random() < 0.5 else x
+            return self.head(x)
+
+    return Case(Net(), rows())
 
 
 HEALTHY: dict[str, Callable[[], Case]] = {

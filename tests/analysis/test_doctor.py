@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import threading
@@ -219,6 +220,84 @@ def test_what_cannot_be_computed_is_said_and_is_not_fine():
     assert not found.healthy
     assert "singular values" in found.unknown[0]
     assert "NOT EVERYTHING COULD BE COMPUTED" in str(found)
+
+
+class Moving(nn.Module):
+    """Another input for the same x in each call: by a counter that can be put back, or not."""
+
+    def __init__(self, noise: Any = None) -> None:
+        super().__init__()
+        self.a, self.b, self.noise, self.count = nn.Linear(8, 8), nn.Linear(8, 2), noise, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        draw = self.noise.standard_normal() if self.noise is not None else self.count
+        return self.b(torch.tanh(self.a(x * (2 + math.sin(draw)))))
+
+
+def test_a_model_that_counts_its_calls_is_put_back_before_each():
+    model = Moving()
+    found = diagnose(model, rows(8, 8))
+    assert found.healthy, str(found)
+    assert model.count == 0
+
+
+def test_a_model_that_gives_other_values_in_each_call_is_not_known():
+    class Source:
+        def standard_normal(self) -> float:
+            return float.fromhex(os.urandom(6).hex())
+
+    found = diagnose(Moving(Source()), rows(8, 8))
+    assert not found.faults, str(found)
+    assert "other values in each call" in found.unknown[0]
+
+
+def test_an_inner_state_that_is_left_out_of_the_gradient_is_no_fault():
+    class Average(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+            return self.head(torch.tanh(3 * (y - 2 * self.mean)))
+
+    found = diagnose(Average(), rows(8, 8))
+    assert not found.faults, str(found)
+    assert "the model changes in each call" in found.unknown[0]
+
+
+def test_where_values_explode_differences_say_nothing():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.RNN(32, 32, batch_first=True), nn.Linear(32, 2)
+            weight = torch.randn(32, 32)
+            weight *= 6 / torch.linalg.eigvals(weight).abs().max()
+            values: Any = self.rnn
+            values.weight_hh_l0.data = weight
+            values.weight_ih_l0.data *= 0.01
+            values.bias_ih_l0.data.zero_()
+            values.bias_hh_l0.data.zero_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    found = diagnose(Net(), 0.01 * torch.randn(8, 60, 32))
+    assert [f.kind for f in found.faults] == ["exploding"], str(found)
+
+
+def test_a_model_is_diagnosed_in_inference_mode_too():
+    with torch.inference_mode():
+        model, x = mlp(3, 8), rows(6, 8)
+        assert diagnose(model, x).healthy
+        assert torch.is_inference_mode_enabled()
+    assert diagnose(mlp(3, 8), x).healthy
 
 
 @pytest.mark.parametrize(

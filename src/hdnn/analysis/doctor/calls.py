@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,7 +65,10 @@ class Recording:
                 before, after = self._hooks(name)
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
-        torch.manual_seed(SEED)  # the same dropout in every run
+        # The same dropout in every run, whoever draws it; afterwards all goes on as it was.
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED % 2**32)  # noqa: NPY002
         try:
             if self._mode is None:
                 self.output = call(self._model, self._x)

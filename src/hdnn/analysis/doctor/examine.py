@@ -66,7 +66,7 @@ def diagnose(
     whole, (x, count) = x, first_samples(x, samples)
     score = _score(loss, first_samples(target, samples)[0] if target is not None else None)
     names = None if layers is None else [*layers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         try:
             signals = _measured(model, x, score, names, steps, device)

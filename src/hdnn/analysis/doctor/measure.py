@@ -16,6 +16,7 @@ from hdnn.analysis.doctor.chain import ChainState
 from hdnn.analysis.doctor.probe import Probe, direction, norm
 from hdnn.analysis.doctor.products import singular_gain
 from hdnn.analysis.doctor.signals import LayerSignals, ParameterSignals, PeerBlock, Signals
+from hdnn.analysis.doctor.steady import hold_still
 from hdnn.analysis.doctor.trace import OperationTrace
 
 DRAWS = 4
@@ -35,6 +36,7 @@ def measure(probe: Probe, *, steps: int) -> Signals:
         traces.append(OperationTrace(current))
         return traces[0]
 
+    hold_still(probe)
     recording = probe.record(mode)
     found.calls = recording.calls
     found.activations = [*traces[0].activations.values()]
@@ -44,8 +46,7 @@ def measure(probe: Probe, *, steps: int) -> Signals:
     if objective is None or not states:
         found.differentiable = False
         _parameters(probe, found, recording, {})
-        trials.severed(probe, found, recording)
-        trials.unreached(probe, found, recording)
+        trials.compared(probe, found, recording, [])
         return found
     tensors = [state.tensor for state in states]
     weights = probe.weights
@@ -66,9 +67,7 @@ def measure(probe: Probe, *, steps: int) -> Signals:
         _blocks(found, states)
         if not weights:
             return found
-        trials.severed(probe, found, recording)
-        trials.unreached(probe, found, recording)
-        trials.differences(probe, found, states)
+        trials.compared(probe, found, recording, states)
         trials.after_a_step(probe, found, dict(zip(weights, grads[len(states) :], strict=True)))
     return found
 

@@ -29,8 +29,12 @@ class Probe:
         self.inputs = [t for t in float_tensors(_plain(x)) if t.is_leaf]
         for tensor in self.inputs:
             tensor.requires_grad_()
+        self.kept: Any = None  # what is put back before each call, if the model changes in each
+        self.repeats = True  # whether the same inputs and weights give the same values
 
     def record(self, mode: Any = None) -> Recording:
+        if self.kept is not None:
+            self.kept.put()
         return Recording(self.model, self.x, mode)()
 
     def objective(self, output: Any, seed: int = 0) -> Tensor | None:

@@ -21,8 +21,8 @@ from hdnn.analysis.doctor.probe import (
 )
 from hdnn.analysis.doctor.signals import Signals
 
-FINE = 1e-6  # the same in float64
 NUDGE = 2e-3  # of the size of weights, for differences instead of derivatives
+FINE, FINER = 1e-6, 1e-8  # the same in float64
 TRIAL = 1e-3  # the step of Adam that is tried on a copy
 DRAWS = 3
 DIFFERENT = 0.1  # derivatives this far from differences are wrong
@@ -30,6 +30,26 @@ WORTH_A_LOOK = 0.05  # relative differences above this are looked at again
 MOST_CHECKED = 16  # modules whose weights are moved one after the other
 
 Difference = tuple[list[Tensor], dict[str, Tensor]]
+
+
+UNSURE = "whether gradients are the derivative: "
+
+
+def compared(
+    probe: Probe, found: Signals, recording: Recording, states: Sequence[ChainState]
+) -> None:
+    """What gradients say beside what differences say, where calls can be compared at all."""
+    if not probe.repeats:
+        found.unknown.append(f"{UNSURE}the model gives other values in each call on the same x")
+        return
+    severed(probe, found, recording)
+    unreached(probe, found, recording)
+    if states:
+        differences(probe, found, states)
+    if probe.kept is not None and any(m > DIFFERENT for m in found.mismatch):
+        # What it keeps from call to call may be left out of the gradient on purpose.
+        found.mismatch = [math.nan] * len(found.mismatch)
+        found.unknown.append(f"{UNSURE}the model changes in each call, and what it gives with it")
 
 
 def severed(probe: Probe, found: Signals, recording: Recording) -> None:
@@ -89,7 +109,7 @@ def _locate(probe: Probe, found: Signals) -> None:
     fresh = probe.chain(probe.record())
     fine = _difference(probe, FINE)
     if len(fresh) != len(found.mismatch) or len(fine[0]) != len(fresh):
-        found.unknown.append("whether gradients are the derivative: other modules run in each call")
+        found.unknown.append(f"{UNSURE}other modules run in each call")
         return
 
     def wrong(k: int) -> bool:
@@ -100,6 +120,12 @@ def _locate(probe: Probe, found: Signals) -> None:
 
     low, high = -1, len(fresh) - 1
     if wrong(high):
+        # Where values explode, what is small for others is large, and differences say nothing.
+        change, finer = fine[0][high], _difference(probe, FINER)[0][high]
+        if float((change - finer).norm()) > DIFFERENT * float(change.norm()):
+            found.mismatch[high] = math.nan
+            found.unknown.append(f"{UNSURE}small changes do not move the output in proportion")
+            return
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if wrong(middle) else (middle, high)
