@@ -411,3 +411,165 @@ def test_a_module_that_rounds_in_another_dtype_is_not_reported_as_broken():
     half = Own(lambda x: torch.tanh(x.float()).to(x.dtype))
     found = certify(Reversible([Leapfrog(half)] * 3), torch.randn(3, 8))
     assert found.status == "holds"
+
+
+# Rounding inside of modules
+
+
+class RootMeanSquare(nn.Module):
+    """As in Llama: the norm is computed in one dtype whatever the others are."""
+
+    def __init__(self, d: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.linear = dtype, nn.Linear(d, d)
+
+    def forward(self, x):
+        h = x.to(self.dtype)
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+        return torch.tanh(self.linear(h.to(x.dtype)))
+
+
+def normed(n: int, dtype: torch.dtype, N: int = 6, kind=Coupling) -> Reversible:
+    torch.manual_seed(0)
+    make = partial(RootMeanSquare, n // 2, dtype)
+    return Reversible([kind(make(), make()) for _ in range(N)])
+
+
+@pytest.mark.parametrize("n", [6, 32, 200])
+def test_what_modules_compute_in_float32_inside_holds_up_to_its_rounding(n):
+    found = certify(normed(n, torch.float32), torch.randn(4, n))
+    assert found.status == "holds"
+    assert found.volume is (None if n == 200 else True)
+    assert "computed in float32 inside" in found.points
+    assert "computed in float32 inside" in str(found)
+
+
+@pytest.mark.parametrize("n", [6, 200])
+def test_energies_in_float32_inside_are_symplectic_up_to_its_rounding(n):
+    torch.manual_seed(0)
+    energy = nn.Sequential(RootMeanSquare(n // 2, torch.float32), Own(lambda x: x.sum(-1)))
+    found = certify(Reversible([Leapfrog(GradientField(energy), h=0.3)] * 3), torch.randn(3, n))
+    assert found.status == "holds"
+    assert found.symplectic
+    assert 1e-13 < found.symplectic_defect < 1e-5
+
+
+@pytest.mark.parametrize("n", [6, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_computed_coarsely_inside_is_not_known(n, dtype):
+    for kind in (Coupling, Shrinking):
+        found = certify(normed(n, dtype, 2, kind), torch.randn(3, n))
+        assert found.status == "not computed"
+        assert found.volume is None
+    found = certify(normed(n, dtype, 2)[0], torch.randn(3, n))
+    assert f"its modules compute in {str(dtype)[6:]}, which rounds too much" in found.unknown
+    assert certify(Shrinking(RootMeanSquare(n // 2, dtype)), torch.randn(3, n)).broken == ()
+
+
+def test_what_is_broken_is_seen_in_float32_inside_too():
+    for n in (6, 200):
+        block = Shrinking(RootMeanSquare(n // 2, torch.float32))
+        with torch.no_grad():
+            block.F.linear.weight.zero_()
+        assert certify(block, torch.randn(3, n)).status == "broken"
+
+
+def test_constants_of_another_dtype_are_no_rounding():
+    gate = Own(lambda x: torch.tanh(x * (2 * torch.ones(4)) * torch.tensor(0.5)))
+    found = certify(Reversible([Leapfrog(gate)] * 2), torch.randn(3, 8))
+    assert found.status == "holds"
+    assert "inside" not in found.points
+
+
+def test_rounding_in_a_backward_pass_alone_counts():
+    class Rounding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g.float().to(g.dtype)
+
+    rounding = Own(lambda x: torch.tanh(Rounding.apply(x)))
+    found = certify(Reversible([Coupling(rounding, rounding)] * 3), torch.randn(3, 8))
+    assert found.status == "holds"
+    assert "computed in float32 inside" in found.points
+
+
+# Hooks on a stack
+
+
+def hooked(way: str, hook, dtype: torch.dtype = torch.float64) -> Reversible:
+    net = normed(8, dtype, 3)
+    getattr(net, way)(hook)
+    return net
+
+
+def on_tensor(change):
+    """A forward hook that hooks the gradient of what comes out."""
+
+    def hook(module, args, out):
+        out.register_hook(change)
+
+    return hook
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("way", "hook", "said"),
+    [
+        ("register_forward_hook", lambda m, x, out: 0.9995 * out, "what it computes"),
+        ("register_forward_pre_hook", lambda m, x: (0.9995 * x[0],), "what it computes"),
+        ("register_full_backward_hook", lambda m, g, u: (0.9995 * g[0],), "its gradients"),
+        ("register_full_backward_pre_hook", lambda m, u: (0.9995 * u[0],), "its gradients"),
+        ("register_forward_hook", on_tensor(lambda g: 0.9995 * g), "its gradients"),
+    ],
+)
+def test_hooks_that_change_a_little_are_seen(way, hook, said, dtype):
+    found = certify(hooked(way, hook, dtype), torch.randn(3, 8))
+    assert found.status == "not computed"
+    assert found.holds is None
+    assert f"a hook changes {said}" in found.unknown
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("way", "hook"),
+    [
+        ("register_forward_hook", lambda m, x, out: None),
+        ("register_forward_pre_hook", lambda m, x: None),
+        ("register_full_backward_hook", lambda m, g, u: None),
+        ("register_full_backward_pre_hook", lambda m, u: None),
+        ("register_forward_hook", on_tensor(lambda g: None)),
+    ],
+)
+def test_hooks_that_only_look_are_fine(way, hook, dtype):
+    assert certify(hooked(way, hook, dtype), torch.randn(3, 8)).status == "holds"
+
+
+def test_a_block_whose_hook_its_stack_does_not_call_is_seen():
+    for way, hook in [
+        ("register_forward_hook", lambda m, x, out: 0.9995 * out),
+        ("register_full_backward_hook", lambda m, g, u: (0.9995 * g[0],)),
+    ]:
+        net = normed(8, torch.float64, 3)
+        getattr(net[1], way)(hook)
+        found = certify(net, torch.randn(3, 8))
+        assert "is not its blocks one after the other" in found.unknown
+        assert certify(net[1], torch.randn(3, 8)).status == "broken"
+
+
+@pytest.mark.parametrize("options", [{"state": "fixed"}, {"backprop": "reversible"}])
+def test_stacks_that_store_less_are_still_their_blocks(options):
+    torch.manual_seed(0)
+    net = Reversible([Coupling(mlp(drop=0), mlp(drop=0)) for _ in range(30)], **options)
+    assert certify(net, torch.randn(3, 8)).status == "holds"
+
+
+def test_results_that_are_no_states_get_one_sentence():
+    for hook, said in [(lambda m, x, out: (out,), "tuple"), (lambda m, x, out: out[:1], "(1, 8)")]:
+        net = hooked("register_forward_hook", hook)
+        with pytest.raises(DataError, match=r"must give a state as y is, \(3, 8\), but gave") as e:
+            certify(net, torch.randn(3, 8))
+        assert said in str(e.value)

@@ -4,7 +4,8 @@ Derivatives are taken of what the blocks compute, and not of what they are suppo
 samples do not depend on each other, each has a matrix of its own; where they do (the nodes of a
 graph, batch statistics), all of them are one state. Small states have their whole matrices made,
 with determinants and the symplectic defect. Large ones are multiplied by vectors: Lanczos finds
-their largest singular values, and by undoing the layers the smallest.
+their largest singular values, and by undoing the layers the smallest. What counts as rounding is
+that of the coarsest dtype that modules compute in, whatever they are given.
 """
 
 from __future__ import annotations
@@ -12,61 +13,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hdnn.analysis.block_calls import Precision, StateCall, same, why_not_blocks
 from hdnn.analysis.certificate import NUMBERS, Certificate, compared, guarantee
 from hdnn.analysis.copies import copied, exact
 from hdnn.analysis.extremes import extremes_of
 from hdnn.analysis.linear import passes_on
 from hdnn.analysis.measured import HIDDEN, Defects, Measured, at_least_1, scaled
 from hdnn.analysis.sensitivity import norms
-from hdnn.engine.chain import mapped
 from hdnn.errors import DataError, HDNNError
+from hdnn.networks.reversible import Reversible
 
 DENSE = 128  # entries of a state up to which its matrices are made
 FEW = 3  # samples that are looked at otherwise, and
 LAYERS = 5  # of so many layers at the most
 STEPS = 6  # of Lanczos; if they find a norm below 1, take
 MORE = 40
-EPS = 1e3 * torch.finfo(torch.float64).eps  # of a derivative: modules round in their own ways
-SAME = 1e-3  # relative: what two calls of the same may differ by
-
-
-class StateCall(NamedTuple):
-    """What a block or a stack was called with: the state first, then what goes to its modules."""
-
-    y: Tensor
-    args: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-    @classmethod
-    def of(cls, args: Sequence[Any], options: dict[str, Any]) -> StateCall:
-        options = dict(options)
-        y, *args = args if args else [options.pop("y", None)]
-        if not isinstance(y, Tensor) or not y.numel():
-            given = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise DataError(f"blocks are certified at states: give a tensor as y, not {given}.")
-        if y.is_complex():
-            raise DataError("certificates are for states of real numbers, but y is complex.")
-        return cls(y, tuple(args), options)
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> StateCall:
-        return StateCall(*mapped(function, tuple(self)))
-
-    def on(self, net: Any) -> Tensor:
-        return net(self.y, *self.args, **self.options)
-
-    def rows(self, some: Tensor, *, also: bool) -> StateCall:
-        """Some samples alone; `also` of other tensors that have as many rows as the state."""
-        B = len(self.y)
-
-        def chosen(x: Tensor) -> Tensor:
-            return x[some] if also and x.ndim and len(x) == B else x
-
-        return self.mapped(chosen)._replace(y=self.y[some])
 
 
 @torch.no_grad()
@@ -79,24 +46,18 @@ def block_certificate(net: Any, call: StateCall, *, samples: int, points: str) -
     if not bool(call.y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
     promise = guarantee(net)
+    own = _tried(lambda: _in_own_dtype(net, call), "at these states")
     twin: Any = exact(net).eval().requires_grad_(False)
-    try:
-        own = _in_own_dtype(net, call)
-        call = call.mapped(_exact)
-        count = min(samples, _room(twin, call.y[0].numel())) if call.y.ndim else 1
-        if _axis(twin, call.y) > 0 and len(call.y) > count:
-            call = _fewer(twin, call, _spread(len(call.y) - 1, count)) or call
-        seen = MeasuredBlocks(twin, call, promised=promise.holds, samples=samples)
-    except HDNNError:
-        raise
-    except Exception as error:  # whatever a module of somebody else may raise
-        why = str(error).partition("\n")[0]
-        raise DataError(f"it does not run in float64 ({type(error).__name__}: {why}).") from error
+    if isinstance(twin, Reversible):  # as its blocks are: the same numbers, bit for bit
+        twin.backprop, twin.state = "stored", "float"
+    seen = _tried(lambda: _measured(twin, call.mapped(_exact), promise.holds, samples))
     lost = ~own.isfinite().flatten().all()[None].expand(seen.norms.shape[1])
     if seen.joined:
         points += f", as one state of {seen.features} entries: its samples depend on each other"
     if seen.by_lanczos:
         points += ", norms by Lanczos from below"
+    if seen.precision.dtype != torch.float64:
+        points += f", computed in {seen.precision.name} inside"
     found = compared(net.form(), promise, seen, lost.cpu(), dtype=own.dtype, points=points)
     return replace(
         found,
@@ -108,9 +69,34 @@ def block_certificate(net: Any, call: StateCall, *, samples: int, points: str) -
     )
 
 
+def _tried(function: Callable[[], Any], where: str = "in float64") -> Any:
+    try:
+        return function()
+    except HDNNError:
+        raise
+    except Exception as error:  # whatever a module of somebody else may raise
+        why = str(error).partition("\n")[0]
+        raise DataError(f"it does not run {where} ({type(error).__name__}: {why}).") from error
+
+
+def _measured(twin: Any, call: StateCall, promised: bool, samples: int) -> MeasuredBlocks:
+    with sdpa_kernel(SDPBackend.MATH):  # as in the derivatives of the blocks
+        count = min(samples, _room(twin, call.y[0].numel())) if call.y.ndim else 1
+        if _axis(twin, call.y) > 0 and len(call.y) > count:
+            call = _fewer(twin, call, _spread(len(call.y) - 1, count)) or call
+        return MeasuredBlocks(twin, call, promised=promised, samples=samples)
+
+
 def _in_own_dtype(net: nn.Module, call: StateCall) -> Tensor:
-    """y_N, also if the state comes in another dtype than the weights."""
+    """y_N, also if the state comes in another dtype than the weights.
+
+    First without a graph, which takes memory, but hooks may need one.
+    """
     twin, weight = copied(net).eval(), next(net.parameters(), call.y)
+    try:
+        return call.on(twin, grad=False)
+    except RuntimeError:
+        pass
     try:
         return call.on(twin)
     except RuntimeError:
@@ -130,7 +116,7 @@ def _fewer(net: Any, call: StateCall, some: Tensor) -> StateCall | None:
             found = fewer.on(net)
         except Exception:  # a mask, for instance, that does not fit
             continue
-        if found.shape == wanted.shape and _same(found, wanted):
+        if found.shape == wanted.shape and same(found, wanted):
             return fewer
     return None
 
@@ -152,12 +138,6 @@ def _axis(net: Any, y: Tensor) -> int:
     return net.dim % y.ndim if -y.ndim <= net.dim < y.ndim else 0
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
-    """Whether two results agree, where both are finite."""
-    size = two.abs().nan_to_num(0.0, 0.0).max()
-    return bool(((one - two).abs().nan_to_num(0.0, 0.0) <= SAME * size).all())
-
-
 class MeasuredBlocks(Measured):
     """Norms, determinants and symplecticity of blocks, or of a stack, where it was called."""
 
@@ -173,6 +153,8 @@ class MeasuredBlocks(Measured):
         self.depth, axis = len(self.chain), _axis(net, y)
         if not self.depth:
             raise DataError("it has no blocks, so there is nothing to certify.")
+        self.precision = Precision.of(net, call)
+        self.eps = self.precision.eps
         states = [y, *(M.out for M in self.chain)]
         fine = torch.stack([s.isfinite().flatten(1).all(1) for s in map(_rows, states)])
         apart = axis > 0 and bool(fine.all()) and _independent(self.chain, y)
@@ -204,15 +186,7 @@ class MeasuredBlocks(Measured):
             j = int((~fine.all(1)).nonzero()[0])
             kind = "NaN" if bool(states[j].isnan().any()) else "infinite"
             return f"the state y_{j} is {kind}"
-        one, two = call.on(self.net), call.on(self.net)
-        if not torch.equal(one, two):
-            return "two calls give two results: a module draws numbers, also in evaluation mode"
-        if not _same(states[-1], one):
-            return (
-                f"{type(self.net).__name__} is not its blocks one after the other: a hook or a "
-                "method of its own changes what it computes"
-            )
-        return ""
+        return why_not_blocks(self.net, call, self.chain, self.precision)
 
     def _halves(self, y: Tensor, axis: int) -> Sequence[Tensor]:
         """The places of p and of q in a flat state, or in a flat sample."""
@@ -228,7 +202,7 @@ class MeasuredBlocks(Measured):
         eye = torch.eye(n, dtype=y.dtype)
         (P, e), (Q, f) = ((eye.repeat(B, 1, 1), eye.new_zeros(B)) for _ in range(2))
         J, log_det, allowed = self._canonical(eye), eye.new_zeros(B), eye.new_zeros(B)
-        defects = Defects(J, B, EPS, power=1)
+        defects = Defects(J, B, self.eps, power=1)
         worst, hidden, broken = 0.0, False, False
         least, self._lost = eye.new_ones(B), eye.new_zeros(B)
         for j in range(self.depth - 1, -1, -1):
@@ -244,16 +218,16 @@ class MeasuredBlocks(Measured):
             self._lost = self._lost + cond * self.norms[j] / smallest
             defects.see(P, e, largest, cond, torch.ones(B, dtype=torch.bool))
             log_det = log_det + torch.linalg.slogdet(M).logabsdet
-            allowed = allowed + 8 * n * EPS * cond
+            allowed = allowed + 8 * n * self.eps * cond
             worst = max(worst, float(log_det.abs().max()))
             hidden = hidden or bool((allowed > HIDDEN).any())
             broken = broken or not bool((log_det.abs() <= allowed).all())
         self.log_det, self.least = worst, float(least.min()) or None
-        if self.promised:
+        if self._known:
             self.volume = False if broken else None if hidden else True
         if self.net.symplectic:
             self.defect = defects.worst
-            self.symplectic = defects.symplectic if self.promised else None
+            self.symplectic = defects.symplectic if self._known else None
 
     def _matrix(self, j: int, y: Tensor) -> Tensor:
         """dy_{j+1}/dy_j of all samples, or of the whole state, in denominator layout: (B, n, n)."""
@@ -293,9 +267,19 @@ class MeasuredBlocks(Measured):
             for row, j in enumerate(self.layers)
         ]
         self.defect = max(defects)
-        allowed = 8 * (math.sqrt(self.features) + self.depth) * EPS
-        if self.promised:
+        allowed = self._rounding
+        if self._known:
             self.symplectic = None if allowed > HIDDEN else self.defect <= allowed
+
+    @property
+    def _known(self) -> bool:
+        """Whether something is promised that rounding cannot hide altogether."""
+        return self.promised and not self.precision.coarse
+
+    @property
+    def _rounding(self) -> float:
+        """Of products with all layers, one after the other."""
+        return 8 * (math.sqrt(self.features) + self.depth) * self.eps
 
     def _alone(self, call: StateCall, i: Tensor) -> Sequence[Any]:
         """The derivatives at one sample: computed alone, if that is possible."""
@@ -323,11 +307,14 @@ class MeasuredBlocks(Measured):
         return turned.view(v.shape)
 
     def judged(self, norm: float) -> tuple[bool | None, str]:
+        if self.precision.coarse:
+            return None, f"its modules compute in {self.precision.name}, which rounds too much"
         if not self.by_lanczos:
-            slack = float((8 * self.features * EPS * (1 + self._lost)).max())
+            slack = float((8 * self.features * self.eps * (1 + self._lost)).max())
             return at_least_1(norm, 0.0 if norm >= 1 else slack)
-        holds, doubt = at_least_1(norm, 1e-9)
-        if holds is False and norm >= (1 - 1e-9) * (1 - self.missed):
+        slack = max(1e-9, self._rounding)
+        holds, doubt = at_least_1(norm, slack)
+        if holds is False and norm >= (1 - slack) * (1 - self.missed):
             return None, f"{MORE} steps of Lanczos see a norm of {norm:.6g} only"
         return holds, doubt
 
