@@ -228,6 +228,14 @@ def test_masks_that_belong_to_samples_are_kept_with_them(monkeypatch):
     assert (found.samples, found.status) == (3, "holds")
 
 
+def test_inference_mode_does_not_take_the_derivatives_away():
+    net, y = Reversible([Leapfrog(Own(lambda x, gate: x.tanh() * gate))] * 3), torch.randn(3, 8)
+    with torch.inference_mode():
+        found = certify(net, (y.clone(), torch.ones(3, 4)))
+    assert found == certify(net, (y, torch.ones(3, 4)))
+    assert found.status == "holds"
+
+
 # In a larger module
 
 

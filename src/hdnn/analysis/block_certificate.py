@@ -36,6 +36,7 @@ STEPS = 6  # of Lanczos; if they find a norm below 1, take
 MORE = 40
 
 
+@torch.inference_mode(False)  # there would be no derivatives
 @torch.no_grad()
 def block_certificate(net: Any, call: StateCall, *, samples: int, points: str) -> Certificate:
     """The certificate of a block or a stack of blocks at what it is called with.
@@ -45,6 +46,7 @@ def block_certificate(net: Any, call: StateCall, *, samples: int, points: str) -
     """
     if not bool(call.y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
+    call = call.mapped(lambda x: x.clone() if x.is_inference() else x)
     promise = guarantee(net)
     own = _tried(lambda: _in_own_dtype(net, call), "at these states")
     twin: Any = exact(net).eval().requires_grad_(False)
