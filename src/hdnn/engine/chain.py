@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -192,6 +193,7 @@ class Rebuilding:
                 values.append(x.detach())
                 return len(values) - 1
 
+            random = random_state(source.value.device, random)
             context = Context(source.value, shear.module, random)
             self.contexts.append(context)
             self.sources.append((source.value.stride(), source.value.requires_grad))
@@ -205,7 +207,7 @@ class Rebuilding:
                 self.start = [
                     h.value.detach().clone() if h.exact is None else h.exact for h in halves
                 ]
-            random = context.done()
+            context.modules.done()
             self.values.clear()
             values.clear()  # which autograd's hook holds
             halves[shear.target] = target.plus(move)
@@ -228,8 +230,8 @@ class Rebuilding:
         if k > self.next:  # the first time, or another backward pass
             self.halves, self.next = list(self.end), len(self.shears) - 1
             self.compared: list[tuple[int, Tensor]] = []
-            if self.check and _deferred(self.end[0].value):
-                torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # pyright: ignore
+            if torch._C._current_graph_task_id() >= 0:  # else someone looks at what is kept
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore
         while self.next >= k:
             self.values.clear()
             self._undo(self.next)
@@ -237,19 +239,21 @@ class Rebuilding:
         if k == self.first:
             self._check()
 
+    def _finish(self) -> None:
+        """The backward pass has ended: another one starts anew."""
+        with self.one_by_one:
+            self.values.clear()
+            self.next = -1
+            self._compare()
+
     def _undo(self, k: int) -> None:
         shear, found, versions = self.shears[k], [], []
         source, target = self.halves[1 - shear.target].value, self.halves[shear.target]
-        if self.contexts[k].modules.changed():
-            raise TrainingError(
-                f"the weights of {shear.name} changed in place after the forward pass, so its "
-                "gradients would be those of other weights; take the optimiser's step after the "
-                "backward pass."
-            )
+        self.contexts[k].modules.check(shear.name)
 
         def pack(x: Tensor) -> int:
             found.append(x.detach())
-            versions.append(x._version if x.requires_grad else None)
+            versions.append(None if x.is_inference() else x._version)
             return len(found) - 1
 
         stride, needs = self.sources[k]
@@ -269,7 +273,6 @@ class Rebuilding:
             )
         if [(x.shape, x.dtype) for x in found] != self.likes[k]:
             raise TrainingError(f"{shear.name} {OTHERWISE}.")
-        self.values[k] = found
         dtype, wanted = self.targets[k]
         before = target.minus(move.detach())
         self.halves[shear.target] = before._replace(value=before.value.to(dtype))
@@ -277,6 +280,7 @@ class Rebuilding:
             self.compared.append((k, before.exact.sum() != wanted))
             if not _deferred(before.value):
                 self._compare()
+        self.values[k] = found
 
     def _compare(self) -> None:
         """That the states on the grid were those of the forward pass."""
@@ -298,19 +302,25 @@ class Rebuilding:
         if not self.start[0].numel():
             return
         rebuilt, y_N = ([half.value for half in halves] for halves in (self.halves, self.end))
-        y_0, rebuilt, y_N = (
-            torch.stack([half.reshape(len(half), -1) for half in halves], 1)
-            for halves in (self.start, rebuilt, y_N)
-        )
-        drift = float(drift_of(y_0, rebuilt, y_N))
+        drift = max(map(_off, self.start, rebuilt, y_N), key=lambda off: (off != off, off))
         what = f"the backward pass came back to a y_0 that is off by {drift:.2g} of its size"
         advice = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
         if drift >= WORTHLESS:
             raise TrainingError(f"{what}: rounding has grown, or {REASON}; {advice}.")
-        if drift > noticeable(y_0.dtype):
+        if drift > noticeable(rebuilt[0].dtype):
             warnings.warn(
                 f"{what}, so the gradients are inexact; {advice}.", ReversalWarning, stacklevel=2
             )
+
+
+def _off(half: Tensor, rebuilt: Tensor, end: Tensor) -> float:
+    """The relative error of a rebuilt half for its worst row; of zeros, relative to their end."""
+    whole = half.ndim < 2
+    rows = [x.reshape(1, -1) if whole else x.flatten(0, -2) for x in (half, rebuilt, end)]
+    if rows[0].any():
+        return float(drift_of(*rows))
+    size = rows[2].abs().max()
+    return float((rows[1].abs().max() / size.clamp_min(1e-30)).nan_to_num(torch.nan, torch.inf))
 
 
 _inside = threading.local()
@@ -361,10 +371,12 @@ def mapped(function: Callable[[Tensor], Tensor], given: Any) -> Any:
     """Arguments with another tensor in the place of each, also inside of tuples, lists, dicts."""
     if isinstance(given, Tensor):
         return function(given)
-    if isinstance(given, dict):
-        return {name: mapped(function, value) for name, value in given.items()}
-    if isinstance(given, tuple) and hasattr(given, "_fields"):
-        return type(given)(*(mapped(function, value) for value in given))
-    if isinstance(given, tuple | list):
-        return type(given)(mapped(function, value) for value in given)
+    if isinstance(given, tuple):
+        found = [mapped(function, value) for value in given]
+        return type(given)(*found) if hasattr(given, "_fields") else tuple(found)
+    if isinstance(given, dict | list):
+        changed: Any = copy(given)  # of the same class, with whatever else it holds
+        for at in given if isinstance(given, dict) else range(len(given)):
+            changed[at] = mapped(function, given[at])
+        return changed
     return given

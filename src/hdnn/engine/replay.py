@@ -4,12 +4,14 @@ weights and statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from hdnn.errors import TrainingError
 
 
 class Context:
@@ -17,26 +19,16 @@ class Context:
 
     def __init__(self, like: Tensor, module: Any, random: list[Tensor]) -> None:
         self.device, self.modules, self.random = like.device, AsThen([module]), random
-        self.drew = True  # until it is known that the move took no random numbers
         self.autocast = {kind: _autocast(kind) for kind in (like.device.type, "cpu")}
-
-    def done(self) -> list[Tensor]:
-        """The move was computed for the first time: the random state now."""
-        now = random_state(self.device)
-        self.drew = not all(torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
-        self.random = self.random if self.drew else []
-        return now
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The same once more; statistics of batches stay as they are."""
+        """The same once more; statistics of batches and random generators stay as they are."""
+        generators, now = _generators(self.device), random_state(self.device)
         with ExitStack() as stack:
-            if self.drew:
-                devices = [self.device] if len(self.random) > 1 else []
-                stack.enter_context(torch.random.fork_rng(devices))
-                torch.set_rng_state(self.random[0])
-                if devices:
-                    torch.cuda.set_rng_state(self.random[1], self.device)
+            for one, then, later in zip(generators, self.random, now, strict=True):
+                stack.callback(one.set_state, later)
+                one.set_state(then)
             for kind, how in self.autocast.items():
                 if how != _autocast(kind):
                     enabled, dtype, cached = how
@@ -46,12 +38,20 @@ class Context:
             yield
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a module on a device draws from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    return [one.get_state() for one in generators]
+def random_state(device: torch.device, before: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The states of the generators that a module on a device draws from.
+
+    Those that are as they were before are the same tensors, so that many take no memory.
+    """
+    found = [one.get_state() for one in _generators(device)]
+    for k, old in enumerate(before):
+        found[k] = old if torch.equal(old, found[k]) else found[k]
+    return found
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    there = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [torch.default_generator, *there]
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
@@ -77,18 +77,40 @@ class AsThen:
         own: Any = [values for part in parts for values in (part._parameters, part._buffers)]
         self.then = [(values, values.copy()) for values in own if values]
         self.modes = [(part, part.training) for part in parts]
-        self.versions: list[tuple[Any, int]] = [
-            (weight, weight._version)
+        self.weights: list[tuple[Any, bool]] = [
+            (weight, weight.requires_grad)
             for part in parts
             for weight in cast(Iterable[Any], part._parameters.values())
             if type(weight) in WEIGHTS and not weight.is_inference()
         ]
+        self.versions = self._versions()
         self.counting = [part for part in parts if getattr(part, "track_running_stats", False)]
+        self.buffers = [
+            (part, [(name, x, _version(x)) for name, x in part._buffers.items()])
+            for part in parts
+            if part._buffers and part not in self.counting
+        ]
         self.before: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
 
-    def changed(self) -> bool:
-        """Whether weights were changed in place, as by the step of an optimiser."""
-        return any(weight._version != version for weight, version in self.versions)
+    def done(self) -> None:
+        """The modules were called for the first time: what they changed by themselves is known."""
+        self.versions = self._versions()
+        for part, known in self.buffers:
+            if any(part._buffers.get(name) is x and _version(x) != v for name, x, v in known):
+                self.counting.append(part)
+        self.buffers = []
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight, _ in self.weights]
+
+    def check(self, name: str) -> None:
+        """Raise if weights were changed in place, as by the step of an optimiser."""
+        if self.versions != self._versions():
+            raise TrainingError(
+                f"the weights of {name} changed in place after the forward pass, so its "
+                "gradients would be those of other weights; take the optimiser's step after the "
+                "backward pass."
+            )
 
     def __enter__(self) -> None:
         others = [(values, then) for values, then in self.then if _differ(values, then)]
@@ -101,13 +123,34 @@ class AsThen:
         self.before.append(changed)
         for values, then in others:
             values.update(then)
+        self.swapped = [w for w, wanted in self.weights if w.requires_grad != wanted and w.is_leaf]
+        for weight in self.swapped:
+            weight.requires_grad_(not weight.requires_grad)
         for part in self.counting:
             for name, value in part._buffers.items():
                 part._buffers[name] = None if value is None else value.clone()
 
     def __exit__(self, *_: object) -> None:
+        for weight in self.swapped:
+            weight.requires_grad_(not weight.requires_grad)
         for values, before in reversed(self.before.pop()):
             values.update(before)
+
+
+class Unchanged(AsThen):
+    """The same, and an error if weights have changed in place meanwhile."""
+
+    def __init__(self, modules: Iterable[Any], name: str) -> None:
+        super().__init__(modules)
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.check(self.name)
+        super().__enter__()
+
+
+def _version(x: Any) -> int:
+    return 0 if x is None or x.is_inference() else x._version
 
 
 def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:

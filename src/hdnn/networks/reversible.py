@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdnn.engine import chain
 from hdnn.engine.drift import recorded
-from hdnn.engine.replay import AsThen
+from hdnn.engine.replay import Unchanged
 from hdnn.engine.tracing import eagerly, transformed, valueless
 from hdnn.errors import OptionError, ShapeError, TrainingError, choose, flag
 from hdnn.networks.block_derivatives import BlockDerivative
@@ -115,6 +115,8 @@ class Reversible(nn.Module):
 
     def _checkpointed(self, halves: Any, blocks: slice, args: Any, options: Any) -> list[Any]:
         part, fixed = self._shears(blocks), self.state == "fixed"
+        last = min(blocks.stop, len(self)) - 1
+        then = Unchanged([shear.module for shear in part], f"blocks {blocks.start} to {last}")
 
         def run(p: Tensor, q: Tensor, *exact: Tensor) -> tuple[Tensor, ...]:
             given = [chain.Half(*pair) for pair in zip((p, q), exact or (None, None), strict=True)]
@@ -123,11 +125,11 @@ class Reversible(nn.Module):
 
         exact = [half.exact for half in halves] if fixed else []
         values = [half.value for half in halves]
-        modules = [shear.module for shear in part]
-        contexts: Any = lambda: (nullcontext(), AsThen(modules))  # noqa: E731
+        contexts: Any = lambda: (nullcontext(), then)  # noqa: E731
         p, q, *exact = checkpoint(  # pyright: ignore
             run, *values, *exact, use_reentrant=False, context_fn=contexts
         )
+        then.done()
         return [chain.Half(*pair) for pair in zip((p, q), exact or (None, None), strict=True)]
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
