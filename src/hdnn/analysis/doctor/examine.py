@@ -21,7 +21,7 @@ from hdnn.analysis.doctor.probe import Probe
 from hdnn.analysis.doctor.products import STEPS, Gain
 from hdnn.analysis.doctor.signals import Signals
 from hdnn.analysis.parts import unwrapped
-from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+from hdnn.errors import DataError, HDNNError, OptionError, positive_int, quoted
 
 SAMPLES = 8
 
@@ -60,12 +60,10 @@ def diagnose(
     model = unwrapped(model)
     positive_int("samples", samples)
     positive_int("steps", steps)
-    if isinstance(layers, str):
-        raise OptionError(f'layers is a list of names, but got "{layers}"; give [{layers!r}].')
+    names = checked_options(layers, loss, optimizer)
     device = _checked(model, x)
     whole, (x, count) = x, first_samples(x, samples)
     score = _score(loss, first_samples(target, samples)[0] if target is not None else None)
-    names = None if layers is None else [*layers]
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         try:
@@ -87,6 +85,26 @@ def diagnose(
         count,
         time.perf_counter() - begun,
     )
+
+
+def checked_options(layers: Any, loss: Any, optimizer: Any) -> list[str] | None:
+    """The names of layers as a list, after the mistakes that can be seen in these options."""
+    if isinstance(layers, str):
+        raise OptionError(f'layers is a list of names, but got "{layers}"; give [{layers!r}].')
+    if layers is not None and not isinstance(layers, Iterable):
+        raise OptionError(f"layers is a list of names of modules, but got {quoted(layers)}.")
+    names = None if layers is None else [*layers]
+    if names is not None and not names:
+        raise OptionError("layers is empty: name one module at least, or leave it out.")
+    if loss is not None and not callable(loss):
+        raise OptionError(
+            f"loss is a function of the output that gives a number, but got {quoted(loss)}."
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"optimizer must be one of torch.optim, but got {type(optimizer).__name__}."
+        )
+    return names
 
 
 def _measured(
@@ -138,6 +156,8 @@ def _checked(model: nn.Module, x: Any) -> torch.device:
             f"{type(x).__name__}."
         )
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise DataError("x is sparse, and the doctor takes dense tensors: give x.to_dense().")
         if tensor.device != device and tensor.ndim:
             raise DataError(
                 f"x is on {tensor.device}, but the model is on {device}; move it with "
@@ -197,7 +217,14 @@ def _score(loss: Callable[..., Tensor] | None, target: Any) -> Callable[[Any], T
         return None
 
     def score(output: Any) -> Tensor:
-        value = loss(output) if target is None else loss(output, target)
+        try:
+            value = loss(output) if target is None else loss(output, target)
+        except Exception as error:
+            given = "the output" if target is None else "the output and the target"
+            raise OptionError(
+                f"loss raised {type(error).__name__} when it was called on {given} of the model: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
         return value.reshape(())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.analysis.doctor.diagnosis import Diagnosis
-from hdnn.analysis.doctor.examine import SAMPLES, diagnose, first_samples
+from hdnn.analysis.doctor.examine import SAMPLES, checked_options, diagnose, first_samples
 from hdnn.analysis.doctor.finding import Finding
 from hdnn.analysis.doctor.guard import float_tensors
 from hdnn.analysis.monitor import GradientWarning
@@ -75,7 +75,7 @@ class GradientDoctor:
             raise OptionError(f"a doctor watches an nn.Module, but got {type(model).__name__}.")
         self.model, self.optimizer = unwrapped(model), optimizer
         self.every, self.share = positive_int("every", every), probability("share", share)
-        self.options = {"layers": None if layers is None else [*layers], "loss": loss}
+        self.options = {"layers": checked_options(layers, loss, optimizer), "loss": loss}
         self.looks: list[Look] = []
         self.diagnoses: list[Diagnosis] = []
         self.findings: list[Finding] = []
