@@ -81,6 +81,14 @@ def test_a_branch_that_a_step_opens_or_that_is_switched_off_is_no_small_step():
         assert not any(f.kind == "small step" for f in found.findings), str(found)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("unit", [1e-5, 1e5, 1e7])
+def test_the_units_of_the_input_are_no_fault(norm, unit):
+    model = nn.Sequential(norm(8, eps=1e-20), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    found = diagnose(model, unit * rows(64, 8))
+    assert found.healthy, str(found)
+
+
 def test_singular_values_are_those_of_the_whole_matrices():
     model: Any = mlp(4, 6, activation=nn.Tanh).double().requires_grad_(False)
     x = rows(1, 6).double()
@@ -317,6 +325,12 @@ def test_a_model_is_diagnosed_in_inference_mode_too():
         (mlp(2, 4), rows(2, 4), {"target": 1}, "needs a loss"),
         (mlp(2, 4), rows(2, 4), {"loss": lambda y: y}, "one number"),
         (mlp(2, 4), rows(2, 4), {"steps": 0}, "steps must be"),
+        (mlp(2, 4), rows(2, 4).to_sparse(), {}, "give x.to_dense()"),
+        (mlp(2, 4), rows(2, 4), {"layers": 3}, "layers is a list of names of modules, but got 3"),
+        (mlp(2, 4), rows(2, 4), {"layers": []}, "layers is empty"),
+        (mlp(2, 4), rows(2, 4), {"optimizer": 3}, "optimizer must be one of torch.optim"),
+        (mlp(2, 4), rows(2, 4), {"loss": 3}, "loss is a function of the output"),
+        (mlp(2, 4), rows(2, 4), {"loss": lambda y: y.no}, "loss raised AttributeError"),
     ],
 )
 def test_mistakes_get_one_sentence(model, x, options, words):
@@ -423,6 +437,13 @@ def test_a_doctor_names_the_module_that_is_not_finite():
 def test_a_doctor_needs_a_module_and_inputs():
     with pytest.raises(OptionError, match="a doctor watches"):
         GradientDoctor("model")  # pyright: ignore[reportArgumentType]
+    for option, words in {
+        "optimizer": "torch.optim",
+        "layers": "a list",
+        "loss": "loss is",
+    }.items():
+        with pytest.raises(OptionError, match=words):
+            GradientDoctor(mlp(2, 4), **{option: 3})  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="seen no inputs yet"):
         GradientDoctor(mlp(2, 4)).examine()
 

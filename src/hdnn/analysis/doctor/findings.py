@@ -184,15 +184,16 @@ def norm_hides(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         if grown < AMPLIFIED or any(len(p.shape) > 1 for p in one.module.parameters()):
             continue
         earlier = [c for c in signals.calls if c.leaf and c.ended < one.begun and c.rms_in > 0]
-        worst = min(earlier, key=lambda c: c.rms_out / c.rms_in, default=None)
-        after = f" The signal shrinks most in {worst.title}." if worst else ""
+        if not earlier:  # the inputs are as small: nothing has died out
+            continue
+        worst = min(earlier, key=lambda c: c.rms_out / c.rms_in)
         yield Finding(
             "norm hides",
             one.title,
             f"{one.title} makes a signal of size {one.rms_out:.2g} out of {one.rms_in:.2g}, which "
-            f"hides that it has died out before.{after}",
+            f"hides that it has died out before. The signal shrinks most in {worst.title}.",
             {"before": one.rms_in, "after": one.rms_out},
-            layers=(one.title, worst.title) if worst else (one.title,),
+            layers=(one.title, worst.title),
         )
         return  # those after it would say the same
 

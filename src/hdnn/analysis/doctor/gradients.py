@@ -13,7 +13,7 @@ from hdnn.analysis.doctor.signals import LayerSignals, PeerBlock, Signals
 VANISHED, EXPLODED = 1e-4, 1e3
 SHRUNK = 1e-2  # no derivative above this counts as vanished
 OPENED = 10.0  # gradients that a step of scales makes so much larger were small on purpose
-FAINT = 1e-3  # a state this small beside an earlier one has died out
+FAINT = 1e-3  # a state this small has died out, in whatever units the inputs are
 GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
 OUTLIER = 100.0
 CAUSES = ("dead units", "saturated", "detached", "zero gate", "not finite")
@@ -44,7 +44,7 @@ def vanishing(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         gain = _whole(signals, k)
         if math.isnan(gain):
             continue
-        faint = gain < VANISHED and last.rms < FAINT * max(one.rms, 1.0)
+        faint = gain < VANISHED and last.rms < FAINT
         if (relative(gain, last, one) < VANISHED and gain < SHRUNK) or faint:
             lost.append((k, gain, faint))
     cause = next((f for f in found if f.fault and f.kind in CAUSES), None)
