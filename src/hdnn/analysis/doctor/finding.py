@@ -20,6 +20,7 @@ KINDS = (
     "underflow",
     "small step",
     "no gradient",
+    "unused",
 )
 
 

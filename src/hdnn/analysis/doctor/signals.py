@@ -71,6 +71,7 @@ class Signals:
     exponentials: list[ExponentialFacts] = field(default_factory=list)
     zero_buffers: list[str] = field(default_factory=list)  # of modules that hold others
     unreached: list[str] = field(default_factory=list)  # weights that matter, without gradients
+    unused: list[str] = field(default_factory=list)  # weights that nothing depends on
     severed: list[str] = field(default_factory=list)  # called on what depends on weights, unseen
     mismatch: list[float] = field(default_factory=list)  # of derivatives and differences, by layer
     bad_gradients: list[str] = field(default_factory=list)  # layers whose gradient is not finite

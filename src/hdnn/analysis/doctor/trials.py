@@ -70,18 +70,31 @@ def severed(probe: Probe, found: Signals, recording: Recording) -> None:
 
 
 def unreached(probe: Probe, found: Signals, recording: Recording) -> None:
-    """Weights that no gradient reaches, though what comes out depends on them."""
-    lost = [p for p in found.parameters if p.trainable and p.called and p.gradient is None]
+    """Weights that no gradient reaches, though what comes out depends on them; or it does not.
+
+    Of a module that is not called, weights can be used all the same.
+    """
+    lost = [p for p in found.parameters if p.trainable and p.gradient is None]
     before = [t.detach() for t in outputs_of(recording.output)]
-    for module in [*dict.fromkeys(p.module for p in lost)][-MOST_CHECKED:]:
-        names = {p.name for p in lost if p.module == module}
+
+    def matter(names: set[str]) -> bool:
         kept = {n: w.detach().clone() for n, w in probe.weights.items()}
         nudged(probe, 10 * NUDGE, only=names)
         after = [t.detach() for t in outputs_of(probe.record().output)]
         restored(probe, kept)
         pairs = zip(before, after, strict=False)
-        if any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs):
+        return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs)
+
+    idle = {p.name for p in lost if not p.called}
+    if idle and not matter(idle):
+        found.unused = [p.name for p in lost if p.name in idle]
+        lost = [p for p in lost if p.called]
+    for module in [*dict.fromkeys(p.module for p in lost)][-MOST_CHECKED:]:
+        names = {p.name for p in lost if p.module == module}
+        if matter(names):
             found.unreached += sorted(names)
+        elif names <= idle:
+            found.unused += sorted(names)
 
 
 def differences(probe: Probe, found: Signals, states: Sequence[ChainState]) -> None:
