@@ -81,6 +81,25 @@ def test_a_branch_that_a_step_opens_or_that_is_switched_off_is_no_small_step():
         assert not any(f.kind == "small step" for f in found.findings), str(found)
 
 
+@pytest.mark.parametrize("count", [16, 24, 31])
+@pytest.mark.parametrize("samples", [64, 256])
+def test_half_of_the_units_and_more_are_not_dead_by_chance(count, samples):
+    torch.manual_seed(0)
+    model: Any = mlp(4)
+    model[4].bias.data[:count] = -10
+    found = diagnose(model, rows(samples), samples=samples)
+    assert [(f.kind, f.layer) for f in found.faults] == [("dead units", "5")], str(found)
+
+
+@pytest.mark.parametrize("depth", [1, 4, 16])
+@pytest.mark.parametrize("samples", [1, 8, 256])
+def test_units_of_a_fresh_network_are_off_by_chance(depth, samples):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = diagnose(mlp(depth, 48), rows(samples, 48), samples=256)
+        assert not any(f.kind == "dead units" for f in found.findings), str(found)
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
 @pytest.mark.parametrize("unit", [1e-5, 1e5, 1e7])
 def test_the_units_of_the_input_are_no_fault(norm, unit):
@@ -228,6 +247,31 @@ def test_what_cannot_be_computed_is_said_and_is_not_fine():
     assert not found.healthy
     assert "singular values" in found.unknown[0]
     assert "NOT EVERYTHING COULD BE COMPUTED" in str(found)
+
+
+class Beside(nn.Module):
+    """Has a part `a` that it does not call: its weights are used in other ways, or not at all."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.b, self.head, self.used = nn.Linear(8, 8), nn.Linear(8, 2), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear: Any = self.a[0]
+        y = nn.functional.linear(x, linear.weight.data, linear.bias) if self.used else x
+        return self.head(torch.tanh(y) + self.b(x))
+
+
+def test_a_layer_that_is_not_called_is_noted():
+    found = diagnose(Beside(used=False), rows(8, 8))
+    assert found.healthy
+    assert [(f.kind, f.layer) for f in found.notes] == [("unused", "a")]
+
+
+def test_weights_that_are_used_without_a_call_and_a_gradient_are_named():
+    found = diagnose(Beside(used=True), rows(8, 8))
+    assert [(f.kind, f.layer) for f in found.findings] == [("detached", "a.0")]
 
 
 class Moving(nn.Module):

@@ -14,10 +14,11 @@ from hdnn.analysis.doctor.finding import Finding
 from hdnn.analysis.doctor.gates import zero_gates
 from hdnn.analysis.doctor.gradients import exploding, missing_residual, vanishing
 from hdnn.analysis.doctor.signals import Signals
+from hdnn.analysis.doctor.trace import ActivationFacts
 from hdnn.analysis.doctor.trials import DIFFERENT
 
 HALF_OFF = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
-MOSTLY = 0.85
+MOSTLY = 0.85  # more than that is looked into however few samples there are
 RARE = 1e-4  # how unlikely so many dead units must be by chance
 SATURATED = 0.8
 AMPLIFIED, TINY_SIGNAL = 100.0, 1e-3
@@ -124,13 +125,15 @@ def _cut(signals: Signals) -> str:
 
 
 def dead_units(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
-    """More units off for all samples than chance explains, where half of them may well be."""
+    """Half of the units or more are off for all samples, and more than chance explains."""
     if any(f.kind == "not finite" for f in found):
         return
     dead = []
     for one in signals.activations:
-        chance = _tail(one.units, one.dead, HALF_OFF) if one.one_sided and one.dead else 1.0
-        if one.dead_share >= MOSTLY and (chance < RARE or one.dead == one.units > 1):
+        if not one.one_sided or one.dead_share < HALF_OFF:
+            continue
+        chance = _chance(one)
+        if chance < RARE or one.dead == one.units > 1:
             dead.append((one, chance))
     if not dead:
         return
@@ -148,10 +151,23 @@ def dead_units(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
     )
 
 
+def _chance(one: ActivationFacts) -> float:
+    """How likely so many dead units are where nothing is wrong.
+
+    Half of the units may be off where all samples are alike; but then as many are always on. Where
+    samples differ, a unit is off for all of them as often as those that live are off for one.
+    """
+    alike = _tail(one.units, one.dead, HALF_OFF) if one.dead_share >= MOSTLY else 1.0
+    uneven = _tail(one.dead + one.always, one.dead, 0.5)
+    unlucky = _tail(one.units, one.dead, (1 - one.active) ** one.samples)
+    return min(alike, max(uneven, unlucky))
+
+
 def _tail(n: int, k: int, p: float) -> float:
     """The chance of k or more of n."""
-    if n > 1000:  # never by chance, for the shares that are asked for
-        return 0.0
+    if n > 1000:  # by a normal distribution, which is close for so many
+        spread = math.sqrt(max(n * p * (1 - p), 1e-300))
+        return 0.5 * math.erfc((k - 0.5 - n * p) / spread / math.sqrt(2))
     return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
 
 
@@ -219,12 +235,30 @@ def frozen(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
     )
 
 
-def _top(name: str, free: list[str]) -> str:
-    """The outermost module of a frozen parameter that has no trainable one."""
+def unused(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
+    """Modules that are not called, and whose weights nothing depends on: a note."""
+    if not signals.unused:
+        return
+    others = [p.name for p in signals.parameters if p.name not in signals.unused]
+    tops = [*dict.fromkeys(_top(name, others) for name in signals.unused)]
+    listed = ", ".join(tops[:5]) + (f" and {len(tops) - 5} more" if len(tops) > 5 else "")
+    yield Finding(
+        "unused",
+        tops[0],
+        f"{listed} {'is' if len(tops) == 1 else 'are'} not called on these inputs, and the output "
+        "does not depend on it: its weights are not trained.",
+        {"parameters": float(len(signals.unused))},
+        fault=False,
+        layers=tuple(tops),
+    )
+
+
+def _top(name: str, others: list[str]) -> str:
+    """The outermost module around a parameter that has none of the others in it."""
     words = name.split(".")
     for k in range(1, len(words)):
         prefix = ".".join(words[:k])
-        if not any(other.startswith(prefix + ".") for other in free):
+        if not any(other.startswith(prefix + ".") for other in others):
             return prefix
     return name
 
@@ -316,4 +350,5 @@ RULES: tuple[Rule, ...] = (
     small_step,
     underflow,
     frozen,
+    unused,
 )

@@ -52,6 +52,9 @@ class ActivationFacts:
     flat: int = 0
     units: int = 0
     dead: int = 0  # units that are flat for all samples and positions
+    always: int = 0  # units that are flat for none of them
+    active: float = 0.0  # the share of samples and positions for which the others are not flat
+    samples: int = 0
     one_sided: bool = False
 
     @property
@@ -114,9 +117,14 @@ class OperationTrace(TorchDispatchMode):
         facts.entries += flat.numel()
         facts.flat += int(flat.sum())
         axis = 1 if flat.ndim > 3 else flat.ndim - 1
-        dead = flat.movedim(axis, 0).flatten(1).all(1) if flat.ndim > 1 else flat
+        by_unit = flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
+        dead, always = by_unit.all(1), ~by_unit.any(1)
         # A layer that is called again, as in a recurrence, is dead only if it is so every time.
-        facts.dead = int(dead.sum()) if not facts.units else min(facts.dead, int(dead.sum()))
+        if not facts.units or int(dead.sum()) < facts.dead:
+            facts.dead, facts.always = int(dead.sum()), int(always.sum())
+            living = by_unit[~(dead | always)]
+            facts.active = float((~living).float().mean()) if living.numel() else 0.0
+            facts.samples = len(flat) if flat.ndim > 1 else 1
         facts.units = len(dead)
 
     def _softmax(self, x: Tensor, out: Tensor, axis: int) -> None:
