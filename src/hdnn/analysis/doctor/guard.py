@@ -7,6 +7,7 @@ that it holds is put back afterwards.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdnn.analysis.copies import copied
 
+CONTAINERS = (list, dict, set, deque)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -94,26 +96,24 @@ def _copied_or_none(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """What the parts of a model hold, as it was: tensors by value, plain containers too."""
+    """What the parts of a model hold, as it was: tensors by value, and containers in containers."""
     parts = [*model.modules()]
     tensors = [*model.parameters(), *model.buffers()]
     values = [(t, t.data, t.detach().clone(), t.requires_grad, t.grad) for t in tensors]
     held = [(part, dict(vars(part))) for part in parts]
-    inner = [
-        (value, type(value)(value))
-        for part in parts
-        for value in vars(part).values()
-        if type(value) in (list, dict, set) or type(value).__name__ == "OrderedDict"
-    ]
+    seen: dict[int, tuple[Any, Any]] = {id(t): (t, None) for t in tensors}
+    for part in parts:
+        for value in vars(part).values():
+            _kept(value, seen)
     try:
         yield
     finally:
         for part, attributes in held:
             vars(part).clear()
             vars(part).update(attributes)
-        for container, content in inner:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for value, content in seen.values():
+            if content is not None:
+                _refilled(value, content)
         with torch.no_grad():
             for tensor, data, value, wanted, grad in values:
                 tensor.data = data
@@ -122,6 +122,38 @@ def put_back(model: nn.Module) -> Iterator[None]:
                 if tensor.requires_grad is not wanted:
                     tensor.requires_grad_(wanted)
                 tensor.grad = grad
+
+
+def _kept(value: Any, seen: dict[int, tuple[Any, Any]]) -> None:
+    """Keep what a container, a tensor or an array holds now, and all that is in it."""
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    if isinstance(value, Tensor):
+        seen[id(value)] = value, (value.data, value.detach().clone())
+    elif isinstance(value, np.ndarray):
+        seen[id(value)] = value, value.copy()
+    elif isinstance(value, CONTAINERS):
+        content = dict(value) if isinstance(value, dict) else [*value]
+        seen[id(value)] = value, content
+        for each in content.values() if isinstance(content, dict) else content:
+            _kept(each, seen)
+    elif isinstance(value, tuple):
+        seen[id(value)] = value, None
+        for each in value:
+            _kept(each, seen)
+
+
+def _refilled(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.data = content[0]
+            if not torch.equal(value, content[1]):
+                value.data.copy_(content[1])
+    elif isinstance(value, np.ndarray):
+        value[...] = content
+    else:
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
 def in_float32(value: Any) -> Any:
