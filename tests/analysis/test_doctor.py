@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import re
 import threading
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,8 @@ class Uncopied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lock, self.count, self.log = threading.Lock(), 0, []
+        self.total, self.array = torch.zeros(3), np.zeros(2)
+        self.nested = {"sizes": [1], "both": ([deque([1], maxlen=3)], torch.ones(2))}
         self.body = nn.Sequential(
             nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5)
         )
@@ -145,6 +149,12 @@ class Uncopied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         self.log.append(len(x))
+        self.total.add_(1)
+        self.array += 1
+        self.nested["sizes"].append(len(x))  # pyright: ignore[reportAttributeAccessIssue]
+        self.nested["both"][0][0].append(len(x))  # pyright: ignore
+        self.nested["both"][1].mul_(2)  # pyright: ignore
+        self.last = x.mean()
         return self.head(self.body(x))
 
 
@@ -156,7 +166,8 @@ def everything(model: nn.Module) -> list[Any]:
         [(n, t.requires_grad, t.dtype, t.data_ptr(), id(t)) for n, t in tensors.items()],
         [(n, m.training, getattr(m, "inplace", None)) for n, m in model.named_modules()],
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        [getattr(model, "count", None), [*getattr(model, "log", [])]],
+        [copy.deepcopy(getattr(model, n, None)) for n in ("count", "log", "total", "nested")],
+        [sorted(vars(model)), str(getattr(model, "array", None))],
         [torch.get_rng_state(), str(random.getstate()), str(np.random.get_state())],  # noqa: NPY002
     ]
 
@@ -205,6 +216,19 @@ def test_a_loss_with_a_target_is_taken():
     found = diagnose(mlp(3), rows(32), loss=nn.functional.cross_entropy, target=labels)
     assert found.healthy
     assert found.samples == 8
+
+
+def test_a_target_need_not_fit_the_first_axis_of_x():
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mean(0))
+
+    x, labels = torch.randn(20, 12, 4), torch.randint(0, 3, (12,))  # of 20 times and 12 samples
+    assert diagnose(Last(), x, loss=nn.functional.cross_entropy, target=labels).healthy
 
 
 def test_inputs_may_be_a_tuple_or_a_dict():

@@ -220,10 +220,11 @@ def _score(loss: Callable[..., Tensor] | None, target: Any) -> Callable[[Any], T
         try:
             value = loss(output) if target is None else loss(output, target)
         except Exception as error:
-            given = "the output" if target is None else "the output and the target"
-            raise OptionError(
-                f"loss raised {type(error).__name__} when it was called on {given} of the model: "
-                f"{str(error).partition(chr(10))[0]}"
+            given = "" if target is None else " and the target"
+            # Of the data, since they can fit together where the first axis is not cut.
+            raise DataError(
+                f"loss raised {type(error).__name__} when it was called on the output of the "
+                f"model{given}: {str(error).partition(chr(10))[0]}"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise OptionError("loss must give one number, as a tensor.")
