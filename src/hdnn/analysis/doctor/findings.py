@@ -246,7 +246,7 @@ def unused(signals: Signals, found: list[Finding]) -> Iterable[Finding]:
         "unused",
         tops[0],
         f"{listed} {'is' if len(tops) == 1 else 'are'} not called on these inputs, and the output "
-        "does not depend on it: its weights are not trained.",
+        "does not depend on the weights there: they are not trained.",
         {"parameters": float(len(signals.unused))},
         fault=False,
         layers=tuple(tops),
