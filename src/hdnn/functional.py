@@ -357,10 +357,9 @@ def _run(
         return run(call)
     shears, kind, inverse, y, weights, link, h, sigma = call
     halves = shears is not None
-    if shears is not None and specs is None:
-        name, specs = splitting.named(shears)
+    if specs is None:
+        name, specs = splitting.named(shears)  # pyright: ignore  # which refuses None
         name += "_inverse" * inverse
-    assert specs is not None
     links = {"X" if halves else "J": link}
     _check(name, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
     if not trajectory and (run := prepared.choose(call, engine, backprop)):

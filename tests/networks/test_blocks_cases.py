@@ -361,7 +361,8 @@ def alive():
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old names in PyTorch, which are looked at too
-        found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        # Not those without values, which other tests may have left behind.
+        found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values()
     )
