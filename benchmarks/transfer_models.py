@@ -127,6 +127,7 @@ class Network(nn.Module):
         h: float = 1.0,
         share: bool = False,
         backprop: str = "auto",
+        state: str = "float",
         **o: Any,
     ) -> None:
         super().__init__()
@@ -162,7 +163,9 @@ class Network(nn.Module):
         }
         depth = 3 if kind == "none" else depth
         layers = [makers[kind](0)] * depth if share else [makers[kind](j) for j in range(depth)]
-        self.layers = hdnn.Reversible(layers, backprop=backprop) if ours else nn.ModuleList(layers)
+        self.layers: Any = nn.ModuleList(layers)
+        if ours:
+            self.layers = hdnn.Reversible(layers, backprop=backprop, state=state)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         x = self.encoder(x)

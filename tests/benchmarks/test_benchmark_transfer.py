@@ -177,7 +177,7 @@ def test_a_quick_run_writes_what_it_found_and_goes_on_where_it_was(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_peak_of_a_step_is_measured_in_a_process_of_its_own(transfer):
     sizes = transfer.SIZES["quick"] | {"d": 64, "deep": 500, "batch": 8}
-    found = transfer.peak(20, "stored", sizes)
+    found = transfer.peak(20, "stored", sizes, True)
     assert found is not None
     assert 10 < found < 1000
 
