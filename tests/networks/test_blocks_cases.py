@@ -361,8 +361,9 @@ def alive():
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old names in PyTorch, which are looked at too
-        # Not those without values, which other tests may have left behind.
         found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    # Others, without storage of their own, may have been left behind by other tests.
+    found = [one for one in found if one.layout is torch.strided and not one.is_meta]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values()
     )
