@@ -196,7 +196,7 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = ["# Deep transformers of coupled blocks", "", f"`{result['command']}`, {about}", ""]
     lines += [
         f"A training step in bf16 autocast: {sizes['d']} features, {sizes['tokens']} tokens, "

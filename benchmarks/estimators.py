@@ -27,7 +27,7 @@ if "--loaded-fit" not in sys.argv:
 import numpy as np
 import sklearn
 import torch
-from report import keep, table
+from report import keep, on_one_line, table
 from sklearn.compose import make_column_selector, make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.exceptions import ConvergenceWarning
@@ -230,7 +230,7 @@ def targets(classes: dict[str, Any], values: dict[str, Any]) -> list[list[Any]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    about = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
+    about = on_one_line(result["versions"])
     classes = {k: v for k, v in result["sets"].items() if "worse" in v}
     values = {k: v for k, v in result["sets"].items() if "worse" not in v}
     lines = [

@@ -255,7 +255,7 @@ def ran(net: nn.Module, y: Tensor, device: str) -> str:
 
 def page(result: Row) -> str:
     """The result in words."""
-    about = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = [
         f"# Gradients by default against the plain loop's, on {result['machine']['machine']}",
         "",

@@ -207,7 +207,7 @@ def ranks(kind: str, nodes: int, turns: int) -> list[dict[str, Any]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    about = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = ["# Graphs: what a step costs", "", f"`python benchmarks/graphs.py`, {about}."]
     lines += [f"H2, {LAYERS} layers, batch {BATCH}, one pair (p, q) a node, output layer trained"]
     lines += ["along, gradients clipped. Other programs kept "]

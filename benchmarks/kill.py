@@ -175,7 +175,7 @@ def killed_and_resumed(place: Path, options: argparse.Namespace) -> dict[str, An
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
-    about = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = ["# Killed and resumed", "", f"`{result['command']}`, {about}.", ""]
     lines += [
         f"`{result['training']}` takes {result['seconds']:.1f} s when it is left alone. It was "

@@ -174,7 +174,7 @@ def _all(tasks: list[Task], sizes: dict[str, Any], device: str) -> list[dict[str
 
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = ["# A language model of characters", "", f"`{result['command']}`, {about}", ""]
     lines += [
         f"Loss on validation after {sizes['steps']} steps ({sizes['d']} features, "

@@ -24,6 +24,11 @@ def machine(device: str) -> dict[str, str]:
     return found | {"hdnn": hdnn.__version__, "date": time.strftime("%Y-%m-%d")}
 
 
+def on_one_line(about: dict[str, str]) -> str:
+    """The machine and its versions, for the head of a page."""
+    return ", ".join(f"{name} {value}" for name, value in about.items())
+
+
 def keep(result: Any, page: str, name: str, out: Path | None) -> None:
     """Write a result as JSON and as a page into the folder, if there is one."""
     if out is None:
@@ -98,7 +103,7 @@ def table(head: str, rows: list[list[Any]]) -> list[str]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
-    about = ", ".join(f"{k} {v}" for k, v in result["machine"].items())
+    about = on_one_line(result["machine"])
     lines = [f"# Engine, on {result['machine']['machine']}", "", f"`{result['command']}`, {about}"]
     if result["others_cores"] is not None:
         lines[-1] += f"; other programs took {result['others_cores']:.2f} cores meanwhile"

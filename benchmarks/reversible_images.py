@@ -128,7 +128,7 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = ["# Reversible blocks on images", "", f"`{result['command']}`, {about}", ""]
     lines += [
         f"CIFAR-10 (JPEG q75), {sizes['epochs']} epochs, accuracy in % on the test images: mean "

@@ -122,7 +122,7 @@ def main() -> int:
     for data, layers in [*table_distributed.PAPER][: options.cells]:
         rows.append(cell(data, layers, options.epochs))
         print(json.dumps(rows[-1]), flush=True)
-    about = ", ".join(f"{k} {v}" for k, v in report.machine("cpu").items())
+    about = report.on_one_line(report.machine("cpu"))
     head = "cell | eight processes | one process | same bits | one masked network | paper | "
     head += "messages | MB | connected to"
     table = report.table(

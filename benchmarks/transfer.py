@@ -359,7 +359,7 @@ def words(setting: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any]) -> str:
     sizes, d = result["sizes"], result["deep"]
-    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = [f"# A value over {sizes['hops']} hops", "", f"`{result['command']}`, {about}", ""]
     lines += [
         f"Graph transfer with {sizes['hops']} layers and states of {sizes['d']} features: mean "

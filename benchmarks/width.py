@@ -215,7 +215,7 @@ def _error(t: Tensor, exact: Tensor) -> float:
 
 
 def page(result: dict[str, Any]) -> str:
-    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    about = report.on_one_line(result["machine"])
     lines = [
         "# Wide stacks on a GPU",
         "",
