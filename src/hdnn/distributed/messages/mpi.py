@@ -15,6 +15,7 @@ error ends them too when Python exits, because nothing else would stop them.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import time
@@ -174,9 +175,6 @@ class Mpi(Transport):
         self.comm.Free()
 
 
-_broken: list[Pending] = []  # kept for ever: MPI may still write into their messages
-
-
 class _Pending(Works):
     def __init__(self, transport: Mpi, *messages: Sequence[Message]) -> None:
         super().__init__()
@@ -194,8 +192,13 @@ class _Pending(Works):
                 time.sleep(NAP)
 
     def lost(self, parts: list[int], error: RuntimeError | None = None) -> DistributedError:
-        _broken.append(self)
+        _keep_for_ever(self)  # MPI may still write into its messages, and does so until it ends
         return self.transport.lost(parts, "" if error is None else short(error))
+
+
+def _keep_for_ever(what: object) -> None:
+    """Even a global would not do: Python drops those when it exits, which is before MPI ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def _end_all(comm: Any) -> None:
