@@ -1,0 +1,135 @@
+"""What `GradientDoctor` adds to the time of a training: the same loop with and without it.
+
+    python benchmarks/doctor.py
+    python benchmarks/doctor.py --out docs/results
+
+A model is trained twice at once, with and without a doctor (its defaults: a look at one step in
+100, examinations for at most 2.5% of the time). The two take turns of 100 steps, so that slow
+drifts of the machine cancel, and the ratio is that of the whole loops, looks and examinations
+included. The spread is over rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from report import command, on_one_line
+from torch import Tensor, nn
+
+from hdnn.analysis import GradientDoctor
+
+TURN = 100  # steps
+
+
+SIZES = {"full": {"turns": 10, "rounds": 3}, "quick": {"turns": 1, "rounds": 1}}
+
+
+def perceptron() -> tuple[nn.Module, Tensor, int]:
+    hidden = [part for _ in range(8) for part in (nn.Linear(128, 128), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(128, 10)), torch.randn(256, 128), 10
+
+
+def convolutions() -> tuple[nn.Module, Tensor, int]:
+    hidden = [
+        part
+        for channels in (3, 16, 16, 16)
+        for part in (nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+    ]
+    model = nn.Sequential(*hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return model, torch.randn(32, 3, 16, 16), 10
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=True)
+        self.stack = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stack(x).mean(1))
+
+
+MODELS: dict[str, Any] = {
+    "perceptron, 9 layers of 128, batch 256": perceptron,
+    "convolutions, 4 of 16 channels, batch 32": convolutions,
+    "transformer, 4 blocks of 64, 32 tokens, batch 16": lambda: (
+        Transformer(),
+        torch.randn(16, 32, 64),
+        10,
+    ),
+}
+
+
+class Loop:
+    """One training; `turn` takes its next steps and counts their time."""
+
+    def __init__(self, make: Any, watched: bool, device: str) -> None:
+        torch.manual_seed(0)
+        model, x, classes = make()
+        self.model, self.x = model.to(device), x.to(device)
+        self.t = torch.randint(classes, (len(x),), device=device)
+        self.adam = torch.optim.Adam(self.model.parameters())
+        self.doctor = GradientDoctor(self.model, optimizer=self.adam) if watched else None
+        if self.doctor is not None:
+            self.doctor.__enter__()
+        self.seconds = 0.0
+
+    def turn(self) -> None:
+        start = time.perf_counter()
+        for _ in range(TURN):
+            self.adam.zero_grad()
+            nn.functional.cross_entropy(self.model(self.x), self.t).backward()
+            self.adam.step()
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - start
+
+
+def compare(make: Any, size: dict[str, int], device: str) -> dict[str, Any]:
+    ratios, steps, examinations = [], [], []
+    for _ in range(size["rounds"]):
+        bare, watched = Loop(make, False, device), Loop(make, True, device)
+        for k in range(size["turns"]):
+            for loop in (bare, watched) if k % 2 else (watched, bare):
+                loop.turn()
+        assert watched.doctor is not None
+        watched.doctor.close()
+        ratios.append(watched.seconds / bare.seconds)
+        steps.append(1e3 * bare.seconds / (TURN * size["turns"]))
+        examinations.append(len(watched.doctor.diagnoses))
+    middle = sorted(ratios)[len(ratios) // 2]
+    return {"ratio": middle, "all": ratios, "ms": min(steps), "examinations": examinations}
+
+
+def run(size: dict[str, int], device: str) -> dict[str, Any]:
+    found = {}
+    for name, make in MODELS.items():
+        row = found[name] = compare(make, size, device)
+        print(f"{name}: {row['ms']:.2f} ms a step, with a doctor {row['ratio']:.3f} times that")
+    return {"steps": TURN * size["turns"], "models": found}
+
+
+def page(result: dict[str, Any]) -> str:
+    lines = [
+        "# What the doctor costs",
+        "",
+        f"`{result['command']}`, {on_one_line(result['machine'])}. {result['steps']} steps of "
+        "training with `GradientDoctor` against the same steps without; all rounds in brackets.",
+        "",
+        "| model | ms a step | with a doctor | examinations | target |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, row in result["models"].items():
+        every = ", ".join(f"{ratio:.3f}" for ratio in sorted(row["all"]))
+        lines.append(
+            f"| {name} | {row['ms']:.2f} | {row['ratio']:.3f} ({every}) | "
+            f"{max(row['examinations'])} | <= 1.05 |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(command("doctor", __doc__, SIZES, run, page))

@@ -1,0 +1,61 @@
+"""What is public: the names that these modules list, each with an example of its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import cache
+from typing import Any
+
+MODULES = (
+    "hdnn",
+    "hdnn.activations",
+    "hdnn.analysis",
+    "hdnn.data",
+    "hdnn.data.cifar10",
+    "hdnn.data.images",
+    "hdnn.data.mnist",
+    "hdnn.data.planar",
+    "hdnn.distributed",
+    "hdnn.engine",
+    "hdnn.errors",
+    "hdnn.estimators",
+    "hdnn.functional",
+    "hdnn.heads",
+    "hdnn.interconnection",
+    "hdnn.models",
+    "hdnn.networks",
+    "hdnn.operators",
+    "hdnn.operators.block_sparse",
+    "hdnn.operators.conv",
+    "hdnn.operators.dense",
+    "hdnn.plotting",
+    "hdnn.reference",
+    "hdnn.regularization",
+    "hdnn.sparsity",
+    "hdnn.training",
+)
+
+
+@cache
+def names() -> dict[str, Any]:
+    """Every public class, function and error by the shortest name a user would write."""
+    found: dict[str, Any] = {}
+    known: set[int] = set()
+    for module in MODULES:
+        home = importlib.import_module(module)
+        for name in home.__all__:
+            thing = getattr(home, name)
+            if not inspect.ismodule(thing) and id(thing) not in known:
+                known.add(id(thing))
+                found[f"{module}.{name}"] = thing
+    return found
+
+
+def parameters(thing: Any) -> list[str]:
+    """The names of what a function or a constructor takes, as a user gives them."""
+    if inspect.isclass(thing) and issubclass(thing, Exception):
+        return []
+    given = [*inspect.signature(thing).parameters.values()]
+    plain = (p for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    return [p.name for p in plain if not p.name.startswith("_")]
