@@ -19,6 +19,14 @@ from torch.nn import functional as F
 
 from hdnn.errors import OptionError, choose, quoted
 
+__all__ = [
+    "Activation",
+    "check",
+    "get",
+    "names",
+    "register",
+]
+
 Elementwise = Callable[[Tensor], Tensor]
 
 

@@ -14,6 +14,22 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from types import ModuleType
 
+__all__ = [
+    "CheckpointError",
+    "ConvergenceError",
+    "DataError",
+    "HDNNError",
+    "InterconnectionError",
+    "LayerIndexError",
+    "MissingExtraError",
+    "NotInvertibleError",
+    "OptionError",
+    "ShapeError",
+    "SparsityError",
+    "StepError",
+    "TrainingError",
+]
+
 LARGEST = sys.float_info.max
 SENSIBLE = 1e30  # the largest rate, penalty or time: float32 can still compute with it
 MOST = 2**63 - 1  # the largest size, count or seed: what an index can hold

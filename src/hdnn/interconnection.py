@@ -11,6 +11,17 @@ from torch import Tensor
 
 from hdnn.errors import InterconnectionError, ShapeError
 
+__all__ = [
+    "block_diagonal",
+    "canonical",
+    "check_skew",
+    "from_X",
+    "is_skew",
+    "skew",
+    "times_J",
+    "times_X",
+]
+
 
 def canonical(
     n: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None

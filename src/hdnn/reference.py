@@ -21,6 +21,19 @@ from hdnn.base.shapes import Step, layer_steps, per_layer
 from hdnn.integrators import implicit, splitting
 from hdnn.interconnection import times_J, times_X
 
+__all__ = [
+    "h1",
+    "implicit_h2",
+    "midpoint",
+    "mlp",
+    "ms1",
+    "ms2",
+    "partial_H",
+    "perceptron",
+    "run",
+    "split",
+]
+
 Halves = tuple[Tensor, Tensor]
 
 

@@ -13,6 +13,14 @@ from hdnn.networks import Network, ODENetwork
 from hdnn.networks.weights import smoothness as smoothness
 from hdnn.operators import dense
 
+__all__ = [
+    "gradient_budget",
+    "shear_norms",
+    "smoothness",
+    "spectral",
+    "weight_decay",
+]
+
 
 def weight_decay(weights: Iterable[Tensor] | torch.nn.Module) -> Tensor:
     """R_l = 1/2 the sum of squares of all weights: of tensors, or of a module's parameters.

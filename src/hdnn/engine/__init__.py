@@ -27,6 +27,8 @@ from typing import Any
 
 from hdnn.errors import choose, flag
 
+__all__ = ["Settings", "current", "use"]
+
 OPTIONS: dict[str, tuple[str, ...]] = {
     "engine": ("auto", "reference", "fused"),
     "backprop": ("auto", "stored", "checkpoint", "reversible"),
@@ -88,6 +90,3 @@ def use(**options: Any) -> Iterator[Settings]:
         yield _current.get()
     finally:
         _current.reset(token)
-
-
-__all__ = ["OPTIONS", "Settings", "current", "use"]

@@ -13,6 +13,17 @@ from torch import Tensor
 
 from hdnn.operators import dense as _dense
 
+__all__ = [
+    "adjoint",
+    "apply",
+    "block_pattern",
+    "dense",
+    "indices",
+    "mask",
+    "norm",
+    "values",
+]
+
 
 def mask(R: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Tensor:
     """The free entries of a matrix with blocks of these sizes and the pattern R (..., M, M)."""

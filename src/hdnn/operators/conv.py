@@ -13,6 +13,13 @@ from torch.nn import functional as F
 
 from hdnn.errors import OptionError, ShapeError, positive_int
 
+__all__ = [
+    "adjoint",
+    "apply",
+    "gradient",
+    "norm",
+]
+
 Padding = int | tuple[int, int] | None  # pixels on each side; None keeps the size of an image
 
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "adjoint",
+    "apply",
+    "norm",
+]
+
 
 def apply(K: Tensor, y: Tensor) -> Tensor:
     """K y for rows y (*batch, n): (*batch, r)."""

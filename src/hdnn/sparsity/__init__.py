@@ -22,6 +22,23 @@ from hdnn.operators import block_sparse
 from hdnn.sparsity import best, locality
 from hdnn.sparsity.locality import Breach as Breach
 
+__all__ = [
+    "BlkSprs",
+    "Breach",
+    "Explanation",
+    "Sparsity",
+    "components",
+    "dependency",
+    "design",
+    "design_R",
+    "design_T",
+    "explain",
+    "free_weights",
+    "from_networkx",
+    "is_local",
+    "product",
+]
+
 
 def binary(name: str, pattern: Any) -> Tensor:
     """A pattern given as a tensor, an array or nested lists, as a boolean tensor (..., M, M)."""
