@@ -8,15 +8,15 @@ PY := $(VENV)/bin/python
 # A stamp says that a set-up came to its end. It is older than these files when they have changed.
 DEMO_STAMP := $(VENV)/.ready-demo
 DEV_STAMP := $(VENV)/.ready-dev
-INPUTS := pyproject.toml constraints.txt
+INPUTS := pyproject.toml constraints.txt src/hdnn/_version.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage lint format clean distclean
+.PHONY: help demo test coverage lint format package release-check fresh-check clean distclean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO_STAMP) ## train a 64-layer H2 network on the Swiss roll; ARGS="--help" shows its options
 	@$(PY) -m hdnn demo $(ARGS)
@@ -37,6 +37,17 @@ lint: $(DEV_STAMP) ## check style, formatting, types, and who imports whom
 format: $(DEV_STAMP) ## mend what ruff can mend, and format
 	@$(PY) -m ruff check --fix-only
 	@$(PY) -m ruff format
+
+package: $(DEV_STAMP) ## build wheel and source distribution into dist, and check them
+	@rm -rf dist
+	@$(PY) -m build --no-isolation --outdir dist
+	@$(PY) -m twine check --strict dist/*
+
+release-check: package ## install that wheel in an empty environment, use it there, and check its types
+	@$(PY) tests/release/check_install.py dist/*.whl
+
+fresh-check: ## what a newcomer does: the two commands in a new clone, with an empty HOME and no caches
+	@tests/release/fresh_clone.sh
 
 clean: ## remove caches and build output; results in runs/ stay
 	@rm -rf build dist .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .hypothesis

@@ -173,6 +173,27 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path):
     assert names == source_files()
 
 
+def test_wheel_is_small_and_holds_nothing_that_was_generated(built: Path):
+    (wheel,) = built.glob("*.whl")
+    assert wheel.stat().st_size <= 1_000_000
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    written = {".css", ".html", ".jinja", ".js", ".json", ".py", ".typed"}  # by hand, or measured
+    assert {Path(name).suffix for name in names} == written
+    folders = {part for name in names for part in Path(name).parent.parts}
+    assert not folders & {"tests", "results", "runs", "docs", "benchmarks"}
+
+
+def test_wheel_holds_all_that_the_playground_is_made_of(built: Path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if name.startswith("hdnn/app/play/")}
+    play = SOURCE / "app" / "play"
+    needed = [file for kind in ("*.js", "*.css", "*.html") for file in play.rglob(kind)]
+    assert len(needed) >= 5
+    assert {file.relative_to(SOURCE.parent).as_posix() for file in needed} <= inside
+
+
 def test_sdist_holds_the_source_and_its_papers(built: Path):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -185,6 +206,7 @@ def test_sdist_holds_the_source_and_its_papers(built: Path):
         "CITATION.cff",
         "LICENSE",
         "PKG-INFO",
+        "PYPI.md",
         "README.md",
         "pyproject.toml",
     }
