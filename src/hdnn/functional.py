@@ -1,11 +1,11 @@
 """The paper's layer equations, one function each, with checked arguments.
 
 Every function runs a whole stack of N layers and is pure, differentiable and batched over any
-leading axes: y is (*batch, n), weights lead with the layer: K is (N, r, n). The halves of
-y = (p, q) have m = n/2 features. A layer acts on column vectors as K^T sigma(K y + b); for row
-vectors that is sigma(y K^T + b) K. `h` is a float, or a tensor (N,) with a step for each layer.
-`trajectory=True` returns all states y_0 .. y_N as (N+1, *batch, n). Where a scheme can be undone,
-`inverse=True` takes y_N back to y_0, and a trajectory still comes in forward order.
+leading axes: y is `(*batch, n)`, weights lead with the layer: K is `(N, r, n)`. The halves of
+`y = (p, q)` have `m = n/2` features. A layer acts on column vectors as `K^T sigma(K y + b)`; for
+row vectors that is `sigma(y K^T + b) K`. `h` is a float, or a tensor `(N,)` with a step for each
+layer. `trajectory=True` returns all states `y_0 .. y_N` as `(N+1, *batch, n)`. Where a scheme can
+be undone, `inverse=True` takes `y_N` back to `y_0`, and a trajectory still comes in forward order.
 
 Shapes are always checked, values of tensors never (the networks do that once, when made), so that
 `torch.compile` and `vmap` see through every function. `hdnn.reference` defines what is computed;
@@ -48,7 +48,28 @@ __all__ = [
 
 
 def energy(y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "tanh") -> Tensor:
-    """H(y) = sum_i s(K y + b)_i with s' = sigma and s(0) = 0, for one layer (eq:nlH)."""
+    """The energy of one layer: `H(y) = sum_i s(K y + b)_i` with `s' = sigma`, `s(0) = 0` (eq:nlH).
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(r, n)`.
+        b: biases `(r,)`.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+
+    Returns:
+        The energy of each state, `(*batch,)`.
+
+    Raises:
+        ShapeError: if y, K or b has the wrong shape, dtype or device.
+        OptionError: if the activation is not known.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.tensor([[0.0, 2.0]]), torch.eye(2), torch.zeros(2)
+        >>> functional.energy(y, K, b, activation="identity")  # half the square of each entry
+        tensor([2.])
+    """
     sigma = activations.get(activation)
     _check("energy", y, {"K": "r n", "b": "r"}, (K, b))
     return sigma.integral(y @ K.mT + b).sum(-1)
@@ -69,9 +90,37 @@ def h1(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)   (eq:H-DNN_fE).
+    """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)` (eq:H-DNN_fE).
 
-    K (N, r, n), b (N, r), J (n, n) or (N, n, n), by default the canonical [[0, -I], [I, 0]].
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, r, n)`.
+        b: biases `(N, r)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical `[[0,
+            -I], [I, 0]]`, for an even n.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored" or "checkpoint"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
+            J.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 6, 4), torch.zeros(8, 6)
+        >>> functional.h1(y, K, b, h=0.1).shape
+        torch.Size([32, 4])
+        >>> functional.h1(y, K, b, h=0.1, trajectory=True).shape
+        torch.Size([9, 32, 4])
     """
     sigma, kind = activations.get(activation), "canonical" if J is None else "general"
     call = Call(None, kind, False, y, (K, b), J, h, sigma)
@@ -89,7 +138,35 @@ def ms2(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """y_{j+1} = y_j + h sigma(K_j y_j + b_j) with K_j (N, n, n) skew-symmetric   (eq:MS2)."""
+    """The network MS2: `y_{j+1} = y_j + h sigma(K_j y_j + b_j)`, each K skew-symmetric (eq:MS2).
+
+    That K is skew-symmetric is up to you: values are not checked.
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, n, n)`, each `-K^T`.
+        b: biases `(N, n)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored" or "checkpoint"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, K or b has the wrong shape, dtype or device.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> A = torch.randn(8, 3, 3)
+        >>> functional.ms2(torch.randn(32, 3), A - A.mT, torch.zeros(8, 3), h=0.1).shape
+        torch.Size([32, 3])
+    """
     sigma = activations.get(activation)
     call = Call(None, "identity", False, y, (K, b), None, h, sigma)
     return _run(call, "ms2", SQUARE, reference.ms2, trajectory, engine, backprop)
@@ -103,7 +180,33 @@ def mlp(
     activation: str | Activation = "tanh",
     trajectory: bool = False,
 ) -> Tensor:
-    """y_{j+1} = sigma(K_j y_j + b_j), the multilayer perceptron of fig:gradients; K (N, n, n)."""
+    """A multilayer perceptron: `y_{j+1} = sigma(K_j y_j + b_j)`, whose gradients vanish.
+
+    It is what the paper compares with (fig:gradients).
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, n, n)`.
+        b: biases `(N, n)`.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+
+    Returns:
+        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, K or b has the wrong shape, dtype or device.
+        OptionError: if the activation is not known.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y = torch.ones(1, 2, requires_grad=True)
+        >>> K, b = 0.5 * torch.eye(2).expand(64, 2, 2), torch.zeros(64, 2)
+        >>> functional.mlp(y, K, b).sum().backward()
+        >>> bool(y.grad.norm() < 1e-15)  # after 64 layers nothing is left of the gradient
+        True
+    """
     sigma = activations.get(activation)
     _check("mlp", y, SQUARE, (K, b))
     return reference.run(reference.mlp, y, (K, b), 1.0, None, sigma, trajectory=trajectory)
@@ -128,7 +231,49 @@ def split(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """Any sequence of p- and q-updates as one layer: see `hdnn.integrators.splitting`."""
+    """Any sequence of p- and q-updates as one layer, each by a fraction of the step.
+
+    `h2`, `verlet` and `yoshida4` are such sequences. Any of them is symplectic, explicit and
+    invertible. An update of p or q by a fraction c is
+
+        p <- p - c h X^T K_q^T sigma(K_q q + b_q)
+        q <- q + c h X K_p^T sigma(K_p p + b_p)
+
+    Args:
+        y: states `(*batch, n)`.
+        K_p: weights of p, `(N, r_p, m)`.
+        K_q: weights of q, `(N, r_q, m)`.
+        b_p: biases `(N, r_p)`.
+        b_q: biases `(N, r_q)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        shears: a tuple of pairs: which half moves, "p" or "q", and its fraction c of h.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if shears are no such pairs, or activation, engine or backprop is not known, or
+            cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
+        >>> q_first = (("q", 0.5), ("p", 1.0), ("q", 0.5))  # Verlet with the halves swapped
+        >>> z = functional.split(y, K, K, b, b, h=0.1, shears=q_first)
+        >>> back = functional.split(z, K, K, b, b, h=0.1, shears=q_first, inverse=True)
+        >>> torch.allclose(back, y, atol=1e-5)
+        True
+    """
     weights = (K_p, K_q, b_p, b_q)
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
 
@@ -149,10 +294,37 @@ def h2(
 ) -> Tensor:
     """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, never vanishing gradients.
 
-    p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q)        (eq:p_update), then
-    q_{j+1} = q_j + h X K_p^T sigma(K_p p_{j+1} + b_p)      (eq:q_update).
+        p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q)        (eq:p_update), then
+        q_{j+1} = q_j + h X K_p^T sigma(K_p p_{j+1} + b_p)      (eq:q_update)
 
-    K_p, K_q (N, r, m), b_p, b_q (N, r), X (m, m) or (N, m, m), by default the identity.
+    Args:
+        y: states `(*batch, n)`.
+        K_p: weights of p, `(N, r_p, m)`.
+        K_q: weights of q, `(N, r_q, m)`.
+        b_p: biases `(N, r_p)`.
+        b_q: biases `(N, r_q)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(4), torch.randn(64, 2, 2), torch.zeros(64, 2)
+        >>> Phi = torch.func.jacrev(functional.h2)(y, K, K, b, b, 0.1)
+        >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
+        True
     """
     weights, shears = (K_p, K_q, b_p, b_q), splitting.SEMI_IMPLICIT_EULER
     return _split(y, weights, X, h, shears, activation, trajectory, False, engine, backprop)
@@ -172,7 +344,37 @@ def h2_inverse(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """y_0 from y_N: the exact inverse of `h2`. A trajectory is in forward order, y_0 .. y_N."""
+    """The exact inverse of `h2`: `y_0` from `y_N`.
+
+    Args:
+        y: the last states `(*batch, n)`.
+        K_p: weights of p, `(N, r_p, m)`.
+        K_q: weights of q, `(N, r_q, m)`.
+        b_p: biases `(N, r_p)`.
+        b_q: biases `(N, r_q)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_0` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
+        >>> z = functional.h2(y, K, K, b, b, h=0.1)
+        >>> torch.allclose(functional.h2_inverse(z, K, K, b, b, h=0.1), y, atol=1e-5)
+        True
+    """
     weights, shears = (K_p, K_q, b_p, b_q), splitting.SEMI_IMPLICIT_EULER
     return _split(y, weights, X, h, shears, activation, trajectory, True, engine, backprop)
 
@@ -192,7 +394,45 @@ def verlet(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
+    """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic.
+
+    The updates are those of `split`, which has their equations.
+
+    Args:
+        y: states `(*batch, n)`.
+        K_p: weights of p, `(N, r_p, m)`.
+        K_q: weights of q, `(N, r_q, m)`.
+        b_p: biases `(N, r_p)`.
+        b_q: biases `(N, r_q)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.ones(1, 2).double(), torch.ones(1, 1).double(), torch.zeros(1).double()
+        >>> def stack(N, scheme):  # N layers with the same weights, up to the time 1
+        ...     K_N, b_N = K.expand(N, 1, 1), b.expand(N, 1)
+        ...     return scheme(y, K_N, K_N, b_N, b_N, h=1 / N)
+        >>> exact = stack(1000, functional.yoshida4)
+        >>> error = [float((stack(N, functional.verlet) - exact).norm()) for N in (16, 32)]
+        >>> round(error[0] / error[1])  # twice as many layers
+        4
+    """
     weights, shears = (K_p, K_q, b_p, b_q), splitting.VERLET
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
 
@@ -212,7 +452,45 @@ def yoshida4(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """Yoshida's composition of three Verlet steps. Order 4, symplectic."""
+    """Yoshida's composition of three Verlet steps, the middle one backwards. Order 4, symplectic.
+
+    The updates are those of `split`, which has their equations.
+
+    Args:
+        y: states `(*batch, n)`.
+        K_p: weights of p, `(N, r_p, m)`.
+        K_q: weights of q, `(N, r_q, m)`.
+        b_p: biases `(N, r_p)`.
+        b_q: biases `(N, r_q)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.ones(1, 2).double(), torch.ones(1, 1).double(), torch.zeros(1).double()
+        >>> def stack(N, scheme):  # N layers with the same weights, up to the time 1
+        ...     K_N, b_N = K.expand(N, 1, 1), b.expand(N, 1)
+        ...     return scheme(y, K_N, K_N, b_N, b_N, h=1 / N)
+        >>> exact = stack(1000, functional.yoshida4)
+        >>> error = [float((stack(N, functional.yoshida4) - exact).norm()) for N in (16, 32)]
+        >>> round(error[0] / error[1])  # twice as many layers
+        16
+    """
     weights, shears = (K_p, K_q, b_p, b_q), splitting.YOSHIDA4
     return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
 
@@ -231,10 +509,40 @@ def ms3(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """H2 with both signs changed   (eq:MS3).
+    """The network MS3: H2 with both signs changed (eq:MS3).
 
-    p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
-    q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2); K_1, K_2 (N, r, m), b_1, b_2 (N, r).
+        p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
+        q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
+
+    Args:
+        y: states `(*batch, n)`.
+        K_1: weights of q, `(N, r_1, m)`.
+        K_2: weights of p, `(N, r_2, m)`.
+        b_1: biases `(N, r_1)`.
+        b_2: biases `(N, r_2)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
+        >>> z = functional.ms3(y, K, K, b, b, h=0.1)
+        >>> torch.allclose(functional.ms3(z, K, K, b, b, h=0.1, inverse=True), y, atol=1e-5)
+        True
     """
     weights, shears = (K_2, K_1, b_2, b_1), splitting.MS3
     return _split(y, weights, None, h, shears, activation, trajectory, inverse, engine, backprop)
@@ -253,10 +561,38 @@ def ms1(
     engine: str | None = None,
     backprop: str | None = None,
 ) -> Tensor:
-    """q first, and no K^T outside of sigma   (eq:MS1).
+    """The network MS1: q moves first, and there is no `K^T` outside of sigma (eq:MS1).
 
-    q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
-    p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2); K_0 (N, m, m), b_1, b_2 (N, m).
+        q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
+        p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
+
+    Args:
+        y: states `(*batch, n)`.
+        K_0: weights `(N, m, m)`.
+        b_1: biases of the first update, `(N, m)`.
+        b_2: biases of the second, `(N, m)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
+        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, or there is not one for each layer.
+        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K_0, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
+        >>> functional.ms1(y, K_0, b, b, h=0.1).shape
+        torch.Size([32, 4])
     """
     sigma = activations.get(activation)
     call = Call(splitting.MS1, "identity", inverse, y, (K_0, b_1, b_2), None, h, sigma)
@@ -279,10 +615,43 @@ def implicit_h2(
     tol: float | None = None,
     max_iter: int = implicit.MAX_ITER,
 ) -> Tensor:
-    """Semi-implicit Euler with a full K: y_{j+1} = y_j + h J K^T sigma(K (p_{j+1}, q_j) + b).
+    """Semi-implicit Euler with a full K, solved by Newton's method (eq:implicit_euler).
 
-    (eq:implicit_euler) K (N, r, n), b (N, r), X (m, m) or (N, m, m). The first half of the
-    equation is solved for p_{j+1}; the second is then explicit.
+        y_{j+1} = y_j + h J K^T sigma(K (p_{j+1}, q_j) + b),        J = [[0, -X^T], [X, 0]]
+
+    The first half of the equation is solved for `p_{j+1}`; the second is then explicit. Gradients
+    come from the solution itself, not through the iterations.
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, r, n)`.
+        b: biases `(N, r)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        tol: the largest error of an equation that counts as solved; by default near rounding.
+        max_iter: the most Newton iterations that a layer may take.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
+        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
+            max_iter is below 1.
+        OptionError: if the activation is not known, or not registered.
+        ConvergenceError: if the equation of a layer has no solution that could be found.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.randn(4), torch.randn(8, 4, 4), torch.zeros(8, 4)
+        >>> Phi = torch.func.jacrev(functional.implicit_h2)(y, K, b, 0.1)
+        >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
+        True
     """
     sigma = activations.get(activation)
     _check("implicit_h2", y, FULL, (K, b), split=True, X=X).steps(h)
@@ -305,10 +674,44 @@ def midpoint(
     tol: float | None = None,
     max_iter: int = implicit.MAX_ITER,
 ) -> Tensor:
-    """y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b): the implicit midpoint rule.
+    """The implicit midpoint rule: `y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b)`.
 
-    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew J: full K, odd n and singular J included.
-    Arguments as in `h1`.
+    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew-symmetric J: full K, odd n and singular J
+    included. Each layer is solved by Newton's method.
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, r, n)`.
+        b: biases `(N, r)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical `[[0,
+            -I], [I, 0]]`, for an even n.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        tol: the largest error of an equation that counts as solved; by default near rounding.
+        max_iter: the most Newton iterations that a layer may take.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
+        *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
+            J.
+        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
+            max_iter is below 1.
+        OptionError: if the activation is not known, or not registered.
+        ConvergenceError: if the equation of a layer has no solution that could be found.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> J = torch.tensor([[0.0, 1.0, 2.0], [-1.0, 0.0, 3.0], [-2.0, -3.0, 0.0]])
+        >>> y, K, b = torch.randn(32, 3), torch.randn(8, 3, 3), torch.zeros(8, 3)
+        >>> z = functional.midpoint(y, K, b, h=0.1, J=J)
+        >>> torch.allclose(functional.midpoint(z, K, b, h=0.1, J=J, inverse=True), y, atol=1e-4)
+        True
     """
     sigma = activations.get(activation)
     _check("midpoint", y, FULL, (K, b), split=J is None, J=J).steps(h)
