@@ -322,7 +322,9 @@ def h2(
         >>> import torch
         >>> from hdnn import functional
         >>> y, K, b = torch.randn(4), torch.randn(64, 2, 2), torch.zeros(64, 2)
-        >>> Phi = torch.func.jacrev(functional.h2)(y, K, K, b, b, 0.1)
+        >>> Phi = torch.autograd.functional.jacobian(
+        ...     lambda y: functional.h2(y, K, K, b, b, h=0.1), y
+        ... )
         >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
         True
     """
@@ -649,7 +651,9 @@ def implicit_h2(
         >>> import torch
         >>> from hdnn import functional
         >>> y, K, b = torch.randn(4), torch.randn(8, 4, 4), torch.zeros(8, 4)
-        >>> Phi = torch.func.jacrev(functional.implicit_h2)(y, K, b, 0.1)
+        >>> Phi = torch.autograd.functional.jacobian(
+        ...     lambda y: functional.implicit_h2(y, K, b, h=0.1), y
+        ... )
         >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
         True
     """
