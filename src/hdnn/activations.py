@@ -1,8 +1,8 @@
 """Activations by name: sigma, its slope sigma', its integral, and the range of its slope.
 
 The Hamiltonian of a layer is the sum of `integral(K y + b)` (eq:nlH), so an activation is fully
-described by its energy. The slope range [s_min, s_max] decides which guarantees hold: S bounds
-every gradient from above (eq:sigma_bound), and a monotone sigma (s_min >= 0) keeps the gradients
+described by its energy. The slope range `[s_min, s_max]` decides which guarantees hold: S bounds
+every gradient from above (eq:sigma_bound), and a monotone sigma (`s_min >= 0`) keeps the gradients
 of forward Euler from vanishing too.
 """
 
@@ -41,6 +41,15 @@ class Activation:
         integral: of sigma from 0 on, so that it is zero at zero.
         s_min: the infimum of the slope: the largest number that it is never below.
         s_max: the supremum of the slope: the smallest number that it is never above.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import activations
+        >>> tanh = activations.get("tanh")
+        >>> tanh(torch.zeros(2)), tanh.slope(torch.zeros(2))
+        (tensor([0., 0.]), tensor([1., 1.]))
+        >>> tanh.S, tanh.monotone
+        (1.0, True)
     """
 
     name: str
@@ -52,7 +61,7 @@ class Activation:
 
     @property
     def S(self) -> float:
-        """The bound |sigma'| <= S of eq:sigma_bound."""
+        """The bound `|sigma'| <= S` of eq:sigma_bound."""
         return max(abs(self.s_min), abs(self.s_max))
 
     @property
@@ -142,6 +151,30 @@ def register(activation: Activation) -> Activation:
     Guarantees and bounds are read from its slope, its integral and the range of its slope. So these
     are compared with sigma in float64, at 13,600 points from -1e6 to 1e6, many of them near 0, and
     refused where they do not fit.
+
+    Args:
+        activation: the activation, under a name that is not taken.
+
+    Returns:
+        The same activation.
+
+    Raises:
+        OptionError: if it is no `Activation`, its name is taken or empty, or its functions and its
+            range do not fit together.
+
+    Examples:
+        >>> import hdnn
+        >>> algebraic = hdnn.activations.Activation(
+        ...     "algebraic",
+        ...     sigma=lambda x: x * (1 + x * x) ** -0.5,
+        ...     slope=lambda x: (1 + x * x) ** -1.5,
+        ...     integral=lambda x: (1 + x * x).sqrt() - 1,
+        ...     s_min=0.0,
+        ...     s_max=1.0,
+        ... )
+        >>> _ = hdnn.activations.register(algebraic)
+        >>> print(hdnn.H2(features=4, layers=2, activation="algebraic", T=1.0))
+        H2(4 features, 2 layers, algebraic, h = 0.5, T = 1, 24 parameters)
     """
     if not isinstance(activation, Activation):
         raise OptionError(
@@ -168,7 +201,24 @@ ROUNDING = 32 * torch.finfo(torch.float64).eps  # of a value, relative to its si
 
 @torch.no_grad()
 def check(activation: Activation) -> None:
-    """Raise if slope, integral or slope range do not fit sigma, and say where and by how much."""
+    """Raise if slope, integral or slope range do not fit sigma, and say where and by how much.
+
+    Args:
+        activation: what `register` would check.
+
+    Raises:
+        OptionError: if a function fails or is not finite, a derivative is wrong, or the range of
+            the slope is not the tightest.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import activations
+        >>> zero = torch.zeros_like
+        >>> wrong = activations.Activation("wrong", torch.sin, zero, zero, s_min=0.0, s_max=0.0)
+        >>> activations.check(wrong)
+        Traceback (most recent call last):
+        hdnn.errors.OptionError: activation 'wrong': at x = ... the slope is given as 0, but ...
+    """
     # Fewer than the 2^15 points from which on PyTorch would wait for threads.
     some = torch.logspace(-8, 6, 2801, dtype=torch.float64, device="cpu")
     even = torch.arange(-4000, 4001, dtype=torch.float64, device="cpu") / 200  # with 0 itself
@@ -309,7 +359,25 @@ def _check_steps(activation: Activation, x: Tensor, sigma: Tensor) -> None:
 
 
 def get(activation: str | Activation) -> Activation:
-    """The activation of that name."""
+    """The activation of that name.
+
+    Args:
+        activation: a name that `names` lists, or an `Activation`, which is returned as it is.
+
+    Returns:
+        The activation.
+
+    Raises:
+        OptionError: if there is none of that name.
+
+    Examples:
+        >>> from hdnn import activations
+        >>> activations.get("sigmoid").S
+        0.25
+        >>> activations.get("tahn")
+        Traceback (most recent call last):
+        hdnn.errors.OptionError: activation 'tahn' is not known; ... Did you mean 'tanh'?
+    """
     if isinstance(activation, str) and activation in _REGISTRY:  # `choose` takes far longer
         return _REGISTRY[activation]
     if isinstance(activation, Activation):
@@ -335,7 +403,16 @@ def registered(activation: str | Activation) -> Activation:
 
 
 def names() -> tuple[str, ...]:
-    """The known activations."""
+    """The names of all known activations, those that were registered included.
+
+    Returns:
+        The names, in alphabetical order.
+
+    Examples:
+        >>> from hdnn import activations
+        >>> "tanh" in activations.names()
+        True
+    """
     return tuple(sorted(_REGISTRY))
 
 

@@ -1,7 +1,7 @@
-"""K as a convolution: weights (..., r, n/groups, k, k) with k odd, zero padding, stride 1.
+"""K as a convolution: weights `(..., r, n/groups, k, k)` with k odd, zero padding, stride 1.
 
-K maps images (B, n, height, width) to (B, r, height, width), or with another `padding` than
-(k - 1) / 2 to larger or smaller ones. Its adjoint is the transposed convolution with the same
+K maps images `(B, n, height, width)` to `(B, r, height, width)`, or with another `padding` than
+`(k - 1) / 2` to larger or smaller ones. Its adjoint is the transposed convolution with the same
 weights and padding, exactly, borders included.
 """
 
@@ -26,17 +26,80 @@ Padding = int | tuple[int, int] | None  # pixels on each side; None keeps the si
 def apply(
     K: Tensor, y: Tensor, groups: int = 1, bias: Tensor | None = None, padding: Padding = None
 ) -> Tensor:
-    """K y + bias for images y (B, n, height, width)."""
+    """The convolution `K y + bias`.
+
+    Args:
+        K: weights `(r, n/groups, k, k)` with an odd k.
+        y: images `(B, n, height, width)`.
+        groups: into how many the channels fall that do not see each other.
+        bias: `(r,)`, or None.
+        padding: pixels of zeros on each side, one number or two; None keeps the size of an image.
+
+    Returns:
+        Images `(B, r, height, width)`.
+
+    Raises:
+        ShapeError: if the kernel has an even size.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.operators import conv
+        >>> conv.apply(torch.randn(6, 3, 3, 3), torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 6, 8, 8])
+    """
     return F.conv2d(y, K, bias, padding=pixels(K, padding), groups=groups)
 
 
 def adjoint(K: Tensor, z: Tensor, groups: int = 1, padding: Padding = None) -> Tensor:
-    """K^T z for images z (B, r, height, width)."""
+    """The adjoint `K^T z`: the transposed convolution, borders included.
+
+    Args:
+        K: weights `(r, n/groups, k, k)` with an odd k.
+        z: images `(B, r, height, width)`.
+        groups: into how many the channels fall that do not see each other.
+        padding: pixels of zeros on each side, one number or two; None keeps the size of an image.
+
+    Returns:
+        Images `(B, n, height, width)`.
+
+    Raises:
+        ShapeError: if the kernel has an even size.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.operators import conv
+        >>> K, y, z = torch.randn(6, 3, 3, 3), torch.randn(1, 3, 8, 8), torch.randn(1, 6, 8, 8)
+        >>> left, right = (conv.apply(K, y) * z).sum(), (y * conv.adjoint(K, z)).sum()
+        >>> torch.allclose(left, right, atol=1e-3)
+        True
+    """
     return F.conv_transpose2d(z, K, padding=pixels(K, padding), groups=groups)
 
 
 def gradient(y: Tensor, z: Tensor, K: Tensor, groups: int = 1, padding: Padding = None) -> Tensor:
-    """The gradient of <K y, z> by K, which is linear in y and in z."""
+    """The gradient of `<K y, z>` by K, which is linear in y and in z.
+
+    Args:
+        y: images `(B, n, height, width)`.
+        z: images `(B, r, height, width)`.
+        K: weights `(r, n/groups, k, k)` with an odd k.
+        groups: into how many the channels fall that do not see each other.
+        padding: pixels of zeros on each side, one number or two; None keeps the size of an image.
+
+    Returns:
+        The gradient, of the shape of K.
+
+    Raises:
+        ShapeError: if the kernel has an even size.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.operators import conv
+        >>> K, y, z = torch.randn(6, 3, 3, 3), torch.randn(1, 3, 8, 8), torch.randn(1, 6, 8, 8)
+        >>> found = conv.gradient(y, z, K)
+        >>> torch.allclose((found * K).sum(), (conv.apply(K, y) * z).sum(), atol=1e-3)
+        True
+    """
     p, flags = list(pixels(K, padding)), [False, True, False]
     found = torch.ops.aten.convolution_backward(
         z, y, K, None, [1, 1], p, [1, 1], False, [0, 0], groups, flags
@@ -65,9 +128,32 @@ def norm(
     iterations: int = 1000,
     tol: float = 1e-7,
 ) -> Tensor:
-    """The largest singular value of each K on images of that size, by power iteration: (...).
+    """The largest singular value of each K on images of that size, by power iteration.
 
-    Never above the true value. It ends when a step changes it by less than `tol`, relatively.
+    It is never above the true value but for rounding, and has the gradient of the singular value.
+
+    Args:
+        K: weights `(..., r, n/groups, k, k)` with an odd k.
+        size: of the images: height and width, or one number for both.
+        groups: into how many the channels fall that do not see each other.
+        padding: pixels of zeros on each side, one number or two; None keeps the size of an image.
+        iterations: the most steps that it takes.
+        tol: it ends when a step changes the value by less than this, relatively.
+
+    Returns:
+        The norms, `(...)`.
+
+    Raises:
+        ShapeError: if K has too few axes or an even kernel, or size or iterations is below 1.
+        OptionError: if the output channels do not split into the groups.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.operators import conv
+        >>> K = torch.zeros(1, 1, 3, 3)
+        >>> K[..., 1, 1] = 2.0  # twice the image
+        >>> conv.norm(K, size=8)
+        tensor(2.)
     """
     height, width = (size, size) if isinstance(size, int) else size
     image = positive_int("size", height), positive_int("size", width)
