@@ -37,58 +37,159 @@ QUOTED = 160  # the longest word in a message: a path or a number may have thous
 
 
 class HDNNError(ValueError):
-    """Base class of every error that `hdnn` raises on purpose."""
+    """Base class of every error that `hdnn` raises on purpose; it is a `ValueError`.
+
+    Examples:
+        >>> import hdnn
+        >>> try:
+        ...     hdnn.H2(features=4, layers=0)
+        ... except hdnn.HDNNError as error:
+        ...     print(error)
+        layers must be a whole number >= 1, but got 0.
+    """
 
     def __str__(self) -> str:  # not in __init__, which `torch.compile` would trace
         return readable(super().__str__())
 
 
 class ShapeError(HDNNError):
-    """A tensor has the wrong shape, dtype or type."""
+    """A tensor has the wrong shape, dtype or type, or a size is not a sensible one.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=3, layers=1)
+        Traceback (most recent call last):
+        hdnn.errors.ShapeError: H2 splits the features into (p, q), so their number must be even ...
+    """
 
 
 class LayerIndexError(HDNNError, IndexError):
-    """A layer that a network does not have."""
+    """A layer that a network does not have; it is an `IndexError` too.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=3)[7]
+        Traceback (most recent call last):
+        hdnn.errors.LayerIndexError: layer 7 is not there: there are -3 .. 2.
+    """
 
 
 class StepError(HDNNError):
-    """A step size h, a horizon T or a tolerance that no network can have."""
+    """A step size h, a horizon T or a tolerance that no network can have.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=2, T=-1.0)
+        Traceback (most recent call last):
+        hdnn.errors.StepError: T must be finite and > 0, but got -1.0; choose e.g. T=0.1.
+    """
 
 
 class OptionError(HDNNError):
-    """An option that is not one of the known ones, or two that exclude each other."""
+    """An option that is not one of the known ones, or two that exclude each other.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=2, activation="tahn")
+        Traceback (most recent call last):
+        hdnn.errors.OptionError: activation 'tahn' is not known; ... Did you mean 'tanh'?
+    """
 
 
 class InterconnectionError(HDNNError):
-    """A matrix J that is not skew-symmetric, or an X or J that is not finite."""
+    """A matrix J that is not skew-symmetric, or an X or J that is not finite.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> hdnn.H1(features=2, layers=1, J=torch.eye(2))
+        Traceback (most recent call last):
+        hdnn.errors.InterconnectionError: J must be skew-symmetric (J = -J^T), but ...
+    """
 
 
 class SparsityError(HDNNError):
-    """Block patterns or node sizes that do not fit together or break the locality condition."""
+    """Block patterns or node sizes that do not fit together or break the locality condition.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.Sparsity(R=[[0, 1], [1, 0]])
+        Traceback (most recent call last):
+        hdnn.errors.SparsityError: every node is its own neighbour, but R has a 0 ...
+    """
 
 
 class ConvergenceError(HDNNError):
-    """An implicit layer whose equation could not be solved."""
+    """An implicit layer whose equation could not be solved, such as `p' = p' + 1` below.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> y, K, b = torch.ones(1, 2), torch.tensor([[[1.0, -1.0]]]), torch.ones(1, 1)
+        >>> functional.implicit_h2(y, K, b, h=1.0, activation="identity")
+        Traceback (most recent call last):
+        hdnn.errors.ConvergenceError: implicit_h2, layer 0: the implicit step did not converge ...
+    """
 
 
 class NotInvertibleError(HDNNError):
-    """The network has no inverse, or the matrix it needs is singular."""
+    """The network has no inverse, or the matrix it needs is singular.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> hdnn.H1(features=4, layers=2).inverse(torch.zeros(1, 4))
+        Traceback (most recent call last):
+        hdnn.errors.NotInvertibleError: H1 has no explicit inverse; ...
+    """
 
 
 class CheckpointError(HDNNError):
-    """A file that cannot be written, or read back as what it should be."""
+    """A file that cannot be written, or read back as what it should be.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.load("missing.safetensors")
+        Traceback (most recent call last):
+        hdnn.errors.CheckpointError: missing.safetensors does not exist; check its name and folder.
+    """
 
 
 class DataError(HDNNError):
-    """Data that cannot be learned from: missing, not finite, or of the wrong form."""
+    """Data that cannot be learned from: missing, not finite, or of the wrong form.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.Model(None, hdnn.H2(features=2, layers=2), hdnn.SigmoidHead(features=2))
+        >>> hdnn.training.fit(model, torch.full((8, 2), torch.nan), torch.zeros(8).long())
+        Traceback (most recent call last):
+        hdnn.errors.DataError: x has NaN or infinite values in 8 of 8 samples, ...
+    """
 
 
 class TrainingError(HDNNError):
-    """A training run that cannot start or cannot go on."""
+    """A training run that cannot start or cannot go on.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.Model(None, hdnn.H2(features=2, layers=2), hdnn.SigmoidHead(features=2))
+        >>> hdnn.training.fit(model, torch.randn(8, 2), torch.zeros(8).long(), epochs=0)
+        Traceback (most recent call last):
+        hdnn.errors.TrainingError: epochs must be a whole number >= 1, but got 0.
+    """
 
 
 class MissingExtraError(HDNNError):
-    """An optional dependency that is not installed."""
+    """An optional dependency that is not installed.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.errors.require("no_such_package", extra="plot")
+        Traceback (most recent call last):
+        hdnn.errors.MissingExtraError: no_such_package is needed here but cannot be imported ...
+    """
 
 
 def readable(message: str) -> str:

@@ -1,7 +1,7 @@
 """Which node may talk to which: block patterns R of K and T of J, and the locality condition.
 
-Nodes are numbered from 0. Patterns are binary (M, M) matrices with the paper's algebra: a sum or a
-product is 1 where the ordinary one is not 0.
+Nodes are numbered from 0. Patterns are binary `(M, M)` matrices with the paper's algebra: a sum or
+a product is 1 where the ordinary one is not 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ __all__ = [
     "free_weights",
     "from_networkx",
     "is_local",
-    "product",
 ]
 
 
@@ -68,28 +67,103 @@ def product(*patterns: Tensor) -> Tensor:
 
 
 def dependency(T: Any, R: Any) -> Tensor:
-    """T R^T R + R^T R T: the nodes that each node's forward and backward updates depend on."""
+    """Which nodes each node's updates depend on, forward and backward: `T R^T R + R^T R T`.
+
+    Args:
+        T: the pattern of X or J: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        R: the pattern of K, likewise.
+
+    Returns:
+        True at (i, k) where node i needs node k, `(M, M)` or `(N, M, M)`.
+
+    Raises:
+        SparsityError: if a pattern is not binary and square, or they are not for the same nodes.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> R = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 1]])
+        >>> sparsity.dependency(torch.eye(3), R).int()  # a chain: its ends do not need each other
+        tensor([[1, 1, 0],
+                [1, 1, 1],
+                [0, 1, 1]], dtype=torch.int32)
+    """
     T, R = binary("T", T), binary("R", R)
     _check_alike(T=T, R=R)
     return product(T, R.mT, R) | product(R.mT, R, T)
 
 
 def is_local(T: Any, R: Any, S: Any) -> bool:
-    """Whether T R^T R + R^T R T <= S: all updates use neighbours only (eq:sparsity_invariance)."""
+    """Whether updates need neighbours only: `T R^T R + R^T R T <= S` (eq:sparsity_invariance).
+
+    Args:
+        T: the pattern of X or J: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        R: the pattern of K, likewise.
+        S: the communication graph, likewise: S(i, k) = 1 where node i hears node k.
+
+    Returns:
+        Whether the condition holds, in every layer.
+
+    Raises:
+        SparsityError: if a pattern is not binary and square, or they are not for the same nodes.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> R = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 1]])
+        >>> sparsity.is_local(torch.eye(3), R, S=torch.ones(3, 3))
+        True
+        >>> sparsity.is_local(torch.eye(3), R, S=torch.eye(3))
+        False
+    """
     needed, S = dependency(T, R), binary("S", S)
     _check_alike(R=needed, S=S)
     return bool((needed <= S).all())
 
 
 class Explanation(tuple[Breach, ...]):
-    """All breaches of the locality condition: empty, so false, where the patterns are local."""
+    """All breaches of the locality condition: empty, so false, where the patterns are local.
+
+    It is a tuple, which `explain` returns, and its text has a line for each breach.
+
+    Args:
+        iterable: the breaches.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> found = sparsity.explain(torch.eye(2), torch.ones(2, 2), torch.eye(2))
+        >>> len(found), found[0].node, found[0].needs
+        (2, 0, 1)
+    """
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "local: all updates need neighbours only"
 
 
 def explain(T: Any, R: Any, S: Any) -> Explanation:
-    """Where and why T R^T R + R^T R T <= S fails: which node needs which, and by which path."""
+    """Where and why the locality condition fails: which node needs which, and by which path.
+
+    Args:
+        T: the pattern of X or J: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        R: the pattern of K, likewise.
+        S: the communication graph, likewise: S(i, k) = 1 where node i hears node k.
+
+    Returns:
+        All breaches of `T R^T R + R^T R T <= S`; printed, a line for each.
+
+    Raises:
+        SparsityError: if a pattern is not binary and square, or they are not for the same nodes.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> R = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 1]])
+        >>> S = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+        >>> print(sparsity.explain(torch.eye(3), R, S))
+        node 1 needs node 2 forward and backward: row 1 of R has 1 and 2
+        node 2 needs node 1 forward and backward: row 1 of R has 2 and 1
+    """
     return Explanation(_breaches(T, R, S))
 
 
@@ -106,7 +180,24 @@ def _breaches(T: Any, R: Any, S: Any, most: float = math.inf) -> Iterator[Breach
 
 
 def components(T: Any, R: Any) -> list[list[int]]:
-    """The groups of nodes that hear of each other at all, however many layers there are."""
+    """The groups of nodes that hear of each other at all, however many layers there are.
+
+    Args:
+        T: the pattern of X or J: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        R: the pattern of K, likewise.
+
+    Returns:
+        A list of the nodes of each group.
+
+    Raises:
+        SparsityError: if a pattern is not binary and square, or they are not for the same nodes.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> sparsity.components(torch.eye(3), [[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+        [[0, 1], [2]]
+    """
     needed = dependency(T, R)
     needed = needed.reshape(-1, *needed.shape[-2:]).any(0)
     joined = needed | needed.mT
@@ -145,11 +236,29 @@ def _whole(sizes: Any, nodes: int, name: str = "sizes") -> tuple[int, ...]:
 class Sparsity:
     """Block patterns of a distributed H-DNN: K in BlkSprs(R), X or J in BlkSprs(T).
 
-    `R` is (M, M), or (N, M, M) for one a layer. `T`, symmetric, is by default what X or J uses.
-    `S` is the communication graph; where given, the locality condition is checked. `sizes` are the
-    features of each node: they add up to m = n/2 where node i owns the pair (p[i], q[i]), or to n
-    where it owns the i-th piece of y (forward Euler and midpoint only). By default all alike: pairs
-    of H2 and its relatives, pieces of H1 and midpoint networks.
+    A network takes it as its option `sparsity`; entries that the patterns mask do not exist. The
+    sizes of nodes add up to m = n/2 where node i owns the pair `(p[i], q[i])`, or to n where it
+    owns the i-th piece of y (forward Euler and midpoint only).
+
+    Args:
+        R: the pattern of K: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        T: the pattern of X or J, symmetric; by default what X or J uses.
+        S: the communication graph; where given, the locality condition is checked.
+        sizes: the features of each node; by default all alike: pairs of H2 and its relatives,
+            pieces of H1 and midpoint networks.
+
+    Raises:
+        SparsityError: if a pattern is not binary or has a 0 on its diagonal, patterns or sizes are
+            not for the same nodes, T is not symmetric, or S does not have all links that updates
+            need.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> ring = torch.eye(8) + torch.eye(8).roll(1, 0) + torch.eye(8).roll(-1, 0)
+        >>> net = hdnn.H2(features=16, layers=4, sparsity=hdnn.Sparsity(R=ring))
+        >>> net
+        H2(16 features, 4 layers, ..., 256 parameters)
     """
 
     def __init__(
@@ -172,7 +281,7 @@ class Sparsity:
             self.check_local(self.T)
 
     def check_local(self, T: Tensor) -> None:
-        """Raise if S is given and the updates need nodes that it does not link."""
+        """Raise a `SparsityError` if S is given and lacks links that updates with this T need."""
         if self.S is None or is_local(T, self.R, self.S):
             return
         first = list(islice(_breaches(T, self.R, self.S, 5), 5))
@@ -180,7 +289,7 @@ class Sparsity:
         raise locality.broken(pairs, f" ({first[0]})", " hdnn.sparsity.explain lists them all.")
 
     def node_sizes(self, features: int) -> tuple[int, ...]:
-        """The sizes as given, or else all equal."""
+        """The sizes as given, or else all equal: `features` shared out to the nodes."""
         if self.sizes is not None:
             return self.sizes
         if features % self.nodes:
@@ -202,10 +311,27 @@ class Sparsity:
 
 
 class BlkSprs:
-    """K is in BlkSprs(R) if and only if R(i, k) = 0 makes its block K(i, k) zero.
+    """The set of matrices whose blocks are zero where the pattern R is.
 
-    `R` is (M, M), or (N, M, M) for one a layer; `rows` and `columns` are the sizes of the blocks,
-    `columns` by default the same. Matrices are (..., sum(rows), sum(columns)), layers before that.
+    K is in BlkSprs(R) if and only if R(i, k) = 0 makes its block K(i, k) zero. Matrices are `(...,
+    sum(rows), sum(columns))`, layers before that.
+
+    Args:
+        R: the pattern: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
+        rows: how many rows the blocks of each node have.
+        columns: how many columns; by default the same.
+
+    Raises:
+        SparsityError: if R is not binary, or there is not one size >= 1 for each node.
+        ShapeError: in its methods, if K has another shape.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> block = sparsity.BlkSprs([[1, 0], [1, 1]], rows=[1, 2])
+        >>> K = torch.ones(3, 3)
+        >>> K in block, block.project(K) in block, block.free
+        (False, True, 7)
     """
 
     def __init__(self, R: Any, rows: Sequence[int], columns: Sequence[int] | None = None) -> None:
@@ -247,11 +373,32 @@ class BlkSprs:
 
 
 def design_R(S: Any, sizes: Sequence[int] | None = None, *, connected: bool = False) -> Sparsity:
-    """T = I, and the R with R^T R <= S that frees most weights: cliques of S as its rows.
+    """The R that frees most weights if T = I: `R^T R <= S`, with cliques of S as its rows.
 
-    Of equals, the R whose ones come first. Most weights need not use every link, so nodes that S
-    joins may never hear of each other (see `components`). `connected=True` gives up as many weights
-    as it takes, found greedily, so that they do.
+    Of equals, it is the R whose ones come first. Most weights need not use every link, so nodes
+    that S joins may never hear of each other (see `components`), unless `connected`.
+
+    Args:
+        S: the communication graph `(M, M)`, with ones on its diagonal.
+        sizes: the features of each node; by default one each.
+        connected: give up as many weights as it takes, found greedily, so that nodes that S joins
+            hear of each other.
+
+    Returns:
+        The patterns, for the option `sparsity` of a network.
+
+    Raises:
+        SparsityError: if S is not binary and `(M, M)` with ones on its diagonal, or sizes do not
+            fit.
+        OptionError: if connected is not True or False.
+
+    Examples:
+        >>> from hdnn import sparsity
+        >>> chain = [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
+        >>> sparsity.design_R(chain, connected=True).R.int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
     """
     S, sizes = _graph(S, sizes)
     R = best.best_R(S, sizes, flag("connected", connected))
@@ -259,7 +406,26 @@ def design_R(S: Any, sizes: Sequence[int] | None = None, *, connected: bool = Fa
 
 
 def design_T(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
-    """R = I, and T all mutual links of S: nodes are joined by X or J alone, so learn it."""
+    """R = I, and T all mutual links of S: nodes are joined by X or J alone, so learn it.
+
+    Args:
+        S: the communication graph `(M, M)`, with ones on its diagonal.
+        sizes: the features of each node; by default one each.
+
+    Returns:
+        The patterns, for the option `sparsity` of a network with `learn_X` or `learn_J`.
+
+    Raises:
+        SparsityError: if S is not binary and `(M, M)` with ones on its diagonal, or sizes do not
+            fit.
+
+    Examples:
+        >>> from hdnn import sparsity
+        >>> sparsity.design_T([[1, 1, 0], [1, 1, 1], [0, 1, 1]]).T.int()
+        tensor([[1, 1, 0],
+                [1, 1, 1],
+                [0, 1, 1]], dtype=torch.int32)
+    """
     S, sizes = _graph(S, sizes)
     return Sparsity(torch.eye(len(S)), S & S.mT, S, sizes)
 
@@ -267,12 +433,36 @@ def design_T(S: Any, sizes: Sequence[int] | None = None) -> Sparsity:
 def design(
     S: Any, sizes: Sequence[int] | None = None, *, layers: int = 1, connected: bool = False
 ) -> Sparsity:
-    """The T and R with T R^T R + R^T R T <= S that free most weights of H2 with a learned X.
+    """The T and R with `T R^T R + R^T R T <= S` that free most weights of H2 with a learned X.
 
     They are counted by `free_weights`. Of equals, those whose ones come first, in R and then in T.
     Up to 12 mutual links in S, no pair has more; for larger graphs it is a local optimum: no change
     of a single link in T frees more. (Dense graphs of hundreds of nodes meet a limit on the work.)
-    `connected` is as in `design_R`. If X is not learned, it has no weights: use `design_R`.
+    If X is not learned, it has no weights: use `design_R`.
+
+    Args:
+        S: the communication graph `(M, M)`, with ones on its diagonal.
+        sizes: the features of each node; by default one each.
+        layers: N, of the network that they are for.
+        connected: give up as many weights as it takes, found greedily, so that nodes that S joins
+            hear of each other.
+
+    Returns:
+        The patterns, for the option `sparsity` of a network.
+
+    Raises:
+        SparsityError: if S is not binary and `(M, M)` with ones on its diagonal, or sizes do not
+            fit.
+        ShapeError: if layers is no whole number >= 1.
+        OptionError: if connected is not True or False.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> S = torch.eye(6) + torch.eye(6).roll(1, 0) + torch.eye(6).roll(-1, 0)  # a ring
+        >>> found = sparsity.design(S, layers=4)
+        >>> sparsity.is_local(found.T, found.R, S)
+        True
     """
     S, sizes = _graph(S, sizes)
     layers, connected = positive_int("layers", layers), flag("connected", connected)
@@ -281,10 +471,25 @@ def design(
 
 
 def free_weights(sparsity: Sparsity, *, layers: int = 1) -> int:
-    """2 N s^T R s + s^T T s: entries of K_p and K_q in N layers and of one X, for node sizes s.
+    """How many weights patterns leave free: `2 N s^T R s + s^T T s`, for node sizes s.
 
-    `layers` is N where all share one R. Without sizes every node counts as one feature, and without
-    T, X as block-diagonal.
+    These are the entries of K_p and K_q in N layers and of one X. Without sizes every node counts
+    as one feature, and without T, X as block-diagonal.
+
+    Args:
+        sparsity: the patterns.
+        layers: N, where all layers share one R.
+
+    Returns:
+        Their number.
+
+    Raises:
+        ShapeError: if layers is no whole number >= 1.
+
+    Examples:
+        >>> from hdnn import sparsity
+        >>> sparsity.free_weights(sparsity.Sparsity(R=[[1, 0], [1, 1]]), layers=4)  # 2 * 4 * 3 + 2
+        26
     """
     sizes = sparsity.sizes or (1,) * sparsity.nodes
     N = positive_int("layers", layers) if sparsity.R.ndim == 2 else 1
@@ -303,9 +508,27 @@ def from_networkx(graph: Any, *, size: str | None = None, design: str = "R") -> 
     """Patterns for a networkx graph: node i is the i-th of `graph.nodes`, and its own neighbour.
 
     An edge of a `DiGraph` from u to v lets v hear u; only links both ways can be used, because
-    gradients go back where states came from. `size` names the attribute with the features of a
-    node. `design` is "R" (T = I, for networks that do not learn X), "T" (R = I) or "both"; all
-    join what the graph joins. For other patterns, take the S of the result.
+    gradients go back where states came from. For other patterns, take the S of the result.
+
+    Args:
+        graph: a networkx graph.
+        size: the name of the attribute with the features of a node; by default all are alike.
+        design: "R" (T = I, for networks that do not learn X), "T" (R = I) or "both"; all join what
+            the graph joins.
+
+    Returns:
+        The patterns, for the option `sparsity` of a network.
+
+    Raises:
+        SparsityError: if graph is no networkx graph with nodes, or a node has no such attribute.
+        OptionError: if there is no such design.
+        MissingExtraError: if networkx is not installed.
+
+    Examples:
+        >>> import networkx
+        >>> from hdnn import sparsity
+        >>> sparsity.from_networkx(networkx.cycle_graph(8))
+        Sparsity(8 nodes, 8 links in R)
     """
     make = _DESIGNS[choose("design", design, _DESIGNS)]
     return make(*best.links_and_sizes(graph, size))

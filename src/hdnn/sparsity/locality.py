@@ -105,8 +105,23 @@ def follow(rows: Rows, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Breach:
     """Node `node` needs node `needs` in its forward or backward update, but S does not link them.
 
-    `path` is i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 where the forward update needs it, and
-    i, l, a, k with R(l, i) = R(l, a) = T(a, k) = 1 where only the backward update does.
+    Attributes:
+        node: the number i of the node.
+        needs: the number k of the other.
+        forward: whether the forward update needs it.
+        backward: whether the backward update does.
+        path: i, a, l, k with T(i, a) = R(l, a) = R(l, k) = 1 where the forward update needs it, and
+            i, l, a, k with R(l, i) = R(l, a) = T(a, k) = 1 where only the backward update does.
+        layer: the number of the layer, where layers have patterns of their own, else None.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import sparsity
+        >>> breach, _ = sparsity.explain(torch.eye(2), torch.ones(2, 2), torch.eye(2))
+        >>> print(breach)
+        node 0 needs node 1 forward and backward: row 0 of R has 0 and 1
+        >>> breach.path
+        (0, 0, 0, 1)
     """
 
     node: int
@@ -120,7 +135,7 @@ class Breach:
         return self.text()
 
     def text(self, label: Callable[[int], str] = str) -> str:
-        """What breaks the condition and why, with these labels of the nodes."""
+        """What breaks the condition and why; `label` gives each node a name, else its number."""
         i, a, row, k = map(label, self.path if self.forward else self.path[::-1])
         why = [f"T links {i} and {a}"] * (a != i)
         why += [f"row {row} of R has {a} and {k}"] * (a != k or not why)
