@@ -97,8 +97,8 @@ def h1(
         K: weights `(N, r, n)`.
         b: biases `(N, r)`.
         h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical `[[0,
-            -I], [I, 0]]`, for an even n.
+        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
+            `[[0, -I], [I, 0]]`, for an even n.
         activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
         trajectory: return all states `y_0 .. y_N` rather than the last.
         engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
@@ -255,8 +255,8 @@ def split(
         backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
@@ -415,8 +415,8 @@ def verlet(
         backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
@@ -473,8 +473,8 @@ def yoshida4(
         backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
@@ -530,8 +530,8 @@ def ms3(
         backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
@@ -581,8 +581,8 @@ def ms1(
         backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
@@ -637,8 +637,8 @@ def implicit_h2(
         max_iter: the most Newton iterations that a layer may take.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
@@ -688,8 +688,8 @@ def midpoint(
         K: weights `(N, r, n)`.
         b: biases `(N, r)`.
         h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical `[[0,
-            -I], [I, 0]]`, for an even n.
+        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
+            `[[0, -I], [I, 0]]`, for an even n.
         activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
         trajectory: return all states `y_0 .. y_N` rather than the last.
         inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
@@ -697,8 +697,8 @@ def midpoint(
         max_iter: the most Newton iterations that a layer may take.
 
     Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as `(N+1,
-        *batch, n)`.
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
 
     Raises:
         ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a

@@ -313,8 +313,8 @@ class Sparsity:
 class BlkSprs:
     """The set of matrices whose blocks are zero where the pattern R is.
 
-    K is in BlkSprs(R) if and only if R(i, k) = 0 makes its block K(i, k) zero. Matrices are `(...,
-    sum(rows), sum(columns))`, layers before that.
+    K is in BlkSprs(R) if and only if R(i, k) = 0 makes its block K(i, k) zero. Matrices have the
+    shape `(..., sum(rows), sum(columns))`, layers before that.
 
     Args:
         R: the pattern: `(M, M)`, or `(N, M, M)` for one a layer, of 0 and 1.
