@@ -86,7 +86,9 @@ def perceptron(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
 # Forward Euler
 
 
-def h1(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None, sigma: Activation) -> Tensor:
+def h1(
+    y: Tensor, K: Tensor, b: Tensor, h: float | Tensor, J: Tensor | None, sigma: Activation
+) -> Tensor:
     """One layer of forward Euler: `y + h J K^T sigma(K y + b)` (eq:H-DNN_fE).
 
     Args:
@@ -111,7 +113,7 @@ def h1(y: Tensor, K: Tensor, b: Tensor, h, J: Tensor | None, sigma: Activation) 
     return y + h * times_J(partial_H(y, K, b, sigma), J)
 
 
-def ms2(y: Tensor, K: Tensor, b: Tensor, h, _: None, sigma: Activation) -> Tensor:
+def ms2(y: Tensor, K: Tensor, b: Tensor, h: float | Tensor, _: None, sigma: Activation) -> Tensor:
     """One layer of MS2: `y + h sigma(K y + b)` with a skew-symmetric K (eq:MS2).
 
     Args:
@@ -135,7 +137,7 @@ def ms2(y: Tensor, K: Tensor, b: Tensor, h, _: None, sigma: Activation) -> Tenso
     return y + h * perceptron(y, K, b, sigma)
 
 
-def mlp(y: Tensor, K: Tensor, b: Tensor, h, _: None, sigma: Activation) -> Tensor:
+def mlp(y: Tensor, K: Tensor, b: Tensor, h: float | Tensor, _: None, sigma: Activation) -> Tensor:
     """One layer of a multilayer perceptron, which has no step: `sigma(K y + b)` (fig:gradients).
 
     Args:
@@ -167,7 +169,7 @@ def split(
     K_q: Tensor,
     b_p: Tensor,
     b_q: Tensor,
-    h,
+    h: float | Tensor,
     X: Tensor | None,
     sigma: Activation,
     *,
@@ -217,7 +219,7 @@ def ms1(
     K_0: Tensor,
     b_1: Tensor,
     b_2: Tensor,
-    h,
+    h: float | Tensor,
     _: None,
     sigma: Activation,
     *,
@@ -258,7 +260,7 @@ def implicit_h2(
     j: int,
     K: Tensor,
     b: Tensor,
-    h,
+    h: float | Tensor,
     X: Tensor | None,
     sigma: Activation,
     *,
@@ -318,7 +320,7 @@ def midpoint(
     j: int,
     K: Tensor,
     b: Tensor,
-    h,
+    h: float | Tensor,
     J: Tensor | None,
     sigma: Activation,
     *,

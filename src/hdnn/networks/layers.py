@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -29,7 +29,11 @@ class Layers:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, layers: int | slice) -> Any:
+    @overload
+    def __getitem__(self, layers: int) -> Layer: ...
+    @overload
+    def __getitem__(self, layers: slice) -> Layers: ...
+    def __getitem__(self, layers: int | slice) -> Layer | Layers:
         if isinstance(layers, slice):
             if layers.step is not None and layers.step < 0:
                 raise OptionError("layers run forwards: take a slice with a positive step.")
@@ -112,6 +116,7 @@ class Layer(Layers):
 
     @property
     def h(self) -> Any:
+        """The step of this layer."""
         h = self.stack.h
         return h[self.numbers.start] if isinstance(h, (tuple, Tensor)) else h
 

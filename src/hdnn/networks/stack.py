@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,13 @@ class LayerStack(KeepsConstants):
     # To be said by each kind of stack
 
     def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
-        """The state after some layers alone, or all states from the first of them on."""
+        """The state after some layers alone, or all states from the first of them on.
+
+        Args:
+            y: the state before the first of these layers.
+            layers: which ones.
+            trajectory: give all their states, stacked.
+        """
         raise NotImplementedError
 
     def names_by_layer(self) -> tuple[str, ...]:
@@ -42,6 +48,7 @@ class LayerStack(KeepsConstants):
         raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
+        """One stack of weights, by one of the names of `names_by_layer`."""
         raise NotImplementedError
 
     def _whole_shape(self, name: str) -> tuple[int, ...]:
@@ -53,8 +60,12 @@ class LayerStack(KeepsConstants):
     def __len__(self) -> int:
         return self.layers
 
-    def __getitem__(self, layers: int | slice) -> Any:
-        """Layer j, or a slice of the layers, as a view: see `Layer` and `Layers`."""
+    @overload
+    def __getitem__(self, layers: int) -> Layer: ...
+    @overload
+    def __getitem__(self, layers: slice) -> Layers: ...
+    def __getitem__(self, layers: int | slice) -> Layer | Layers:
+        """Layer j, or a slice of the layers, as a view that can be run and looked at."""
         return Layers(self, range(self.layers))[layers]
 
     def __iter__(self) -> Iterator[Layer]:
@@ -62,7 +73,12 @@ class LayerStack(KeepsConstants):
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Overwrite one parameter or buffer as it is stored, in its own memory."""
+        """Overwrite one parameter or buffer as it is stored, in its own memory.
+
+        Args:
+            name: under which it is stored.
+            value: the new numbers, in its shape.
+        """
         if _divided(self, name):
             parts: Any = self.parametrizations
             values = parts[name][0].right_inverse(value.expand(getattr(self, name).shape))
@@ -86,16 +102,23 @@ class LayerStack(KeepsConstants):
         return self.__dict__.get("_groups", [[*range(self.layers)]])
 
     def freeze(self, layers: Any = None) -> None:
-        """Keep some layers (an index, a slice, several indices, or by default all) as they are.
+        """Keep some layers as they are.
 
         No optimiser moves them, not even by weight decay or momentum. The other layers get
         parameters of their own, so freeze before you make the optimiser. What layers share, a
         learned X for instance, is not frozen.
+
+        Args:
+            layers: an index, a slice or several indices; by default all.
         """
         self._set({*self.frozen, *self._numbers(layers)}, self.layer_groups)
 
     def unfreeze(self, layers: Any = None) -> None:
-        """Train some layers again, by default all: undoes `freeze`."""
+        """Train some layers again: undoes `freeze`.
+
+        Args:
+            layers: an index, a slice or several indices; by default all.
+        """
         self._set({*self.frozen} - {*self._numbers(layers)}, self.layer_groups)
 
     def divide(self, *groups: Any) -> list[list[nn.Parameter]]:
@@ -104,9 +127,18 @@ class LayerStack(KeepsConstants):
             first, last = net.divide(slice(0, 4), slice(4, 8))
             torch.optim.Adam([{"params": first, "lr": 1e-3}, {"params": last, "lr": 1e-2}])
 
-        Each group is an index, a slice or several indices; layers in none of them are one more
-        group, the last. Returns the parameters of each group. What layers share, a learned X for
-        instance, is in none. `divide()` makes one stack of all again.
+        What layers share, a learned X for instance, is in no group. `divide()` makes one stack of
+        all again.
+
+        Args:
+            *groups: each is an index, a slice or several indices; layers in none of them are one
+                more group, the last.
+
+        Returns:
+            The parameters of each group.
+
+        Raises:
+            OptionError: if a layer is in two groups, or a group is empty.
         """
         found = [self._numbers(group) for group in groups]
         numbers = [j for group in found for j in group]
@@ -136,7 +168,7 @@ class LayerStack(KeepsConstants):
         if isinstance(layers, Tensor):
             layers = layers.tolist()
         if isinstance(layers, (Integral, slice)):
-            layers = self[layers]  # pyright: ignore[reportArgumentType]
+            layers = self[layers]  # pyright: ignore[reportCallIssue, reportArgumentType]
         if isinstance(layers, Layers):
             return [*layers.numbers]
         if isinstance(layers, Iterable) and not isinstance(layers, (str, dict)):
