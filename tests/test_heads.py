@@ -285,6 +285,12 @@ def test_a_classifier_has_at_least_two_classes():
         SoftmaxHead(4, 1)
 
 
+@pytest.mark.parametrize("classes", [0, 2.5, "three"])
+def test_a_wrong_number_of_classes_is_called_by_the_name_that_was_given(classes):
+    with pytest.raises(ShapeError, match="classes must be a whole number"):
+        hdnn.SoftmaxHead(4, classes)
+
+
 @pytest.mark.parametrize("make", HEADS)
 def test_a_config_makes_the_same_head_again(make):
     head = make(generator=generator())

@@ -43,8 +43,23 @@ WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, Arithmet
 def save(model: Model | Network | ImageModel, path: str | os.PathLike[str]) -> None:
     """Write a model or a network to one file, all of it or nothing.
 
-    For pruned or parametrised weights (`torch.nn.utils`) the values that the network uses are
-    written: loading gives a plain network with the same outputs.
+    The file has the weights, in the format of safetensors, and the configuration in its header;
+    nothing is pickled. For pruned or parametrised weights (`torch.nn.utils`) the values that the
+    network uses are written: loading gives a plain network with the same outputs.
+
+    Args:
+        model: a `hdnn.Model`, a network, or a model of `hdnn.models`.
+        path: the file to write; one that is there is replaced.
+
+    Raises:
+        CheckpointError: if it is another module, a subclass of your own, or the file cannot be
+            written.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.save(hdnn.H2(features=4, layers=8), "net.safetensors")
+        >>> hdnn.load("net.safetensors")
+        H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
     """
     write(model, path)
 
@@ -81,7 +96,31 @@ def write(
 def load(
     path: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> Model | Network | ImageModel:
-    """Read back what `save` wrote, with its dtype, onto `device` (default: the CPU)."""
+    """Read back what `save` wrote, with its dtype.
+
+    Args:
+        path: the file to read.
+        device: where the model is to be; by default on the CPU.
+
+    Returns:
+        The model or network, with all its options and weights.
+
+    Raises:
+        CheckpointError: if the file is not there, is damaged, was not written by hdnn, or was
+            written by a newer version.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> hdnn.save(net, "net.safetensors")
+        >>> y = torch.randn(10, 4)
+        >>> torch.equal(hdnn.load("net.safetensors")(y), net(y))
+        True
+        >>> hdnn.load("other.safetensors")
+        Traceback (most recent call last):
+        hdnn.errors.CheckpointError: other.safetensors does not exist; check its name and folder.
+    """
     path = as_path(path)
     with tensorfile.opened(path) as file:
         config = _config(file)

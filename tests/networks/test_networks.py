@@ -684,7 +684,7 @@ def test_a_flag_in_words_is_refused_since_any_word_would_be_true(option):
     ],
 )
 def test_the_docstring_of_a_class_has_all_its_options_and_no_others(cls):
-    about = cls.__doc__.partition("Args:\n")[2]
-    described = re.findall(r"^(\w+): ", inspect.cleandoc(f"\n{about}"), re.MULTILINE)
+    about = inspect.getdoc(cls).partition("Args:\n")[2].partition("\n\n")[0]
+    described = re.findall(r"^    (\w+): ", about, re.MULTILINE)
     assert described == [*inspect.signature(cls).parameters]
     assert "options" not in inspect.signature(cls).parameters

@@ -29,6 +29,8 @@ from hdnn.base.progress import ProgressLine
 from hdnn.data.images import ImageData, check_sha256, data_folder, missing, unreadable
 from hdnn.errors import CheckpointError, DataError, HDNNError, choose, positive_int, require
 
+__all__ = ["find", "load"]
+
 CLASSES = (
     "airplane",
     "automobile",
@@ -77,8 +79,32 @@ def load(
 ) -> ImageData:
     """CIFAR-10, 50,000 images to train on and 10,000 to test with, of 3 x 32 x 32 pixels.
 
-    It is looked for in `folder`, by default that of HDNN_DATA: the binary distribution, else
-    images; or `folder` is an archive itself. `limit` takes the first images of each class.
+    The set is read from its binary distribution, or else from images, in a folder or an archive.
+    Nothing is unpacked to disk; images are decoded once, and kept in the folder that the
+    environment variable HDNN_CACHE names, or else in `~/.cache/hdnn`. To fetch the set, run
+    `python -m hdnn.data.download cifar10 --to data`.
+
+    Args:
+        folder: where the set is, or an archive of it; by default the folder that the environment
+            variable HDNN_DATA names, or else `data`.
+        source: "binary", "images", or "auto" for what is found first.
+        limit: take only so many images of each class, the first ones.
+        progress: show how far decoding has come, on a terminal.
+
+    Returns:
+        The set, with its pixels in bytes. If they were decoded from JPEG images, its name says so.
+
+    Raises:
+        DataError: if the set is missing, incomplete, damaged or another one.
+        OptionError: if `source` is not known.
+        ShapeError: if `limit` is no whole number >= 1.
+        MissingExtraError: if there are images, but no Pillow to decode them.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.data.cifar10.load("empty")
+        Traceback (most recent call last):
+        hdnn.errors.DataError: CIFAR-10 is not there: found no cifar-10-binary.tar.gz, ...
     """
     if limit is not None:
         limit = positive_int("limit", limit)
@@ -87,7 +113,27 @@ def load(
 
 
 def find(folder: str | os.PathLike[str] | None = None, source: str = "auto") -> tuple[Path, bool]:
-    """Where the set is, and whether that is its binary distribution."""
+    """Where the set is, and whether that is its binary distribution.
+
+    Args:
+        folder: as for `load`.
+        source: as for `load`.
+
+    Returns:
+        The path of a folder or an archive, and True for the binary distribution, False for images.
+
+    Raises:
+        DataError: if the set is missing.
+        OptionError: if `source` is not known.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> import hdnn
+        >>> Path("cifar-10-binary.tar.gz").touch()
+        >>> place, binary = hdnn.data.cifar10.find(".")
+        >>> place.name, binary
+        ('cifar-10-binary.tar.gz', True)
+    """
     choose("source", source, SOURCES)
     home = data_folder(folder)
     if source != "images" and (place := _find_binary(home, source)):

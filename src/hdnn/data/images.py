@@ -19,11 +19,25 @@ from torch import Tensor
 from hdnn.base.files import as_path, reason_of
 from hdnn.errors import DataError, choose, flag
 
+__all__ = ["ImageData", "Labelled", "augment", "blank", "draw"]
+
 PADDING = ("zeros", "reflect")
 
 
 class Labelled(NamedTuple):
-    """Images (B, C, H, W) in bytes with their labels (B,)."""
+    """Images in bytes with their labels: what `ImageData.holdout` gives.
+
+    Attributes:
+        images: (B, C, H, W), of `torch.uint8`.
+        t: labels (B,).
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.data import images
+        >>> some = images.Labelled(torch.zeros(10, 1, 28, 28, dtype=torch.uint8), torch.arange(10))
+        >>> some.images.shape, some.t.shape
+        (torch.Size([10, 1, 28, 28]), torch.Size([10]))
+    """
 
     images: Tensor
     t: Tensor
@@ -31,9 +45,34 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Images (B, C, H, W) in bytes with labels 0 .. classes-1 (B,), to train on and to test with.
+    """Images in bytes with their labels, to train on and to test with.
 
-    Results are reported under `name`. `lossy` says that the pixels are not the original ones.
+    Args:
+        name: of the set, under which results are reported.
+        images_train: those to train on, (B, C, H, W), of `torch.uint8`.
+        t_train: their labels, whole numbers from 0 to classes-1, (B,).
+        images_test: those to test with.
+        t_test: their labels.
+        classes: the names of the classes.
+        mean: of each channel, of pixels between 0 and 1.
+        std: the standard deviation of each channel.
+        lossy: whether the pixels are not the original ones.
+        remark: where the pixels come from.
+
+    Raises:
+        DataError: if images, labels, mean or std have not the shapes and types above.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> images, t = torch.randint(256, (30, 1, 8, 8)).byte(), torch.arange(30) % 3
+        >>> classes = ("cat", "dog", "fox")
+        >>> data = hdnn.data.ImageData("pets", images, t, images, t, classes, (0.5,), (0.3,))
+        >>> train, validation = data.holdout(6)
+        >>> train.images.shape, validation.t.bincount()
+        (torch.Size([24, 1, 8, 8]), tensor([2, 2, 2]))
+        >>> data.normalised(train.images).dtype
+        torch.float32
     """
 
     name: str
@@ -80,12 +119,24 @@ class ImageData:
         return f"ImageData({self.name}, {counts}, {shape}, {self.images_train.device})"
 
     def to(self, device: torch.device | str) -> Self:
-        """The same set with all images and labels on `device`."""
+        """The same set with all images and labels on another device.
+
+        Args:
+            device: such as "cuda".
+        """
         tensors = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **tensors)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """(images/255 - mean)/std for each channel, of images (*batch, C, H, W) of 0 to 255."""
+        """`(images/255 - mean)/std` for each channel.
+
+        Args:
+            images: `(*batch, C, H, W)`, from 0 to 255.
+            dtype: of the result; by default `torch.get_default_dtype()`.
+
+        Raises:
+            DataError: if the images have another shape, or the dtype is no floating-point one.
+        """
         dtype = dtype or torch.get_default_dtype()
         if not dtype.is_floating_point:
             raise DataError(f"dtype must be floating point, but got {dtype}; use torch.float32.")
@@ -104,9 +155,16 @@ class ImageData:
         return torch.stack(channels, -3).to(dtype)
 
     def holdout(self, count: int, seed: int = 0) -> tuple[Labelled, Labelled]:
-        """The training images split in two: to train on, and `count` of them to validate with.
+        """The training images split in two: to train on, and some of them to validate with.
 
         Each class has its share in both. The seed alone decides, on any device.
+
+        Args:
+            count: how many are to validate with.
+            seed: what they are chosen by.
+
+        Raises:
+            DataError: if there are not more than `count` images, or the seed is no whole number.
         """
         total = len(self.t_train)
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
@@ -134,7 +192,28 @@ class ImageData:
 def draw(
     count: int, generator: torch.Generator, *, pad: int = 4, flip: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Random numbers for `augment`: shifts (count, 2) from 0 to 2 pad, and flips (count,)."""
+    """Random numbers for `augment`, to be drawn before a CUDA graph runs.
+
+    Args:
+        count: how many images there are.
+        generator: what they are drawn from, and on whose device.
+        pad: how far an image may be shifted in each direction.
+        flip: mirror half of the images; otherwise none.
+
+    Returns:
+        Shifts of rows and columns (count, 2) from 0 to 2 pad, and flips (count,).
+
+    Raises:
+        DataError: if `pad` is no whole number >= 0.
+        OptionError: if `flip` is neither True nor False.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.data import images
+        >>> shifts, flips = images.draw(100, torch.Generator().manual_seed(0), pad=4)
+        >>> shifts.shape, int(shifts.min()), int(shifts.max()), flips.dtype
+        (torch.Size([100, 2]), 0, 8, torch.bool)
+    """
     if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
         raise DataError(f"pad must be a whole number >= 0, but got {pad!r}; CIFAR-10 takes 4.")
     device = generator.device
@@ -153,10 +232,36 @@ def augment(
     shifts: Tensor | None = None,
     flips: Tensor | None = None,
 ) -> Tensor:
-    """Each image (B, C, H, W) padded, cropped to its size at random, and half of them mirrored.
+    """Each image padded, cropped to its size at random, and half of them mirrored.
 
-    The generator decides, and must be on the device of the images. Inside a CUDA graph, give
-    `shifts` (B, 2) of rows and columns, 0 to 2 pad, and `flips` (B,) instead: see `draw`.
+    Args:
+        images: (B, C, H, W), in bytes or normalised.
+        generator: what decides, on the device of the images.
+        pad: how many pixels are added on each side before cropping.
+        flip: mirror half of the images; otherwise none.
+        padding: what is added: "zeros", or "reflect" for the image mirrored at its edges.
+        shifts: where to crop, rows and columns (B, 2) from 0 to 2 pad. Inside of a CUDA graph give
+            these and `flips` instead of a generator: see `draw`.
+        flips: which images to mirror, (B,).
+
+    Returns:
+        Images of the same shape and dtype.
+
+    Raises:
+        DataError: if the images have another shape, `pad` is not below their size, there is neither
+            a generator on their device nor both of `shifts` and `flips`, or these have another
+            shape or dtype.
+        OptionError: if `padding` is not known, or `flip` is neither True nor False.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> images = torch.randint(256, (10, 3, 32, 32)).byte()
+        >>> hdnn.data.augment(images, torch.Generator().manual_seed(0)).shape
+        torch.Size([10, 3, 32, 32])
+        >>> middle, unflipped = torch.full((10, 2), 4), torch.zeros(10, dtype=torch.bool)
+        >>> torch.equal(hdnn.data.augment(images, shifts=middle, flips=unflipped), images)
+        True
     """
     _check_images("images to augment", images, None)
     count, channels, height, width = images.shape
@@ -190,9 +295,28 @@ def augment(
 
 
 def blank(images: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Images (B, C, H, W) with a square around each centre (B, 2), row and column, set to zero.
+    """Images with a square around each centre set to zero, which in normalised ones is the mean.
 
-    In normalised images, zero is the mean. A square may reach beyond the edge of its image.
+    Args:
+        images: (B, C, H, W).
+        centres: row and column for each image, (B, 2); a square may reach beyond the edge.
+        size: the side of the squares.
+
+    Returns:
+        Images of the same shape and dtype.
+
+    Raises:
+        DataError: if images or centres have another shape, or `size` is no whole number >= 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.data import images
+        >>> ones = torch.ones(1, 1, 4, 4)
+        >>> images.blank(ones, torch.tensor([[1, 1]]), size=2)[0, 0]
+        tensor([[0., 0., 1., 1.],
+                [0., 0., 1., 1.],
+                [1., 1., 1., 1.],
+                [1., 1., 1., 1.]])
     """
     _check_images("images to blank", images, None)
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:

@@ -16,6 +16,8 @@ from torch import Tensor
 from hdnn.data.images import ImageData, check_sha256, data_folder, missing, unreadable
 from hdnn.errors import DataError
 
+__all__ = ["find", "load"]
+
 MEAN, STD = (0.1307,), (0.3081,)
 
 
@@ -43,7 +45,24 @@ FILES = tuple(
 def load(folder: str | os.PathLike[str] | None = None) -> ImageData:
     """MNIST, 60,000 images to train on and 10,000 to test with, of 1 x 28 x 28 pixels.
 
-    The four files are in `folder` or in `mnist` below it; the default is the folder HDNN_DATA.
+    The set is read from its four IDX files, plain or compressed by gzip, each of which is compared
+    with the public one. To fetch them, run `python -m hdnn.data.download mnist --to data`.
+
+    Args:
+        folder: where the files are, or the folder `mnist` with them; by default the folder that the
+            environment variable HDNN_DATA names, or else `data`.
+
+    Returns:
+        The set, with its pixels in bytes.
+
+    Raises:
+        DataError: if a file is missing, damaged or another one.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.data.mnist.load("empty")
+        Traceback (most recent call last):
+        hdnn.errors.DataError: MNIST is not there: found no mnist/train-images-idx3-ubyte ...
     """
     parts = [_read(path, file) for path, file in zip(find(folder), FILES, strict=True)]
     images_train, t_train, images_test, t_test = parts
@@ -60,7 +79,25 @@ def load(folder: str | os.PathLike[str] | None = None) -> ImageData:
 
 
 def find(folder: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Where the four files are, all of them, before the first is read."""
+    """Where the four files are, all of them, before the first is read.
+
+    Args:
+        folder: as for `load`.
+
+    Returns:
+        The paths of the training images and labels, then of the test images and labels.
+
+    Raises:
+        DataError: if a file is missing.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> import hdnn
+        >>> for name in hdnn.data.mnist.SHA256:
+        ...     Path(f"{name}.gz").touch()
+        >>> [path.name for path in hdnn.data.mnist.find(".")][:2]
+        ['train-images-idx3-ubyte.gz', 'train-labels-idx1-ubyte.gz']
+    """
     home = data_folder(folder)
     return [_find(home, file.name) for file in FILES]
 

@@ -15,13 +15,32 @@ from torch import Tensor
 
 from hdnn.errors import DataError, choose
 
+__all__ = ["PlanarData", "double_circles", "double_moons", "load", "swiss_roll"]
+
 Interval = tuple[float, float]
 Curve = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanarData:
-    """Points (B, 2) with labels 0 or 1 (B,), half to train on and half to test with."""
+    """Points (B, 2) with labels 0 or 1 (B,), half to train on and half to test with.
+
+    Attributes:
+        name: of the set.
+        x_train: points to train on, (B, 2).
+        t_train: their labels, (B,).
+        x_test: points to test with, (B, 2).
+        t_test: their labels, (B,).
+        domain: the least and largest x1, then x2, of a picture of the set.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.swiss_roll(points=400)
+        >>> data
+        PlanarData(swiss_roll, 200 train, 200 test)
+        >>> data.x_train.shape, data.domain
+        (torch.Size([200, 2]), ((-1.2, 1.2), (-1.2, 1.2)))
+    """
 
     name: str
     x_train: Tensor
@@ -41,7 +60,29 @@ def swiss_roll(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PlanarData:
-    """Two spirals r(theta) of two turns: theta/4pi (class 1) and 0.2 + theta/4pi (class 0)."""
+    """Two spirals `r(theta)` of two turns: `theta/4pi` (class 1), `0.2 + theta/4pi` (class 0).
+
+    Args:
+        points: how many there are in all, at least 8; half are for training.
+        seed: what the noise and the order are drawn from.
+        dtype: of the points; by default `torch.get_default_dtype()`.
+        device: of points and labels; by default that of new tensors.
+
+    Returns:
+        The set, split in two.
+
+    Raises:
+        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
+            is no floating-point one.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.swiss_roll(seed=0)
+        >>> data
+        PlanarData(swiss_roll, 4000 train, 4000 test)
+        >>> data.x_train.shape, data.t_train.unique()
+        (torch.Size([4000, 2]), tensor([0, 1]))
+    """
 
     def spiral(r_0: float) -> Curve:
         return lambda s: _polar(r_0 + s, 4 * math.pi * s)
@@ -58,7 +99,29 @@ def double_moons(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PlanarData:
-    """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
+    """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2.
+
+    Args:
+        points: how many there are in all, at least 8; half are for training.
+        seed: what the noise and the order are drawn from.
+        dtype: of the points; by default `torch.get_default_dtype()`.
+        device: of points and labels; by default that of new tensors.
+
+    Returns:
+        The set, split in two.
+
+    Raises:
+        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
+            is no floating-point one.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(seed=0)
+        >>> data
+        PlanarData(double_moons, 4000 train, 4000 test)
+        >>> data.x_train.shape, data.t_train.unique()
+        (torch.Size([4000, 2]), tensor([0, 1]))
+    """
 
     def upper(shift: float) -> Curve:
         return lambda s: (shift + torch.cos(math.pi * s), torch.sin(math.pi * s))
@@ -78,7 +141,29 @@ def double_circles(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PlanarData:
-    """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
+    """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice.
+
+    Args:
+        points: how many there are in all, at least 8; half are for training.
+        seed: what the noise and the order are drawn from.
+        dtype: of the points; by default `torch.get_default_dtype()`.
+        device: of points and labels; by default that of new tensors.
+
+    Returns:
+        The set, split in two.
+
+    Raises:
+        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
+            is no floating-point one.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_circles(seed=0)
+        >>> data
+        PlanarData(double_circles, 4000 train, 4000 test)
+        >>> data.x_train.shape, data.t_train.unique()
+        (torch.Size([4000, 2]), tensor([0, 1]))
+    """
 
     def ring(radius: float) -> Curve:
         return lambda s: _polar(torch.full_like(s, radius), 4 * math.pi * s)
@@ -99,7 +184,28 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> PlanarData:
-    """One of the sets by its name: swiss_roll, double_moons or double_circles."""
+    """One of the sets by its name.
+
+    Args:
+        name: "swiss_roll", "double_moons" or "double_circles".
+        points: how many there are in all, at least 8; half are for training.
+        seed: what the noise and the order are drawn from.
+        dtype: of the points; by default `torch.get_default_dtype()`.
+        device: of points and labels; by default that of new tensors.
+
+    Returns:
+        The set, split in two.
+
+    Raises:
+        OptionError: if there is no set of that name.
+        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
+            is no floating-point one.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.data.planar.load("double_moons", points=400)
+        PlanarData(double_moons, 200 train, 200 test)
+    """
     make = SETS[choose("data set", name, SETS)]
     return make(points, seed=seed, dtype=dtype, device=device)
 

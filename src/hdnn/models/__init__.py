@@ -4,8 +4,11 @@ from collections.abc import Callable
 
 from hdnn.models.base import ImageModel
 from hdnn.models.baselines import AlexNet, ResNet, alexnet, resnet56
-from hdnn.models.mnist import MNIST_STEPS, MNISTNet, mnist_net
-from hdnn.models.star import PADDINGS, POOLS, HDNNStar, hdnn_star, mnist_conv
+from hdnn.models.mnist import MNIST_STEPS as MNIST_STEPS
+from hdnn.models.mnist import MNISTNet, mnist_net
+from hdnn.models.star import PADDINGS as PADDINGS
+from hdnn.models.star import POOLS as POOLS
+from hdnn.models.star import HDNNStar, hdnn_star, mnist_conv
 
 # The function that makes a classifier of each class from its `config()`.
 MAKERS: dict[type[ImageModel], Callable[..., ImageModel]] = {
@@ -16,10 +19,6 @@ MAKERS: dict[type[ImageModel], Callable[..., ImageModel]] = {
 }
 
 __all__ = [
-    "MAKERS",
-    "MNIST_STEPS",
-    "PADDINGS",
-    "POOLS",
     "AlexNet",
     "HDNNStar",
     "ImageModel",

@@ -19,15 +19,42 @@ from hdnn.networks.weights import overwrite
 
 
 class ImageModel(nn.Module):
-    """A classifier of images: `features`, and a linear layer on top of them."""
+    """A classifier of images: `features`, and a linear layer on top of them.
+
+    The models of `hdnn.models` are of this class, which has no layers itself. A model takes images
+    (B, channels, height, width) and gives logits (B, classes).
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.mnist_net("h2", layers=4)
+        >>> isinstance(model, hdnn.models.ImageModel)
+        True
+        >>> model(torch.randn(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+        >>> [unit.guarantee().holds for unit in model.units]
+        [True]
+    """
 
     linear: nn.Linear
 
     def features(self, x: Tensor) -> Tensor:
-        """What the linear layer sees: (B, features)."""
+        """What the linear layer sees: (B, features).
+
+        Args:
+            x: normalised images (B, channels, height, width).
+        """
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, classes).
+
+        Args:
+            x: normalised images (B, channels, height, width).
+
+        Raises:
+            ShapeError: if the images have other channels, or another size than the model is for.
+        """
         return self.linear(self.features(x))
 
     @property
@@ -39,6 +66,9 @@ class ImageModel(nn.Module):
         """Begin again: all layers draw their weights, in the order in which they were made.
 
         For a classifier that was made on the meta device, as FSDP does it, after `to_empty`.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
         """
         make = LayerMaker(generator, self.linear.weight.dtype, self.linear.weight.device)
         for part in self.modules():
@@ -57,7 +87,7 @@ class ImageModel(nn.Module):
         return {"classes": self.linear.out_features}
 
     def smoothness(self) -> Tensor:
-        """The sum of R_K over all Hamiltonian parts, zero if there are none."""
+        """The sum of `R_K` over all Hamiltonian parts, zero if there are none."""
         found = [unit.smoothness() for unit in self.units]
         return torch.stack(found).sum() if found else self.linear.weight.new_zeros(())
 

@@ -36,7 +36,24 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(ImageModel):
-    """The residual network of He et al. for CIFAR, with 6 n + 2 layers: `resnet56`."""
+    """The residual network of He et al. for CIFAR, with 6 n + 2 layers, as `resnet56` makes it.
+
+    Args:
+        depth: 6 n + 2, how many layers there are.
+        classes: how many classes there are.
+        drop: how often the last block is left out for an image while training.
+        make: what makes the layers, and draws their weights.
+
+    Raises:
+        ShapeError: if `depth` is not 6 n + 2.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.resnet56(depth=8)
+        >>> isinstance(model, hdnn.models.ResNet), len(model.blocks)
+        (True, 3)
+    """
 
     def __init__(self, depth: int, classes: int, drop: float, make: LayerMaker) -> None:
         super().__init__()
@@ -52,6 +69,7 @@ class ResNet(ImageModel):
         self.linear = make.linear(64, classes)
 
     def features(self, x: Tensor) -> Tensor:
+        """The means over all pixels of the last block: (B, 64)."""
         check_images(x, 3, None)
         return self.blocks(self.norm(self.stem(x))).mean((2, 3))
 
@@ -73,14 +91,50 @@ def resnet56(
 ) -> ResNet:
     """ResNet-56 for CIFAR: three stages of 9 blocks at 16, 32, 64 channels, 853,018 parameters.
 
-    `drop` is how often the last block is left out for an image while training; the first hardly is.
+    Args:
+        classes: how many classes there are.
+        depth: 6 n + 2, for stages of n blocks.
+        drop: how often the last block is left out for an image while training; the first hardly is.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
+
+    Returns:
+        The model, for images (B, 3, height, width).
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, `depth` is not 6 n + 2, or the dtype is no
+            floating-point one.
+        OptionError: if `drop` is not in `[0, 1)`, or the device or generator is none.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.resnet56()
+        >>> sum(p.numel() for p in model.parameters())
+        853018
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     make, left_out = LayerMaker(generator, dtype, device), probability("drop", drop)
     return ResNet(positive_int("depth", depth), positive_int("classes", classes), left_out, make)
 
 
 class AlexNet(ImageModel):
-    """Five convolutions and three linear layers, for images of 224 x 224: `alexnet`."""
+    """Five convolutions and three linear layers, for images of 224 x 224, as `alexnet` makes it.
+
+    Args:
+        classes: how many classes there are.
+        resize: scale images of any size to 224 x 224.
+        dropout: the probability to leave out an input of the hidden linear layers in training.
+        make: what makes the layers, and draws their weights.
+
+    Examples:
+        >>> import hdnn
+        >>> model = hdnn.models.alexnet(classes=5, device="meta")  # shapes alone: it takes 228 MB
+        >>> isinstance(model, hdnn.models.AlexNet), model.linear.weight.shape
+        (True, torch.Size([5, 4096]))
+    """
 
     def __init__(self, classes: int, resize: bool, dropout: float, make: LayerMaker) -> None:
         super().__init__()
@@ -111,6 +165,7 @@ class AlexNet(ImageModel):
         self.linear = make.linear(4096, classes)
 
     def features(self, x: Tensor) -> Tensor:
+        """What the last hidden layer gives: (B, 4096)."""
         if self.resize:
             check_images(x, 3, None)
             x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
@@ -136,7 +191,30 @@ def alexnet(
 ) -> AlexNet:
     """AlexNet in its one-column form: 57,044,810 parameters for 10 classes.
 
-    `resize` scales images of any size to the 224 x 224 that it is made for.
+    Args:
+        classes: how many classes there are.
+        resize: scale images of any size to the 224 x 224 that it is made for.
+        dropout: the probability to leave out an input of the hidden linear layers in training.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
+
+    Returns:
+        The model, for images (B, 3, height, width).
+
+    Raises:
+        ShapeError: if `classes` is no whole number >= 1, or the dtype is no floating-point one.
+        OptionError: if `dropout` is not in `[0, 1)`, `resize` is neither True nor False, or the
+            device or generator is none.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.alexnet(device="meta")  # shapes alone: the weights take 228 MB
+        >>> sum(p.numel() for p in model.parameters())
+        57044810
+        >>> model(torch.empty(2, 3, 32, 32, device="meta")).shape
+        torch.Size([2, 10])
     """
     make, left_out = LayerMaker(generator, dtype, device), probability("dropout", dropout)
     return AlexNet(positive_int("classes", classes), flag("resize", resize), left_out, make)

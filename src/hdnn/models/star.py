@@ -20,7 +20,28 @@ POOLS = ("flatten", "scaled", "mean")
 
 
 class HDNNStar(ImageModel):
-    """Convolution, Hamiltonian units with pooling between them, linear layer: `hdnn_star`."""
+    """Convolution, Hamiltonian units with pooling between them, linear layer, as of `hdnn_star`.
+
+    Args:
+        channels: those of each unit.
+        layers: those of each unit.
+        options: those of `hdnn.HamiltonianUnit`, for all units.
+        stem_norm: whether batch normalisation follows the first convolution.
+        padding: where channels of zeros are added, "end" or "halves".
+        pool: what the linear layer sees, "flatten", "scaled" or "mean".
+        inputs: how many channels an image has.
+        size: height and width of the images.
+        classes: how many classes there are.
+        make: what makes the other layers, and draws their weights.
+
+    Examples:
+        >>> import hdnn
+        >>> model = hdnn.models.hdnn_star("h2", layers=2, channels=(4, 8))
+        >>> isinstance(model, hdnn.models.HDNNStar)
+        True
+        >>> [unit.channels for unit in model.units]
+        [4, 8]
+    """
 
     def __init__(
         self,
@@ -49,6 +70,7 @@ class HDNNStar(ImageModel):
         self.linear = make.linear(channels[-1] * pixels, classes)
 
     def features(self, x: Tensor) -> Tensor:
+        """What `pool` makes of the pixels after the last unit: (B, features)."""
         check_images(x, self.inputs, self.size)
         y = self.stem(x) if self.stem_norm is None else self.stem_norm.after(self.stem, x)
         for unit in self.stages:
@@ -106,12 +128,51 @@ def hdnn_star(
 ) -> HDNNStar:
     """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
 
-    `layers` are those of each unit, or one number for all. After each unit the image is averaged
-    over 2 x 2 pixels, and channels of zeros are added for the next: after all others
-    (`padding="end"`), or half after those of p and half after those of q ("halves"). The linear
-    layer sees all remaining pixels (`pool="flatten"`), these divided by the root of their number,
-    which allows higher learning rates ("scaled"), or their "mean". `drop` is how often the last
-    layer is left out in training; the first hardly is. For the rest see `hdnn.HamiltonianUnit`.
+    After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
+    next unit. More on the options of units is in `hdnn.HamiltonianUnit`.
+
+    Args:
+        network: "h1" or "h2".
+        layers: those of each unit, or one number for all.
+        channels: those of each unit, never fewer than before.
+        step: h of all units.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        norm: where units have batch normalisation: "none", "inside", "after" or "both".
+        reversible: True is short for backprop="reversible", False for "stored".
+        backprop: what the backward pass starts from: "auto", "stored", "checkpoint" or
+            "reversible".
+        drop: how often the last layer is left out for an image in training; the first hardly is.
+        init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
+        stem_norm: put batch normalisation behind the first convolution.
+        padding: where channels of zeros are added: after all others ("end"), or half after those of
+            p and half after those of q ("halves").
+        pool: the linear layer sees all remaining pixels ("flatten"), these divided by the root of
+            their number, which allows higher learning rates ("scaled"), or their "mean".
+        inputs: how many channels an image has.
+        size: height and width of the images; each unit halves them.
+        classes: how many classes there are.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
+
+    Returns:
+        The model, for images (B, inputs, size, size).
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, channels are odd or become fewer, `size`
+            cannot be halved for each unit, or there are not as many `layers` as units.
+        StepError: if `step` is not finite and > 0.
+        OptionError: if a name is not known, a flag is neither True nor False, or `drop` is not in
+            `[0, 1)`.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.hdnn_star()
+        >>> sum(p.numel() for p in model.parameters())
+        973930
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     channels = [positive_int("channels", C) for C in channels]
     if not channels or any(a > b for a, b in pairwise(channels)):
@@ -153,7 +214,36 @@ def mnist_conv(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> HDNNStar:
-    """H-DNN* for images of 28 x 28 in grey: two units with 3 x 3 kernels and pooling after each."""
+    """`hdnn_star` for images of 28 x 28 in grey: two units with 3 x 3 kernels, pooling after each.
+
+    Args:
+        network: "h1" or "h2".
+        layers: those of each unit.
+        channels: those of each unit, never fewer than before.
+        step: h of all units.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        norm: where units have batch normalisation: "none", "inside", "after" or "both".
+        stem_norm: put batch normalisation behind the first convolution.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default `torch.get_default_device()`.
+
+    Returns:
+        The model, for images (B, 1, 28, 28).
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, channels are odd or become fewer, or there
+            are more than two units.
+        StepError: if `step` is not finite and > 0.
+        OptionError: if a name is not known, or `stem_norm` is neither True nor False.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.mnist_conv("h2", layers=2, channels=(8, 16))
+        >>> model(torch.randn(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
     options: dict[str, Any] = {"step": step, "activation": activation, "norm": norm}
     options |= {"generator": generator, "dtype": dtype, "device": device, "stem_norm": stem_norm}
     return hdnn_star(network, layers, channels, inputs=1, size=28, **options)

@@ -33,10 +33,8 @@ BY_NAME: dict[str, Callable[..., Network]] = {
 }
 
 __all__ = [
-    "BY_NAME",
     "H1",
     "H2",
-    "KINDS",
     "MLP",
     "MS1",
     "MS2",

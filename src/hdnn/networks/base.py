@@ -22,10 +22,32 @@ from hdnn.operators import dense
 
 
 class Network(LayerStack):
-    """A stack of N layers on states (*batch, n).
+    """A stack of N layers on states `(*batch, n)`: what H1, H2, MLP and all others are.
 
     The weights of all layers are stacked, (N, ...), under the names that they have as arguments of
-    the function in `hdnn.functional`; `weights()` gives exactly those arguments.
+    the function in `hdnn.functional`; `weights()` gives exactly those arguments. A network has a
+    length, and `net[j]` is its layer j. This class itself has no layers: it is here for
+    `isinstance` and for networks of your own.
+
+    Args:
+        features: n, the size of a state.
+        layers: N, how many layers there are.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        tied: give all layers the same weights.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1.
+        OptionError: if the activation is not known, or `tied` is neither True nor False.
+
+    Examples:
+        >>> import hdnn
+        >>> nets = [hdnn.H2(features=4, layers=8), hdnn.MLP(features=4, layers=8)]
+        >>> [isinstance(net, hdnn.networks.Network) for net in nets]
+        [True, True]
+        >>> [net.guarantee().holds for net in nets]
+        [True, False]
+        >>> nets[0][2]
+        Layer(2 of 8: K_p (2, 2), K_q (2, 2), b_p (2,), b_q (2,), h = 0.3)
     """
 
     stacked: tuple[str, ...] = ()  # the weights with one entry a layer
@@ -70,9 +92,12 @@ class Network(LayerStack):
         )
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begin again: all weights are drawn as the constructor draws them from that generator.
+        """Begin again: all weights are drawn as the constructor draws them.
 
         For a network that was made on the meta device, as FSDP does it, after `to_empty`.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
         """
         weight = next(self.parameters())
         initial = Initial(self.init, self.features, generator, weight.dtype, weight.device)
@@ -103,23 +128,36 @@ class Network(LayerStack):
         return 1 if self.tied else self.layers
 
     def weight(self, name: str) -> Tensor:
-        """One stack of weights as it is stored, (N, ...) or (1, ...) if tied."""
+        """One stack of weights as it is stored: (N, ...), or (1, ...) if tied.
+
+        Args:
+            name: one of `names_by_layer()`, such as "K" or "b_p".
+        """
         refresh(self)
         return getattr(self, name)
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Overwrite one stack of weights by (N, ...), or (1, ...) if tied."""
+        """Overwrite one stack of weights, in its own memory.
+
+        Args:
+            name: one of `names_by_layer()`, such as "K" or "b_p".
+            value: the new weights, (N, ...), or (1, ...) if tied.
+        """
         self.write(name, value)
 
     def weights(self) -> dict[str, Any]:
-        """All arguments of `function` except the state."""
+        """All arguments of `function` except the state, by their names."""
         return {name: self._all_layers(self.weight(name)) for name in self.stacked}
 
     def _all_layers(self, weight: Tensor) -> Tensor:
         return weight.expand(self.layers, *weight.shape[1:]) if self.tied else weight
 
     def field(self) -> dict[str, Tensor]:
-        """J, K (N, r, n) and b (N, r) of the ODE y' = J K^T sigma(K y + b) that is discretised."""
+        """J, K (N, r, n) and b (N, r) of the ODE `y' = J K^T sigma(K y + b)` that is discretised.
+
+        Raises:
+            OptionError: for a network that is no discretised Hamiltonian ODE, such as an MLP.
+        """
         raise OptionError(f"{type(self).__name__} is no discretised Hamiltonian ODE.")
 
     def config(self) -> dict[str, Any]:
@@ -138,7 +176,7 @@ class Network(LayerStack):
     # What is known of it
 
     def guarantee(self) -> Guarantee:
-        """Whether norm(dy_N/dy_j) >= 1 is a theorem for this network, and why.
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for this network, and why.
 
         It does not hold for a subclass that computes in another way; that may define its own.
         """
@@ -153,28 +191,45 @@ class Network(LayerStack):
         return Guarantee(False, "none", f"nothing is known of {type(self).__name__}")
 
     def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
-        """M_j = dy_{j+1}/dy_j, (L, B, n, n), of all or some layers at their states (L+1, B, n).
+        """The derivatives `M_j = dy_{j+1}/dy_j` of all or some layers, (L, B, n, n).
 
-        In closed form and in denominator layout: see `hdnn.networks.jacobians`. For a subclass that
-        computes in its own way, by automatic differentiation of its `layer`.
+        In closed form and in denominator layout: the transpose of what
+        `torch.autograd.functional.jacobian` gives. For a subclass that computes in its own way, by
+        automatic differentiation of its `layer`.
+
+        Args:
+            states: those before and after each of these layers, (L+1, B, n), as `trajectory` gives.
+            layers: which ones; by default all.
         """
         if own_methods(self):
             return jacobians.differentiated(self.layer, states[:-1], range(self.layers)[layers])
         return self._jacobians(states, self._weights_of(layers))
 
     def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
-        """M_j^-1, by undoing each shear; None for layers that are not made of shears."""
+        """The inverses of `layer_jacobians`, by undoing each shear.
+
+        Args:
+            states: those before and after each of these layers, (L+1, B, n).
+            layers: which ones; by default all.
+
+        Returns:
+            The matrices (L, B, n, n), or None for layers that are not made of shears.
+        """
         return None
 
     def shear_norms(self) -> Tensor:
-        """The bounds |A| / S of all shears I + A of all layers, in the order in which they run."""
+        """The bounds `|A| / S` of all shears `I + A` of all layers, in the order in which they run.
+
+        Raises:
+            OptionError: for networks whose layers are not made of shears.
+        """
         raise OptionError(
             f"the gradient budget B is for networks whose layers are shears (H2, MS1, MS3, Verlet, "
             f"Yoshida), not for {type(self).__name__}; see hdnn.analysis for its bounds."
         )
 
     def field_rates(self) -> Tensor:
-        """A bound on the derivative of the field in each layer: S |K_j|^2 |J_j|, (N,)."""
+        """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, (N,)."""
         if self.bare_activation:
             return self._sigma.S * dense.norm(self.weights()[self.stacked[0]])
         field = self.field()
@@ -191,15 +246,37 @@ class Network(LayerStack):
     # What a network does
 
     def forward(self, y: Tensor) -> Tensor:
-        """y_N from y_0."""
+        """The last state, `y_N` from `y_0`: what `net(y)` computes.
+
+        Args:
+            y: states `(*batch, n)`.
+
+        Returns:
+            States of the same shape.
+
+        Raises:
+            ShapeError: if y is no tensor of that shape, in the dtype of the weights.
+        """
         return self._run(y, self.weights())
 
     def trajectory(self, y: Tensor) -> Tensor:
-        """All states y_0 .. y_N: (N+1, *batch, n)."""
+        """All states, `y_0` to `y_N`: `(N+1, *batch, n)`.
+
+        Args:
+            y: states `(*batch, n)`.
+        """
         return self._run(y, self.weights(), trajectory=True)
 
     def layer(self, y: Tensor, j: int) -> Tensor:
-        """y_{j+1} from y_j: one layer alone."""
+        """One layer alone: `y_{j+1}` from `y_j`.
+
+        Args:
+            y: states `(*batch, n)`.
+            j: the number of the layer, from 0 to N-1.
+
+        Raises:
+            ShapeError: if there is no such layer.
+        """
         if not (isinstance(j, Integral) and 0 <= j < self.layers):
             raise ShapeError(f"layer j must be in 0 .. {self.layers - 1}, but got {j!r}.")
         return self._run(y, self.layer_weights(j))
@@ -216,7 +293,7 @@ class Network(LayerStack):
         return self.stacked
 
     def layer_weights(self, j: int) -> dict[str, Any]:
-        """`weights()` of layer j alone, with N = 1."""
+        """The arguments of `function` for layer j alone, with N = 1."""
         return self._weights_of(slice(j, j + 1))
 
     def _weights_of(self, layers: slice) -> dict[str, Any]:
@@ -232,7 +309,15 @@ class Network(LayerStack):
         return each, shared
 
     def inverse(self, y: Tensor, *, trajectory: bool = False) -> Tensor:
-        """y_0 from y_N, or all states in forward order."""
+        """The first state from the last: `y_0` from `y_N`, exact up to rounding.
+
+        Args:
+            y: states `(*batch, n)` after the last layer.
+            trajectory: give all states, `(N+1, *batch, n)`, in forward order.
+
+        Raises:
+            NotInvertibleError: if the layers have no explicit inverse (H1, MS2, MLP).
+        """
         if not self.invertible:
             raise NotInvertibleError(
                 f"{type(self).__name__} has no explicit inverse; H2, MS1, MS3, ImplicitH2, Verlet, "
@@ -266,7 +351,11 @@ class Network(LayerStack):
         self.engine, self.backprop = engine, backprop
 
     def engine_report(self, batch: int = 128) -> str:
-        """What would run for a batch of that size, and why."""
+        """What would run, in one line, and why: see `hdnn.engine`.
+
+        Args:
+            batch: how many states run at once.
+        """
         weight = next(self.parameters())
         where = f"{self!r} on {weight.device.type}, {weight.dtype}, batch {batch}"
         if not self.engines:
@@ -284,7 +373,15 @@ class Network(LayerStack):
         return f"{where}: {plan.engine} engine, backprop {plan.backprop} ({plan.why})"
 
     def refine(self, k: int) -> Self:
-        """The network with k times the layers at h/k: the same function in the limit."""
+        """The network with k times the layers at steps h/k: the same function in the limit.
+
+        Args:
+            k: how many layers each one becomes.
+
+        Raises:
+            OptionError: for a network that is no discretised ODE, such as an MLP.
+            ShapeError: if k is no whole number >= 1.
+        """
         raise OptionError(f"{type(self).__name__} is no discretised ODE and cannot be refined.")
 
     def extra_repr(self, *, learned: bool = True) -> str:

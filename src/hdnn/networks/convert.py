@@ -32,9 +32,6 @@ def to_reversible(
 ) -> Model:
     """A copy of a pre-norm residual model whose blocks are layers of a leapfrog network.
 
-        vit = timm.create_model("vit_small_patch16_224")
-        model = hdnn.to_reversible(vit, backprop="reversible")
-
     The blocks `x + F(x)` become `p += h F(q)`, `q += h p`, from p = 0 and q = x; what follows them
     gets the last q. F is the same, and so are all weights and their number, embeddings, head, masks
     and what else the model takes.
@@ -59,7 +56,20 @@ def to_reversible(
         `guarantee()` says what is promised.
 
     Raises:
-        OptionError: if the model has no stack that can be converted.
+        OptionError: if the model has no stack that can be converted, is converted already, or an
+            option is not known.
+        StepError: if h is not finite and > 0.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        >>> model = hdnn.to_reversible(encoder, backprop="reversible")
+        >>> model(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+        >>> model.layers[0].guarantee().holds
+        True
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"only an nn.Module can be converted, but got a {type(model).__name__}.")
@@ -89,14 +99,34 @@ def to_reversible(
 
 
 class LeapfrogStack(nn.Module):
-    """A stack of residual blocks as a leapfrog network, from x = q_0 (and p_0 = 0) to q_N."""
+    """A stack of residual blocks as a leapfrog network, from `x = q_0` (and `p_0 = 0`) to `q_N`.
+
+    It is what `hdnn.to_reversible` puts in the place of the blocks.
+
+    Args:
+        net: the layers, on states (p, q) that are twice as wide as x.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> blocks = hdnn.Reversible([hdnn.Leapfrog(torch.nn.Linear(8, 8)) for _ in range(3)])
+        >>> stack = hdnn.networks.LeapfrogStack(blocks)
+        >>> stack(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
 
     def __init__(self, net: Reversible) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """q_N; further arguments (masks, positions, ..) go to all blocks."""
+        """The last q.
+
+        Args:
+            x: the first q.
+            *args: go to all blocks: masks, positions and the like.
+            **options: go to all blocks.
+        """
         if self.net.backprop in ("reversible", "checkpoint") and torch.is_grad_enabled():
             args, options = tuple(map(_no_cache, args)), _no_caches(options)
         y = self.net(torch.cat([torch.zeros_like(x), x], -1), *args, **options)
@@ -108,7 +138,7 @@ class LeapfrogStack(nn.Module):
         return self.net[0].F.block.self_attn  # pyright: ignore
 
     def guarantee(self) -> Guarantee:
-        """Whether norm(dy_N/dy_j) >= 1 is a theorem for the states y = (p, q), and why."""
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for the states y = (p, q), and why."""
         return self.net.guarantee()
 
     def extra_repr(self) -> str:

@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.dim = int(dim)
 
     def shears(self) -> list[HalfMove]:
-        """In the order in which they run."""
+        """The shears of this layer, in the order in which they run."""
         raise NotImplementedError
 
     def fields(self) -> list[Any]:
@@ -51,11 +51,26 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The next state; further arguments are handed to all modules."""
+        """The next state.
+
+        Args:
+            y: a state (p, q), halves along the axis `dim`.
+            *args: go to all modules: masks, edges, conditions and the like.
+            **options: go to all modules.
+
+        Raises:
+            ShapeError: if y cannot be halved, or a module returns another shape than a half has.
+        """
         return self._run(chain.run, y, args, options)
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The state from the next one, exact up to rounding."""
+        """The state from the next one, exact up to rounding.
+
+        Args:
+            y: the next state.
+            *args: what the forward pass was given.
+            **options: what the forward pass was given.
+        """
         return self._run(chain.undo, y, args, options)
 
     def _run(
@@ -75,7 +90,7 @@ class Block(nn.Module):
         return all(isinstance(one, GradientField) and not own_methods(one) for one in self.fields())
 
     def guarantee(self) -> Guarantee:
-        """Whether norm(dy_N/dy_j) >= 1 is a theorem, and why."""
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
         own = own_methods(self)
         if own:
             return unknown(self, own)
@@ -91,10 +106,28 @@ class Block(nn.Module):
 
 
 class Coupling(Block):
-    """p += F(q), then q += G(p), for any two modules; a module that is None moves nothing.
+    """A layer of any two modules on states y = (p, q): `p += F(q)`, then `q += G(p)`.
 
-    layer = hdnn.Coupling(attention, mlp)   # on (B, tokens, 2 d)
-    y = layer(y, mask=mask)                 # further arguments go to both modules
+    Both updates are shears, with determinant 1 whatever F and G are. So `norm(dy_N/dy_j) >= 1` in a
+    stack of such layers, and each can be undone. `layer(y, mask=mask)` hands further arguments to
+    both modules. A call raises a `ShapeError` if y cannot be halved, or a module returns another
+    shape than that of a half.
+
+    Args:
+        F: moves p by a function of q; None moves nothing.
+        G: moves q by a function of the new p; None moves nothing.
+        dim: the axis along which a state is split into the halves p and q.
+
+    Raises:
+        OptionError: if F or G is no module, or `dim` no whole number.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layer = hdnn.Coupling(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> y = torch.randn(2, 8)
+        >>> torch.allclose(layer.inverse(layer(y)), y, atol=1e-5)
+        True
     """
 
     def __init__(self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1) -> None:
@@ -110,7 +143,30 @@ class Coupling(Block):
 
 
 class Leapfrog(Block):
-    """p += h F(q), then q += h p: H = |p|^2 / 2 + V(q), with F in the place of -dV/dq."""
+    """A layer of any module on states y = (p, q): `p += h F(q)`, then `q += h p`.
+
+    With `F = -dV/dq` these are the equations of a mass in the potential V, with the energy
+    `H = |p|^2 / 2 + V(q)`. For any F `norm(dy_N/dy_j) >= 1` in a stack of such layers, and each can
+    be undone.
+
+    Args:
+        F: moves p by a function of q, with a result of the shape of q.
+        h: the step size.
+        dim: the axis along which a state is split into the halves p and q.
+
+    Raises:
+        OptionError: if F is no module, or `dim` no whole number.
+        StepError: if h is not finite and > 0.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layer = hdnn.Leapfrog(torch.nn.Linear(4, 4), h=0.1)
+        >>> layer(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
+        >>> layer.guarantee().holds
+        True
+    """
 
     def __init__(self, F: nn.Module, *, h: float = 1.0, dim: int = -1) -> None:
         super().__init__(dim)
@@ -136,12 +192,27 @@ class Leapfrog(Block):
 
 
 class GradientField(nn.Module):
-    """The gradient of an energy as a module: scale * dE/dx, where `energy(x)` is a number a sample.
+    """The gradient of an energy as a module: `scale * dE/dx`.
 
-        kick = hdnn.GradientField(energy, scale=-0.1)       # p -= 0.1 dV/dq
-        net = hdnn.Reversible([hdnn.Leapfrog(hdnn.GradientField(V, scale=-1.0), h=0.1)])
+    The Jacobian of a gradient is symmetric, and so the layers that it moves are symplectic. A call
+    raises a `ShapeError` if the energy is not one number for each sample.
 
-    The Jacobian of a gradient is symmetric, and so the layers that it moves are symplectic.
+    Args:
+        energy: a module that gives one number for each sample, `E = energy(x)`.
+        scale: what the gradient is multiplied by; -1 for a force.
+
+    Raises:
+        OptionError: if `energy` is no module, `scale` is not finite, or, in a call, the energy has
+            no gradient.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> V = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        >>> kick = hdnn.GradientField(V, scale=-1.0)
+        >>> layer = hdnn.Leapfrog(kick, h=0.1)  # p -= h dV/dq, then q += h p
+        >>> layer.symplectic, layer(torch.randn(2, 8)).shape
+        (True, torch.Size([2, 8]))
     """
 
     def __init__(self, energy: nn.Module, *, scale: float = 1.0) -> None:
@@ -154,6 +225,13 @@ class GradientField(nn.Module):
         self.energy, self.scale = _module("energy", energy), number
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The gradient at x, in its shape.
+
+        Args:
+            x: samples `(*batch, n)`.
+            *args: go to the energy.
+            **options: go to the energy.
+        """
         if torch.is_inference_mode_enabled():  # where no tensor can have a gradient
             with torch.inference_mode(False), torch.no_grad():
                 x, args, options = chain.mapped(torch.clone, (x, args, options))

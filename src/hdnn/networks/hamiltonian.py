@@ -24,7 +24,7 @@ from hdnn.sparsity import Sparsity
 
 
 class HamiltonianNet(BlockSparseNetwork):
-    """N steps of y' = J K^T sigma(K y + b) by any integrator.
+    """N steps of `y' = J K^T sigma(K y + b)` by any integrator (eq:ODE_H).
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
     (H2), "verlet", "yoshida4". With a full K (`K, b`): "forward_euler" (H1), and the implicit
@@ -38,9 +38,9 @@ class HamiltonianNet(BlockSparseNetwork):
         step: h, a number or one for each layer; or give T instead.
         T: the time that all layers span, h = T/N; 2.4 if neither is given.
         activation: sigma, the name of one of `hdnn.activations.names()`.
-        X: makes J = [[0, -X^T], [X, 0]]: (m, m) with m = n/2, or (N, m, m); by default I.
+        X: makes `J = [[0, -X^T], [X, 0]]`: (m, m) with m = n/2, or (N, m, m); by default I.
         learn_X: train X too, from the given one on.
-        J: any skew-symmetric matrix (n, n), or (N, n, n); by default [[0, -I], [I, 0]].
+        J: any skew-symmetric matrix (n, n), or (N, n, n); by default `[[0, -I], [I, 0]]`.
         learn_J: train J too, from the given one on; it stays skew-symmetric.
         learn_step: train the step of each layer too; it stays positive.
         tied: give all layers the same weights.
@@ -54,6 +54,26 @@ class HamiltonianNet(BlockSparseNetwork):
         generator: of the first weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
         device: of the weights; by default `torch.get_default_device()`.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, the features are odd but are to be split into
+            (p, q), X or J has another shape, or the dtype is no floating-point one.
+        StepError: if a step, a time, or a limit of an implicit layer is not finite and > 0, or
+            there are not as many steps as layers.
+        OptionError: if a name is not known, a flag is neither True nor False, or two options
+            exclude each other, such as `step` and `T`.
+        InterconnectionError: if J is not skew-symmetric, or an entry of X or J is not finite.
+        SparsityError: if the patterns do not fit the features, or X or J does not fit them.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.HamiltonianNet(features=4, layers=16, integrator="verlet")
+        >>> net
+        HamiltonianNet(verlet, 4 features, 16 layers, tanh, h = 0.15, T = 2.4, 192 parameters)
+        >>> y = torch.randn(100, 4)
+        >>> torch.allclose(net.inverse(net(y)), y, atol=1e-4)
+        True
     """
 
     def __init__(
@@ -123,6 +143,7 @@ class HamiltonianNet(BlockSparseNetwork):
 
     @property
     def invertible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether `inverse` can be called: all integrators but forward Euler."""
         return self.scheme.invertible
 
     @property
@@ -132,6 +153,7 @@ class HamiltonianNet(BlockSparseNetwork):
 
     @property
     def split(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether K is block-diagonal: `K_p` and `K_q`, on halves of the state."""
         return self.scheme.layout == "split"
 
     def _add_X(self, X: Tensor | None, learn: bool, initial: Initial) -> None:
@@ -262,9 +284,9 @@ class HamiltonianNet(BlockSparseNetwork):
     def coupling(self) -> Tensor:
         """How strongly each implicit layer depends on its own result, (N,); explicit ones: 0.
 
-        rho(h S |B| |A|), entry by entry, for the x = c + h B sigma(A x + a) that a layer solves.
-        Below 1 there is exactly one solution, whatever the state. Above there may be several, of
-        which a layer takes the one that is connected to h = 0 (see `hdnn.integrators.path`).
+        `rho(h S |B| |A|)`, entry by entry, for the `x = c + h B sigma(A x + a)` that a layer
+        solves. Below 1 there is exactly one solution, whatever the state. Above there may be
+        several, of which a layer takes the one that is connected to h = 0.
         """
         h = self.steps().abs()
         if not self.scheme.implicit:
@@ -283,6 +305,9 @@ class HamiltonianNet(BlockSparseNetwork):
 
         In a midpoint layer this scales all of K. In ImplicitH2 it scales only what H2 does not
         have: the blocks through which a row of K sees both p and q. Coupling is proportional to it.
+
+        Args:
+            limit: the largest coupling that a layer may keep.
         """
         if not self.scheme.implicit:
             return
@@ -333,10 +358,19 @@ class HamiltonianNet(BlockSparseNetwork):
 
 @describes_options(HamiltonianNet)
 class H1(HamiltonianNet):
-    """Forward Euler: y_{j+1} = y_j + h J K^T sigma(K y_j + b)   (eq:H-DNN_fE).
+    """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)` (eq:H-DNN_fE).
 
     For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
     Parameters K (N, n, n) and b (N, n).
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.H1(features=4, layers=64)
+        >>> net(torch.randn(100, 4)).shape
+        torch.Size([100, 4])
+        >>> net.guarantee().holds, hdnn.H1(4, 64, activation="sin").guarantee().holds
+        (True, False)
     """
 
     @takes(HamiltonianNet, without=("integrator", "X", "learn_X", "tol", "max_iter"))
@@ -348,8 +382,22 @@ class H1(HamiltonianNet):
 class H2(HamiltonianNet):
     """Semi-implicit Euler, explicit: p from q (eq:p_update), then q from the new p (eq:q_update).
 
+        p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q)
+        q_{j+1} = q_j + h X   K_p^T sigma(K_p p_{j+1} + b_p)
+
     Symplectic, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and any activation.
-    Parameters K_p, K_q (N, m, m) and b_p, b_q (N, m).
+    Parameters `K_p`, `K_q` (N, m, m) and `b_p`, `b_q` (N, m), with m = n/2.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.H2(features=4, layers=256, dtype=torch.float64)
+        >>> y = torch.randn(10, 4, dtype=torch.float64)
+        >>> net(y).shape
+        torch.Size([10, 4])
+        >>> dy = hdnn.analysis.backward_sensitivity(net, y)  # dy_N/dy_j for all layers and samples
+        >>> bool((hdnn.analysis.norms(dy) >= 1 - 1e-9).all())
+        True
     """
 
     @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "tol", "max_iter"))
@@ -359,9 +407,22 @@ class H2(HamiltonianNet):
 
 @describes_options(HamiltonianNet)
 class ImplicitH2(HamiltonianNet):
-    """Semi-implicit Euler with a full K, solved by Newton's method   (eq:implicit_euler).
+    """Semi-implicit Euler with a full K, solved by Newton's method (eq:implicit_euler).
 
-    Symplectic as H2 is. Parameters K (N, n, n) and b (N, n).
+        p_{j+1} = p_j - h X^T dH/dq(p_{j+1}, q_j)
+        q_{j+1} = q_j + h X   dH/dp(p_{j+1}, q_j)
+
+    Symplectic as H2 is. A layer whose equation cannot be solved, because K and h are too large for
+    it, raises a `ConvergenceError` when it runs. Parameters K (N, n, n) and b (N, n).
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.ImplicitH2(features=4, layers=8, T=1.0)
+        >>> net(torch.randn(100, 4)).shape
+        torch.Size([100, 4])
+        >>> bool((net.coupling() < 1).all())  # then each layer has exactly one solution
+        True
     """
 
     @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "engine", "backprop"))

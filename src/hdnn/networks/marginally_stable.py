@@ -62,9 +62,31 @@ class _MarginallyStable(ODENetwork):
 
 @describes_options(HamiltonianNet)
 class MS1(_MarginallyStable):
-    """q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2).
+    """The first of the earlier networks, with no `K^T` outside of sigma (eq:MS1).
 
-    (eq:MS1) Parameters K_0 (N, m, m) and b_1, b_2 (N, m).
+        q_{j+1} = q_j - h sigma(K_0^T p_j + b_1)
+        p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
+
+    Each layer is a product of shears, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and
+    any activation. Parameters `K_0` (N, m, m) and `b_1`, `b_2` (N, m), with m = n/2.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, the features are odd, or the dtype is no
+            floating-point one.
+        StepError: if a step or a time is not finite and > 0, or there are not as many steps as
+            layers.
+        OptionError: if a name is not known, a flag is neither True nor False, or two options
+            exclude each other, such as `step` and `T`.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.MS1(features=4, layers=32)
+        >>> y = torch.randn(100, 4)
+        >>> torch.allclose(net.inverse(net(y)), y, atol=1e-4)
+        True
+        >>> net.guarantee().holds
+        True
     """
 
     stacked = ("K_0", "b_1", "b_2")
@@ -81,7 +103,7 @@ class MS1(_MarginallyStable):
         return Guarantee(True, "each layer is a product of shears, det = 1", ALWAYS)
 
     def field(self) -> dict[str, Tensor]:
-        """K = [[0, K_0], [K_0^T, 0]] and X_j = -K_0^-1: needs an invertible K_0."""
+        """`K = [[0, K_0], [K_0^T, 0]]` and `X_j = -K_0^-1`: needs an invertible `K_0`."""
         w = self.weights()
         K_0 = w["K_0"]
         J = interconnection.from_X(-_inverse(K_0, "K_0"))
@@ -105,9 +127,27 @@ class MS1(_MarginallyStable):
 
 @describes_options(HamiltonianNet)
 class MS2(_MarginallyStable):
-    """y_{j+1} = y_j + h sigma(K y_j + b) with a skew-symmetric K   (eq:MS2).
+    """Forward Euler with a skew-symmetric K: `y_{j+1} = y_j + h sigma(K_j y_j + b_j)` (eq:MS2).
 
-    Parameters K_upper (N, n(n-1)/2), the entries of K above its diagonal row by row, and b (N, n).
+    For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
+    The features may be odd. Parameters `K_upper` (N, n(n-1)/2), the entries of K above its diagonal
+    row by row, and b (N, n).
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, or the dtype is no floating-point one.
+        StepError: if a step or a time is not finite and > 0, or there are not as many steps as
+            layers.
+        OptionError: if a name is not known, a flag is neither True nor False, or two options
+            exclude each other, such as `step` and `T`.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.MS2(features=3, layers=16)
+        >>> net(torch.randn(100, 3)).shape
+        torch.Size([100, 3])
+        >>> torch.equal(net.K, -net.K.mT)
+        True
     """
 
     stacked = ("K", "b")
@@ -144,7 +184,7 @@ class MS2(_MarginallyStable):
         return functional.ms2
 
     def field(self) -> dict[str, Tensor]:
-        """J = K^-T: needs an invertible K, hence an even n."""
+        """`J = K^-T`: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
             raise NotInvertibleError(
                 f"J = K^-T needs an invertible K, but a skew matrix of odd size {self.features} "
@@ -163,11 +203,30 @@ class MS2(_MarginallyStable):
 
 @describes_options(HamiltonianNet)
 class MS3(_MarginallyStable):
-    """H2 with both signs changed, and the blocks of K off its diagonal   (eq:MS3).
+    """H2 with both signs changed, and the blocks of K off its diagonal (eq:MS3).
 
-    p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
-    q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2).
-    Parameters K_1, K_2 (N, m, m) and b_1, b_2 (N, m).
+        p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1)
+        q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
+
+    Symplectic as H2 is, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and any activation.
+    Parameters `K_1`, `K_2` (N, m, m) and `b_1`, `b_2` (N, m), with m = n/2.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, the features are odd, or the dtype is no
+            floating-point one.
+        StepError: if a step or a time is not finite and > 0, or there are not as many steps as
+            layers.
+        OptionError: if a name is not known, a flag is neither True nor False, or two options
+            exclude each other, such as `step` and `T`.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.MS3(features=4, layers=32, activation="relu")
+        >>> net(torch.randn(100, 4)).shape
+        torch.Size([100, 4])
+        >>> net.symplectic, net.guarantee().holds
+        (True, True)
     """
 
     stacked = ("K_1", "K_2", "b_1", "b_2")
@@ -181,7 +240,7 @@ class MS3(_MarginallyStable):
         return functional.ms3
 
     def field(self) -> dict[str, Tensor]:
-        """K = [[0, K_1], [K_2, 0]] and J = [[0, I], [-I, 0]]."""
+        """`K = [[0, K_1], [K_2, 0]]` and `J = [[0, I], [-I, 0]]`."""
         w = self.weights()
         K = interconnection.off_diagonal(w["K_1"], w["K_2"])
         J = -interconnection.canonical(self.features, dtype=K.dtype, device=K.device)

@@ -19,7 +19,24 @@ from hdnn.networks.promise import Guarantee
 
 @describes_options(HamiltonianNet)
 class MLP(Network):
-    """y_{j+1} = sigma(K_j y_j + b_j), the baseline of fig:gradients: K (N, n, n), b (N, n)."""
+    """A multilayer perceptron, `y_{j+1} = sigma(K_j y_j + b_j)`: the baseline of fig:gradients.
+
+    Its gradients vanish with depth, which nothing here prevents. Parameters K (N, n, n) and
+    b (N, n); the features may be odd.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1, or the dtype is no floating-point one.
+        OptionError: if a name is not known, or `tied` is neither True nor False.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net = hdnn.MLP(features=4, layers=256, dtype=torch.float64)
+        >>> y = torch.randn(10, 4, dtype=torch.float64)
+        >>> dy = hdnn.analysis.backward_sensitivity(net, y)  # dy_N/dy_j, of which dy_N/dy_0 is gone
+        >>> bool(hdnn.analysis.norms(dy[0]).max() < 1e-6)
+        True
+    """
 
     stacked = ("K", "b")
 

@@ -21,7 +21,36 @@ from hdnn.networks.weights import refresh, smoothness
 
 
 class ODENetwork(Network):
-    """A network whose layers are time steps of an ODE: it has a step size h = T/N."""
+    """A network whose layers are time steps of an ODE: it has a step size h = T/N.
+
+    All networks but the MLP are of this kind. The class itself has no layers: it is here for
+    `isinstance` and for networks of your own.
+
+    Args:
+        features: n, the size of a state.
+        layers: N, how many steps there are.
+        step: h, a number or one for each layer; or give T instead.
+        T: the time that all layers span, h = T/N; 2.4 if neither is given.
+        learn_step: train the step of each layer too; it stays positive.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        tied: give all layers the same weights.
+        initial: what draws the first weights, a `hdnn.networks.initial.Initial`.
+
+    Raises:
+        ShapeError: if a size is no whole number >= 1.
+        StepError: if a step or a time is not finite and > 0, or there are not as many steps as
+            layers.
+        OptionError: if the activation is not known, a flag is neither True nor False, or both
+            `step` and `T` are given.
+
+    Examples:
+        >>> import hdnn
+        >>> net = hdnn.H2(features=4, layers=8, T=2.0)
+        >>> isinstance(net, hdnn.networks.ODENetwork), net.h
+        (True, 0.25)
+        >>> net.refine(2)  # the same ODE in smaller steps, to continue training from
+        H2(4 features, 16 layers, tanh, h = 0.125, T = 2, 192 parameters)
+    """
 
     def __init__(
         self,
@@ -105,7 +134,7 @@ class ODENetwork(Network):
         return super().shear_norms() if shears is None else shears.norms(self.steps())
 
     def smoothness(self) -> Tensor:
-        """R_K of this network's own K and b: see `hdnn.regularization.smoothness`."""
+        """The regulariser `R_K` of this network's own K and b: see `hdnn.regularization`."""
         return smoothness(*self._smooth(), self.h)
 
     def smooth_leaves(self) -> list[tuple[str, float]]:

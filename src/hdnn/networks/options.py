@@ -16,6 +16,7 @@ from hdnn.errors import OptionError, StepError, positive_float
 from hdnn.sparsity import Sparsity
 
 DEFAULT_T = 2.4
+SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Examples")  # of a docstring
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 Class = TypeVar("Class")
 
@@ -80,10 +81,12 @@ def takes(parent: type, *, without: Sequence[str]) -> Callable[[Constructor], Co
 def describes_options(source: type, **more: str) -> Callable[[type[Class]], type[Class]]:
     """Add the options of a class to its docstring, in the words of the `Args:` of another one.
 
-    `more` are the words for options that only this class has.
+    `more` are the words for options that only this class has. A class without a section `Raises:`
+    has that of the other one too.
     """
+    told = _sections(source.__doc__ or "")
     words, name = {name: [f"    {name}: {text}"] for name, text in more.items()}, ""
-    for line in (inspect.getdoc(source) or "").partition("Args:\n")[2].splitlines():
+    for line in told.get("Args", "").splitlines():
         if found := re.match(r"    (\w+): ", line):
             words[name := found[1]] = [line]
         else:
@@ -91,11 +94,21 @@ def describes_options(source: type, **more: str) -> Callable[[type[Class]], type
 
     def decorate(cls: type[Class]) -> type[Class]:
         if cls.__doc__ is not None:  # python -OO has none
+            own = _sections(cls.__doc__)
             lines = [line for name in inspect.signature(cls).parameters for line in words[name]]
-            cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__), "", "Args:", *lines])
+            parts = {"Raises": told.get("Raises", ""), **own, "Args": "\n".join(lines)}
+            told_in_order = (f"{head}:\n{parts[head]}" for head in SECTIONS if parts.get(head))
+            cls.__doc__ = "\n\n".join([own[""], *told_in_order])
         return cls
 
     return decorate
+
+
+def _sections(doc: str) -> dict[str, str]:
+    """The parts of a docstring by the heads above them; what stands before all of them is ""."""
+    first, *rest = re.split(rf"^({'|'.join(SECTIONS)}):\n", inspect.cleandoc(doc), flags=re.M)
+    parts = {"": first, **dict(zip(rest[::2], rest[1::2], strict=True))}
+    return {head: text.rstrip() for head, text in parts.items()}
 
 
 def step_size(

@@ -33,7 +33,21 @@ _CALLS = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "forward"
 
 @dataclass(frozen=True)
 class Guarantee:
-    """Whether norm(dy_N/dy_j) >= 1 is a theorem for a network, which one, and why."""
+    """Whether `norm(dy_N/dy_j) >= 1` is a theorem for a network, which one, and why.
+
+    Attributes:
+        holds: whether it is a theorem.
+        theorem: what it follows from, or "none".
+        why: for which depths, weights and activations; or why nothing is promised.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=8).guarantee().holds
+        True
+        >>> hdnn.MLP(features=4, layers=8).guarantee()
+        Guarantee(holds=False, theorem='none',
+                  why='the gradients of a multilayer perceptron can vanish')
+    """
 
     holds: bool
     theorem: str

@@ -26,20 +26,38 @@ BACKPROPS = ("auto", "stored", "checkpoint", "reversible")
 class Reversible(nn.Module):
     """Blocks (`hdnn.Coupling`, `hdnn.Leapfrog`) one after the other, on states y = (p, q).
 
-        net = hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks], backprop="reversible")
-        y = net(torch.cat([x, x], -1), mask=mask)
-
-    `backprop` says what the backward pass starts from. "stored" (the default): autograd keeps all
-    that it reads. "checkpoint": the states of about sqrt(N) layers, and the layers between them run
-    again. "reversible": the last state alone, from which the layers are undone one by one. Each
-    backward pass then checks that it comes back to y_0: gradients that are a little off give a
-    warning, worthless ones an error. With `state="fixed"` all states lie on a fine grid of
-    integers, so that undoing is exact to the last bit, and gradients are those of stored states, at
-    any depth.
+    `norm(dy_N/dy_j) >= 1` at any depth, whatever the modules of the blocks are, and memory need not
+    grow with depth. `net(y, mask=mask)` hands further arguments to all modules.
 
     A stack calls the modules of its blocks, and not the blocks: hooks, `torch.compile` and
     `fully_shard` belong on each F and G, or on the stack. `torch.compile` of a stack compiles it
     with stored states alone; otherwise compile each F and G.
+
+    Args:
+        blocks: the layers, all of which split the state along the same axis.
+        backprop: what the backward pass starts from. "stored", which is also what "auto" takes:
+            autograd keeps all that it reads. "checkpoint": the states of about sqrt(N) layers, and
+            the layers between them run again. "reversible": the last state alone, from which the
+            layers are undone one by one.
+        state: "float", or "fixed": all states lie on a fine grid of integers, so that undoing is
+            exact to the last bit, and gradients are those of stored states, at any depth.
+        check: with "reversible", check in each backward pass that it comes back to `y_0`. Gradients
+            that are a little off give a warning, worthless ones an error.
+
+    Raises:
+        OptionError: if a block is no `Coupling` or `Leapfrog`, they split along several axes, or an
+            option is not known.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layers = [hdnn.Leapfrog(torch.nn.Linear(8, 8), h=0.1) for _ in range(64)]
+        >>> net = hdnn.Reversible(layers, backprop="reversible", state="fixed")
+        >>> y, K = torch.randn(32, 16), layers[0].F.weight
+        >>> (rebuilt,) = torch.autograd.grad(net(y).sum(), K)
+        >>> (stored,) = torch.autograd.grad(hdnn.Reversible(layers, state="fixed")(y).sum(), K)
+        >>> torch.equal(rebuilt, stored)
+        True
     """
 
     certified_at = "calls"
@@ -77,7 +95,17 @@ class Reversible(nn.Module):
     # What it does
 
     def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """y_N from y_0; further arguments (masks, edges, conditions) go to all modules."""
+        """The last state, `y_N` from `y_0`.
+
+        Args:
+            y: a state (p, q), halves along the axis `dim`.
+            *args: go to all modules: masks, edges, conditions and the like.
+            **options: go to all modules.
+
+        Raises:
+            ShapeError: if y cannot be halved, or a module returns another shape than a half has.
+            TrainingError: with `state="fixed"`, if a state leaves the grid.
+        """
         self._check(y)
         y_N = self._forward(y, args, options)
         if self.state == "fixed":
@@ -133,7 +161,13 @@ class Reversible(nn.Module):
         return [chain.Half(*pair) for pair in zip((p, q), exact or (None, None), strict=True)]
 
     def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """y_0 from y_N: exact up to rounding, and to the last bit for a y_N on the grid."""
+        """The first state from the last: exact up to rounding, and to the last bit on the grid.
+
+        Args:
+            y: a last state.
+            *args: what the forward pass was given.
+            **options: what the forward pass was given.
+        """
         self._check(y)
         halves = chain.halves_of(y, self.dim, self.state == "fixed")
         y_0 = self._join(chain.undo(halves, self._shears(), args, options))
@@ -142,7 +176,13 @@ class Reversible(nn.Module):
         return y_0
 
     def trajectory(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
-        """All states y_0 .. y_N: (N+1, *y.shape)."""
+        """All states, `y_0` to `y_N`, stacked: `(N+1, *y.shape)`.
+
+        Args:
+            y: a first state.
+            *args: go to all modules.
+            **options: go to all modules.
+        """
         self._check(y)
         halves = chain.halves_of(y, self.dim, self.state == "fixed")
         states = [self._join(halves)]
@@ -190,10 +230,11 @@ class Reversible(nn.Module):
 
     @property
     def symplectic(self) -> bool:
+        """Whether all modules are gradients of energies."""
         return all(block.symplectic for block in self)
 
     def guarantee(self) -> Guarantee:
-        """Whether norm(dy_N/dy_j) >= 1 is a theorem, and why."""
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
         own = own_methods(self)
         if own:
             return unknown(self, own)

@@ -43,15 +43,15 @@ NORMS = ("none", "inside", "after", "both")
 
 
 class HamiltonianUnit(UnitWeights):
-    """N layers y' = J K^T sigma(K y + b) on images (B, C, height, width), K a convolution.
+    """N layers of `y' = J K^T sigma(K y + b)` on images, with K a convolution.
 
-    The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
-    (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with K_p, K_q
-    (N, C/2, C/2/groups, k, k) and b_p, b_q (N, C/2). `guarantee()` says whether
-    norm(dy_N/dy_j) >= 1 holds with the options given.
+    The first half of the channels is p, the second q. "h1" is forward Euler (eq:H-DNN_fE), with
+    parameters K (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler (eq:p_update,
+    eq:q_update), symplectic, with `K_p`, `K_q` (N, C/2, C/2/groups, k, k) and `b_p`, `b_q`
+    (N, C/2). `guarantee()` says whether `norm(dy_N/dy_j) >= 1` holds with the options given.
 
     Under autocast, or with weights in half precision, the state stays in float32 inside the unit
-    and the convolutions run in the lower precision; y_N has the dtype of y_0.
+    and the convolutions run in the lower precision; `y_N` has the dtype of `y_0`.
 
     Args:
         channels: C, an even number.
@@ -72,9 +72,9 @@ class HamiltonianUnit(UnitWeights):
             memory grows with sqrt(N). Both give the same gradients for any weights. "auto" stores
             while that takes less than 1/32 of the memory of the GPU, or of the machine, and takes
             checkpoints beyond; what `hdnn.engine.use(backprop=...)` asks for comes first.
-            "reversible" (h2) rebuilds states from y_N, so that memory does not grow at all, but
-            rounding grows by what the layers expand. Each time, the rebuilt y_1 is compared with
-            y_1: gradients that are inexact are a `ReversalWarning`, worthless ones a
+            "reversible" (h2) rebuilds states from `y_N`, so that memory does not grow at all, but
+            rounding grows by what the layers expand. Each time, the rebuilt `y_1` is compared with
+            `y_1`: gradients that are inexact are a `ReversalWarning`, worthless ones a
             `TrainingError`. Inside of transforms of `torch.func` states are stored unless they are
             rebuilt.
         drop: the probability, one for all or one a layer, to leave a layer out for an image in
@@ -86,6 +86,26 @@ class HamiltonianUnit(UnitWeights):
         generator: of the first weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
         device: of the weights; by default `torch.get_default_device()`.
+
+    Raises:
+        ShapeError: if a size is out of range, the channels are odd or do not split into the groups
+            or nodes, the kernel is even, `drop` has not one entry a layer, or the dtype is no
+            floating-point one.
+        StepError: if a step or a time is not finite and > 0, or there are not as many steps as
+            layers.
+        OptionError: if a name is not known, `drop` is not in `[0, 1)`, or two options exclude each
+            other, such as "h1" and "reversible".
+        SparsityError: if the pattern does not fit the channels.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> unit = hdnn.HamiltonianUnit(8, layers=4, network="h2", step=0.1)
+        >>> y = torch.randn(2, 8, 16, 16)
+        >>> unit(y).shape
+        torch.Size([2, 8, 16, 16])
+        >>> unit.guarantee().holds, torch.allclose(unit.inverse(unit(y)), y, atol=1e-4)
+        (True, True)
     """
 
     certified_at = "images"
@@ -174,7 +194,14 @@ class HamiltonianUnit(UnitWeights):
     # What a unit does
 
     def forward(self, y: Tensor) -> Tensor:
-        """y_N from y_0 (B, C, height, width)."""
+        """The last state, `y_N` from `y_0`.
+
+        Args:
+            y: images (B, C, height, width).
+
+        Raises:
+            ShapeError: if y has another shape or dtype, or is smaller than the kernel.
+        """
         y_N, *statistics = self._run(y, self._factors(y))
         if statistics:
             self._remember(len(y) * math.prod(self._inner_size(y)), *statistics)
@@ -182,7 +209,11 @@ class HamiltonianUnit(UnitWeights):
         return out if self.after is None else self.after(out)
 
     def trajectory(self, y: Tensor) -> Tensor:
-        """All states y_0 .. y_N of the layers, none left out: (N+1, B, C, height, width)."""
+        """All states of the layers, none left out: (N+1, B, C, height, width).
+
+        Args:
+            y: images (B, C, height, width).
+        """
         states: list[Tensor] = []
         self._run(y, states=states)
         return torch.stack(states).to(y.dtype)
@@ -196,7 +227,14 @@ class HamiltonianUnit(UnitWeights):
         return (torch.stack(states) if trajectory else y_L).to(y.dtype)
 
     def inverse(self, y: Tensor) -> Tensor:
-        """y_0 from y_N, for h2; normalisation by batch statistics needs the same batch again."""
+        """The first state from the last, for h2; batch statistics need the same batch again.
+
+        Args:
+            y: what the last layer gave, (B, C, height, width).
+
+        Raises:
+            NotInvertibleError: for h1, and where normalisation stands behind the unit.
+        """
         if self.network == "h1" or self.after is not None:
             why = "H1 has no explicit inverse" if self.network == "h1" else "norm='after' has none"
             raise NotInvertibleError(f"{why}; take network='h2' with norm 'none' or 'inside'.")
@@ -204,7 +242,11 @@ class HamiltonianUnit(UnitWeights):
 
     @torch.no_grad()
     def layer_derivatives(self, y: Tensor) -> list[Derivative]:
-        """The derivatives of all layers along the trajectory of one image y (1, C, H, W)."""
+        """The derivatives of all layers along the trajectory of one image.
+
+        Args:
+            y: the image, (1, C, height, width).
+        """
         if self.normed and self.training:
             raise OptionError("batch statistics tie the samples together; call unit.eval() first.")
         states = self.trajectory(y)
@@ -317,7 +359,7 @@ class HamiltonianUnit(UnitWeights):
         return work, torch.promote_types(own, torch.float32)
 
     def guarantee(self) -> Guarantee:
-        """Whether norm(dy_N/dy_j) >= 1 is a theorem for this unit as it is now, and why.
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for this unit as it is now, and why.
 
         `after` is no part of the Hamiltonian stack and not covered. With `norm="inside"`, each
         channel's activation in evaluation is sigma(s x + c): still Hamiltonian, and for H1 monotone

@@ -77,9 +77,12 @@ class UnitWeights(LayerStack):
                 self.register_parameter(name, nn.Parameter(value))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begin again: all weights are drawn as the constructor draws them from that generator.
+        """Begin again: all weights are drawn as the constructor draws them.
 
         For a unit that was made on the meta device, as FSDP does it, after `to_empty`.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
         """
         b = getattr(self, named("b", self.halves[0]))
         initial = self._initial(generator, b.dtype, b.device)
@@ -88,13 +91,19 @@ class UnitWeights(LayerStack):
                 self.assign(name, value)
 
     def assign(self, name: str, value: Tensor) -> None:
-        """Overwrite one stack of weights, or of means and variances."""
+        """Overwrite one stack of weights, or of means and variances, in its own memory.
+
+        Args:
+            name: one of `names_by_layer()`, such as "K" or "b_p".
+            value: the new numbers, (N, ...).
+        """
         if name[0] == "K" and self.sparse:
             value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
             name = f"{name}_free"
         self.write(name, value)
 
     def names_by_layer(self) -> tuple[str, ...]:
+        """The weights that each layer has of its own, by the names under which they are read."""
         names = ("K", "b", *NORMALISING) if self.normed else ("K", "b")
         return tuple(named(name, half) for half in self.halves[::-1] for name in names)
 
@@ -157,7 +166,7 @@ class UnitWeights(LayerStack):
         return ShearWeights(A.to(work), b.to(work), B.to(work), gamma, beta)
 
     def smoothness(self) -> Tensor:
-        """R_K = h/2 sum_j |K_j - K_{j-1}|^2 + |b_j - b_{j-1}|^2: `hdnn.regularization`."""
+        """The regulariser `R_K` of this unit's own K and b: see `hdnn.regularization`."""
         stacks = [
             torch.cat([self.weight(named(name, half)).flatten(1) for half in self.halves], 1)
             for name in ("K", "b")
@@ -174,7 +183,11 @@ class UnitWeights(LayerStack):
         return [(named(n, half), 1.0) for half in self.halves for n in ("K", "b")]
 
     def norms(self, size: int | tuple[int, int]) -> dict[str, Tensor]:
-        """The spectral norm of each layer's K, (N,), on images of that size."""
+        """The spectral norm of each layer's K, (N,), by its name.
+
+        Args:
+            size: height and width of the images, or one number for both.
+        """
         names = [named("K", half) for half in self.halves[::-1]]
         options: dict[str, Any] = {"groups": self.groups, "padding": self.padding}
         return {name: conv.norm(self.weight(name), size, **options) for name in names}

@@ -128,9 +128,33 @@ def _run(module: nn.Module, key: int, hook: Any) -> None:
 
 
 def smoothness(K: Tensor, b: Tensor, h: Step) -> Tensor:
-    """R_K = h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2 for K (N, r, n), b (N, r).
+    """The regulariser `R_K`, which is small where weights change little from layer to layer.
 
-    Where each layer has its own step, h_j weighs the difference between layers j and j-1.
+        R_K = h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
+
+    Where each layer has its own step, `h_j` weighs the difference between layers j and j-1.
+
+    Args:
+        K: weights (N, r, n).
+        b: biases (N, r).
+        h: the step, or one for each layer.
+
+    Returns:
+        `R_K`, a tensor of one number, with its gradient.
+
+    Raises:
+        ShapeError: if K and b have not as many layers.
+        StepError: if a step is not finite and > 0, or there are not as many steps as layers.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> K, b = torch.eye(2).repeat(3, 1, 1), torch.zeros(3, 2)
+        >>> hdnn.regularization.smoothness(K, b, h=0.1)
+        tensor(0.)
+        >>> K[2] = 0  # a jump of |I|^2 = 2 before the last layer
+        >>> hdnn.regularization.smoothness(K, b, h=0.1)
+        tensor(0.1000)
     """
     if K.shape[0] != b.shape[0]:
         raise ShapeError(f"K has {K.shape[0]} layers, but b has {b.shape[0]}; both must have N.")
