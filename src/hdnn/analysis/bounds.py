@@ -12,7 +12,7 @@ from hdnn import activations
 from hdnn.analysis.copies import exact, rows
 from hdnn.analysis.measured import MeasuredNetwork
 from hdnn.errors import HDNNError, OptionError
-from hdnn.networks import ODENetwork
+from hdnn.networks import Network, ODENetwork
 from hdnn.networks.promise import own_methods
 from hdnn.regularization import gradient_budget
 
@@ -21,11 +21,29 @@ TINY = 1e-300
 
 @torch.no_grad()
 def bsm_bound_paper(net: ODENetwork) -> Tensor:
-    """sqrt(n) exp(Q T), Q = S sqrt(n) max |K|^2 |J|, for the ODE of the network (lem:upper_bound).
+    """The paper's upper bound on the norm of dy(T)/dy(t) in a network's ODE (lem:upper_bound).
 
-    Very loose, and for the continuous-time BSM. For MS1 and MS2, where J K^T = I, the smaller S |K|
-    replaces S |K|^2 |J|.
+    It is `sqrt(n) exp(Q T)` with `Q = S sqrt(n) max |K|^2 |J|`, where S is the largest slope of the
+    activation. It is very loose. For MS1 and MS2, where `J K^T = I`, the smaller `S |K|` replaces
+    `S |K|^2 |J|`.
+
+    Args:
+        net: a network that discretises an ODE.
+
+    Returns:
+        One number, as a tensor.
+
+    Raises:
+        OptionError: if this is no network, or one that discretises no ODE, as an MLP.
+
+    Examples:
+        >>> import hdnn
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> sharper = hdnn.analysis.bsm_bound_continuous(net)
+        >>> bool(sharper < hdnn.analysis.bsm_bound_paper(net))
+        True
     """
+    _check(net)
     rates = net.field_rates()
     n = net.features
     return math.sqrt(n) * torch.exp(math.sqrt(n) * rates.max() * net.steps().sum())
@@ -33,11 +51,30 @@ def bsm_bound_paper(net: ODENetwork) -> Tensor:
 
 @torch.no_grad()
 def bsm_bound_continuous(net: ODENetwork) -> Tensor:
-    """exp(1/2 S int |K|^2 |J|) for the ODE of the network; without the 1/2 if sigma decreases.
+    """A sharper upper bound on the norm of dy(T)/dy(t), for the ODE of a network.
 
-    For a monotone activation A = K^T D K J^T is a product of a positive semidefinite and a skew
+    It is `exp(1/2 S int |K|^2 |J| dt)`, without the 1/2 if the activation can decrease. For a
+    monotone activation, `A = K^T D K J^T` is a product of a positive semidefinite and a skew
     matrix, whose symmetric part is at most half as large as itself.
+
+    Args:
+        net: a network that discretises an ODE.
+
+    Returns:
+        One number, as a tensor.
+
+    Raises:
+        OptionError: if this is no network, or one that discretises no ODE, as an MLP.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8, generator=torch.Generator().manual_seed(0))
+        >>> ode = hdnn.analysis.ContinuousNetwork(net)
+        >>> measured = hdnn.analysis.norms(ode.sensitivity(torch.randn(10, 4))).max()
+        >>> bool(measured <= hdnn.analysis.bsm_bound_continuous(net))
+        True
     """
+    _check(net)
     rates = net.field_rates()
     half = 0.5 if activations.get(net.activation).monotone else 1.0
     return torch.exp(half * (net.steps() * rates).sum())
@@ -45,10 +82,28 @@ def bsm_bound_continuous(net: ODENetwork) -> Tensor:
 
 @torch.no_grad()
 def bsm_bound_forward_euler(net: ODENetwork) -> Tensor:
-    """prod_j sqrt(1 + Q_j + Q_j^2), Q = h S |K|^2 |J|, for the layers of H1 themselves.
+    """An upper bound on the norms of all dy_N/dy_j in a network of forward Euler layers.
 
-    That is for a monotone activation; for others prod_j (1 + Q_j).
+    It is `prod_j sqrt(1 + Q_j + Q_j^2)` with `Q_j = h_j S |K_j|^2 |J_j|` for a monotone activation,
+    and `prod_j (1 + Q_j)` for others. It is about the layers themselves, not about their ODE.
+
+    Args:
+        net: an H1, MS2, or another network of forward Euler layers.
+
+    Returns:
+        One number, as a tensor.
+
+    Raises:
+        OptionError: if the layers are not those of forward Euler.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H1(features=4, layers=8)
+        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        >>> bool(hdnn.analysis.norms(Phi).max() <= hdnn.analysis.bsm_bound_forward_euler(net))
+        True
     """
+    _check(net)
     if not net.forward_euler:
         raise OptionError(
             f"this bound is for forward Euler (H1, MS2), not for {type(net).__name__}; "
@@ -61,24 +116,70 @@ def bsm_bound_forward_euler(net: ODENetwork) -> Tensor:
     return (1 + Q).prod()
 
 
+def _check(net: object) -> None:
+    if not isinstance(net, Network):
+        raise OptionError(
+            f"bounds are those of a network, but got {type(net).__name__}; of a Model, its net."
+        )
+
+
 @torch.no_grad()
 def gradient_bounds(net: ODENetwork) -> tuple[Tensor, Tensor]:
-    """(exp(-B), exp(B)): all |delta_j| / |delta_N| of H2 and its relatives lie between these."""
+    """`exp(-B)` and `exp(B)`: the factors between which every gradient of an H2 shrinks or grows.
+
+    All `|delta_j| / |delta_N|` of H2 and its relatives lie between these two, for every loss,
+    sample and layer. B is `hdnn.regularization.gradient_budget`.
+
+    Args:
+        net: a network whose layers are shears: H2, MS1, MS3, Verlet, Yoshida.
+
+    Returns:
+        The lower and the upper bound, as tensors with one number each.
+
+    Raises:
+        OptionError: if the layers are not shears, or if this is no network.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> low, high = hdnn.analysis.gradient_bounds(net)
+        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        >>> values = hdnn.analysis.singular_values(Phi)
+        >>> bool(low <= values.min()), bool(values.max() <= high)
+        (True, True)
+    """
     B = gradient_budget(net)
     return torch.exp(-B), torch.exp(B)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound computed from the weights alone, and the measured value if there is one."""
+    """A bound computed from the weights alone, and the measured value if there is one.
+
+    Attributes:
+        name: where the bound comes from, such as "lem:upper_bound".
+        of: what it bounds.
+        side: "at most" or "at least".
+        value: the bound.
+        measured: what was found at some states; None if nothing was measured.
+        rigorous: whether it holds for these layers, not only for the ODE that they discretise.
+        slack: how far, relatively, rounding can have moved the two numbers.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> tightest = hdnn.analysis.bounds(net, torch.randn(10, 4))[-1]
+        >>> tightest.name, tightest.side, tightest.holds
+        ('budget exp(B)', 'at most', True)
+    """
 
     name: str
-    of: str  # what it bounds
-    side: str  # "at most" or "at least"
+    of: str
+    side: str
     value: float
     measured: float | None = None
-    rigorous: bool = True  # for these layers, not only for the ODE that they discretise
-    slack: float = 1e-9  # relative: how far rounding can have moved the two
+    rigorous: bool = True
+    slack: float = 1e-9
 
     @property
     def known(self) -> bool:
@@ -112,11 +213,31 @@ class Bound:
 def bounds(
     net: ODENetwork, y: Tensor | None = None, *, measured: tuple[float, float] | None = None
 ) -> list[Bound]:
-    """All bounds that are known for a network, tightest last.
+    """All bounds on the gradients that are known for a network, the tightest last.
 
-    Give states y, or the smallest and largest singular value that were `measured` over all
-    dy_N/dy_j, to compare each bound with its measured value. At states y all is computed in float64
-    (NaN if a state is not finite); `measured` may be off by the rounding of the network's dtype.
+    Args:
+        net: a network that discretises an ODE.
+        y: states `(*batch, n)` at which to compare each bound with what is measured there, in
+            float64. If a state is not finite, what is measured is NaN.
+        measured: instead of y, the smallest and the largest singular value that you measured over
+            all dy_N/dy_j. They may be off by the rounding of the network's dtype.
+
+    Returns:
+        A list of `Bound`; print one to read it.
+
+    Raises:
+        OptionError: if the network discretises no ODE, or if a subclass computes in its own way.
+        ShapeError: if y does not fit the network.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> for bound in hdnn.analysis.bounds(net, torch.randn(10, 4)):
+        ...     print(bound)
+        norm(dy_N/dy_j) at most ... (lem:upper_bound): measured ...
+        norm(dy_N/dy_j) at most ... (sharper form): measured ...
+        |delta_j|/|delta_N| at least ... (budget exp(-B)): measured ..., holds
+        |delta_j|/|delta_N| at most ... (budget exp(B)): measured ..., holds
     """
     if not isinstance(net, ODENetwork):
         raise OptionError(f"{type(net).__name__} is no discretised ODE: no bound is known for it.")

@@ -45,42 +45,106 @@ def guarantee(net: Promising) -> Guarantee:
 
     It is the network's own `guarantee()`, unless that is inherited by a class that computes in
     another way: then nothing is known.
+
+    Args:
+        net: a network, a unit or a block of hdnn, or a module that has a method `guarantee()`.
+
+    Returns:
+        A `Guarantee`: whether `norm(dy_N/dy_j) >= 1` is a theorem, which one, and why.
+
+    Raises:
+        OptionError: if it is no such module.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.analysis.guarantee(hdnn.H2(features=4, layers=8)).holds
+        True
+        >>> hdnn.analysis.guarantee(hdnn.MLP(features=4, layers=8)).holds
+        False
     """
-    owner = next(cls for cls in type(net).__mro__ if "guarantee" in vars(cls))
+    owner = next((cls for cls in type(net).__mro__ if "guarantee" in vars(cls)), None)
+    if owner is None:
+        raise OptionError(
+            f"a {type(net).__name__} has no method guarantee(); give a network, a unit or a block "
+            "of hdnn, of a Model its net."
+        )
     own = own_methods(net, owner)
     return unknown(net, own) if own else net.guarantee()
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The promise about a network's gradients, and what was computed to check it."""
+    """The promise about a network's gradients, and what was computed to check it.
+
+    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers.
+
+    Attributes:
+        network: what was certified, in one line.
+        layers: N.
+        features: n, the size of a state.
+        dtype: that of the weights; all is computed from them in float64.
+        samples: how many points were looked at.
+        points: where these come from.
+        guaranteed: whether `norm(dy_N/dy_j) >= 1` is a theorem for this network.
+        theorem: which one, or "none".
+        guarantee: why it holds, or why there is none.
+        smallest_norm: over all samples that could be computed and all layers j < N.
+        smallest_at: the layer and the sample of this norm; None if nothing could be computed.
+        largest_norm: over the same.
+        holds: whether smallest_norm >= 1 up to rounding; None if nothing is guaranteed or not
+            everything could be computed.
+        symplectic_defect: the largest `|Phi^T J Phi - J|`, relatively; None if layers differ in J.
+        symplectic: whether it is 0 up to rounding; None where that is not promised or rounding
+            hides it.
+        bounds: every known `Bound`, compared with what was measured.
+        overflow: the last layer with a norm beyond float64, if there is one.
+        ranges: the smallest and the largest norm of up to 8 groups of layers.
+        by_layer: the curves of the plot: "layers", "smallest", "median" and "largest".
+        computed: samples for which everything could be computed; None: all of them.
+        trouble: what was wrong with the others, or why `holds` is unknown.
+        linear: whether the network is a linear map at these points, so that depth adds nothing.
+        idle: whether it is linear because its layers pass their input on.
+        log_determinant: the largest `|log |det dy_N/dy_j||`, where a determinant of 1 is promised.
+        volume: whether it is 0 up to rounding.
+        smallest_singular_value: over all dy_N/dy_j, where it was computed.
+
+    Examples:
+        >>> import hdnn
+        >>> certificate = hdnn.analysis.certify(hdnn.H2(features=4, layers=64))
+        >>> certificate.status, certificate.holds, certificate.symplectic
+        ('holds', True, True)
+        >>> certificate.smallest_norm >= 1
+        True
+        >>> print(certificate)
+        From every layer on, some direction of the gradient keeps at least its full size...
+    """
 
     network: str
     layers: int
     features: int
-    dtype: str  # of the weights; all is computed from them in float64
+    dtype: str
     samples: int
-    points: str  # where the samples come from
+    points: str
     guaranteed: bool
     theorem: str
-    guarantee: str  # why, or why not
-    smallest_norm: float  # over all samples that could be computed and layers j < N
-    smallest_at: tuple[int, int] | None  # its layer and sample
+    guarantee: str
+    smallest_norm: float
+    smallest_at: tuple[int, int] | None
     largest_norm: float
-    holds: bool | None  # smallest_norm >= 1 up to rounding, where guaranteed and all computed
-    symplectic_defect: float | None  # if all layers have one J
+    holds: bool | None
+    symplectic_defect: float | None
     symplectic: bool | None
     bounds: tuple[Bound, ...]
-    overflow: int | None  # the last layer with a norm beyond float64
+    overflow: int | None
     ranges: tuple[dict[str, float], ...]
     by_layer: dict[str, list[Any]]
-    computed: int | None = None  # samples for which all could be computed; None: all of them
-    trouble: str = ""  # what was wrong with the others, or why `holds` is unknown
-    linear: bool | None = None  # whether the network is a linear map at the points
-    idle: bool | None = None  # whether it is because the layers pass their input on
-    log_determinant: float | None = None  # the largest |log |det dy_N/dy_j||, where det = 1 counts
-    volume: bool | None = None  # whether it is 0 up to rounding
-    smallest_singular_value: float | None = None  # over all dy_N/dy_j, where it was computed
+    computed: int | None = None
+    trouble: str = ""
+    linear: bool | None = None
+    idle: bool | None = None
+    log_determinant: float | None = None
+    volume: bool | None = None
+    smallest_singular_value: float | None = None
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -107,7 +171,7 @@ class Certificate:
 
     @property
     def status(self) -> str:
-        """ "broken", "not computed", "holds" or "not guaranteed"."""
+        """In a word: "broken", "not computed", "holds" or "not guaranteed"."""
         if self.broken:
             return "broken"
         if self.unknown:
@@ -132,7 +196,7 @@ class Certificate:
         return f"{promise}, and it holds" if self.guaranteed else promise
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """All of it as plain values, for JSON."""
         bounds = [{**asdict(b), "holds": b.holds, "text": str(b)} for b in self.bounds]
         told: dict[str, Any] = {"summary": self.summary, "verdict": self.verdict}
         told |= {"broken": list(self.broken), "bounds": bounds}
@@ -145,7 +209,7 @@ class Certificate:
         return json.dumps(finite(self.to_dict()), indent=2)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Smallest, median and largest norm against the layer."""
+        """Draw smallest, median and largest norm against the layer, into `ax` or a new figure."""
         return plotting.certificate_norms(self, ax)
 
     def __str__(self) -> str:

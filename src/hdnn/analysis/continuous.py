@@ -54,18 +54,42 @@ class Piece(NamedTuple):
 
 
 class ContinuousNetwork:
-    """y' = J(t) K(t)^T sigma(K(t) y + b(t)), of a network as it is now   (eq:ODE_H).
+    """The ODE that the layers discretise: `y' = J(t) K(t)^T sigma(K(t) y + b(t))` (eq:ODE_H).
+
+    It is made of the weights as they are now. No step of the solver crosses a time where the
+    weights jump or bend. It solves a batch as one system: all samples share its steps, which it
+    chooses by the mean of their errors. Results are float64, whatever the dtype of the network.
+    Needs the extra `science`.
 
     Args:
-        weights: "constant" gives each layer's weights to its own step [t_j, t_{j+1}]: the ODE that
-            `net.refine(k)` tends to. "linear" has them at the middle of the step and interpolates
-            between middles, so that nothing jumps; the half steps at both ends are constant.
-            J is interpolated too, except in MS1 and MS2, where J K^T is the same in all layers.
-        method: of `scipy.integrate.solve_ivp`, with its tolerances `rtol` and `atol`.
+        net: a network; of a `Model`, its net.
+        weights: "constant" gives each layer's weights to its own step `[t_j, t_{j+1}]`: the ODE
+            that `net.refine(k)` tends to. "linear" has them at the middle of the step and
+            interpolates between middles, so that nothing jumps; the half steps at both ends are
+            constant. J is interpolated too, except in MS1 and MS2, where `J K^T` is the same in all
+            layers.
+        method: of `scipy.integrate.solve_ivp`.
+        rtol: relative tolerance of the solver, at least 1e-13.
+        atol: absolute tolerance of the solver.
 
-    No step of the solver crosses a time where the weights jump or bend. It solves a batch as one
-    system: all samples share its steps, which it chooses by the mean of their errors. Results are
-    float64, whatever the dtype of the network.
+    Attributes:
+        times: (N+1,), where layers start and end; the last one is `T`.
+        J: the interconnection: (n, n), or (N, n, n) if it differs from layer to layer.
+
+    Raises:
+        OptionError: if the network discretises no ODE, or if an option is not known.
+        StepError: if a tolerance is not positive or too small.
+        DataError: if a weight is not finite.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=4)
+        >>> ode, y = hdnn.analysis.ContinuousNetwork(net), torch.randn(3, 4)
+        >>> ode.trajectory(y).shape, ode.sensitivity(y).shape
+        (torch.Size([5, 3, 4]), torch.Size([5, 3, 4, 4]))
+        >>> back = ode.flow(ode.flow(y), start=ode.T, end=0.0)
+        >>> torch.allclose(back, y.double(), atol=1e-8)
+        True
     """
 
     def __init__(
@@ -112,28 +136,28 @@ class ContinuousNetwork:
 
     @torch.no_grad()
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:
-        """y(t) from y(0) = y at times t, by default where layers meet: (len(t), *batch, n)."""
+        """y(t) from y(0) = y at times t, by default where layers meet: `(len(t), *batch, n)`."""
         return _shaped(self._follow(self._move, (self._states(y),), 0.0, self._wanted(t)), y)
 
     @torch.no_grad()
     def flow(self, y: Tensor, *, start: float = 0.0, end: float | None = None) -> Tensor:
-        """The state at `end`, by default T, from y at `start`; backwards too: (*batch, n)."""
+        """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
         states, begin = self._states(y), self._wanted([start]).item()
         stop = self._wanted([self.T if end is None else end])
         return _shaped(self._follow(self._move, (states,), begin, stop), y)[0]
 
     @torch.no_grad()
     def sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
-        """The BSM dy(T)/dy(t) along the trajectory from y(0) = y: (len(t), *batch, n, n).
+        """The BSM dy(T)/dy(t) along the trajectory from y(0) = y: `(len(t), *batch, n, n)`.
 
-        By eq:BackwardGradientDynamics, back from dy(T)/dy(T) = I.
+        By eq:BackwardGradientDynamics, back from `dy(T)/dy(T) = I`.
         """
         states = self._states(y)
         return _shaped(self._back(states, self._eye(states), t), y)
 
     @torch.no_grad()
     def gradients(self, y: Tensor, delta_T: Tensor, t: Times = None) -> Tensor:
-        """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): (len(t), *batch, n)."""
+        """dL/dy(t) from delta_T = dL/dy(T), by its own ODE (eq:delta_CT): `(len(t), *batch, n)`."""
         states, ends = self._states(y), self._states(delta_T, "delta_T")
         if y.shape != delta_T.shape:
             raise ShapeError(
@@ -144,7 +168,7 @@ class ContinuousNetwork:
 
     @torch.no_grad()
     def forward_sensitivity(self, y: Tensor, t: Times = None) -> Tensor:
-        """dy(t)/dy(0) along the trajectory from y(0) = y: (len(t), *batch, n, n)."""
+        """dy(t)/dy(0) along the trajectory from y(0) = y: `(len(t), *batch, n, n)`."""
         states, wanted = self._states(y), self._wanted(t)
         start = (states, self._eye(states))
         return _shaped(self._follow(self._move_with, start, 0.0, wanted), y)

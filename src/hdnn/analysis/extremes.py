@@ -46,21 +46,38 @@ class Traced:
 def extreme_singular_values(
     function: Function, y: Tensor, *, steps: int = 30, seed: int = 0, errors: bool = False
 ) -> tuple[Tensor, ...]:
-    """(smallest, largest) singular value of the derivative of `function` at each sample: (B,) each.
+    """The smallest and the largest singular value of the derivative of a function, for each sample.
 
     Golub-Kahan-Lanczos bidiagonalisation by products with vectors, forwards and backwards. With
     `steps` at least the number of features both are right up to the rounding of y's dtype, which is
     relative to the largest: a smallest value below about n eps times that cannot be told from 0.
     With fewer steps the largest is a lower bound that soon becomes accurate, and the smallest is an
     upper bound that converges more slowly. If a network is symplectic by a multiple of the
-    canonical J, the smallest is one over the largest, to as many digits. NaN if a product is not
-    finite.
+    canonical J, the smallest is one over the largest, to as many digits.
 
     Args:
         function: states (B, ...) to states (B, ...) of equally many features, sample by sample: a
             network, or the layers from j on.
-        errors: return (smallest, largest, smallest_error, largest_error) instead, with absolute
-        errors: there is a singular value within that distance of the one found.
+        y: states (B, ...).
+        steps: of Lanczos.
+        seed: of the vector that it starts from.
+        errors: also return absolute errors of both: there is a singular value within that distance
+            of the one found.
+
+    Returns:
+        (smallest, largest), (B,) each, or with `errors` (smallest, largest, smallest_error,
+        largest_error). NaN if a product is not finite.
+
+    Raises:
+        ShapeError: if y has no axis of samples, if the function changes the number of features, or
+            if `steps` is not positive.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=16)
+        >>> low, high = hdnn.analysis.extreme_singular_values(net, torch.randn(3, 4))
+        >>> torch.allclose(low * high, torch.ones(3)), bool((high >= 1).all())
+        (True, True)
     """
     positive_int("steps", steps)
     if y.ndim < 2:
@@ -115,12 +132,28 @@ def _rounding(state: Tensor, depth: int) -> float:
 class Extremes(NamedTuple):
     """The extreme singular values of dy_N/dy_j, for each j that was asked for and each sample.
 
-    `largest` is a lower bound and `smallest` an upper bound, up to rounding. All are (layers, B).
-    The errors are relative: there is a singular value within that distance of the one found. They
-    include rounding, which is relative to the largest value; past 1, the smallest cannot be told
-    from 0. `missed` is how far, relatively and with probability 0.999, the true extreme can lie
-    beyond the one found; it is infinite for a smallest value found without an inverse. If a product
-    is not finite, values are NaN and errors infinite.
+    All tensors are (layers, B). Errors are relative: there is a singular value within that distance
+    of the one found. They include rounding, which is relative to the largest value; past 1, the
+    smallest cannot be told from 0. If a product is not finite, values are NaN and errors infinite.
+
+    Attributes:
+        layers: the j.
+        smallest: an upper bound of the smallest singular value, up to rounding.
+        largest: a lower bound of the largest, up to rounding.
+        smallest_error: the error of `smallest`.
+        largest_error: the error of `largest`.
+        smallest_missed: how far, relatively and with probability 0.999, the true smallest value can
+            lie beyond the one found; infinite if that was found without an inverse.
+        largest_missed: the same for the largest.
+
+    Examples:
+        >>> import torch, hdnn
+        >>> unit = hdnn.HamiltonianUnit(4, 2)
+        >>> found = hdnn.analysis.unit_extremes(unit, torch.randn(3, 4, 5, 5), layers=[0])
+        >>> found.layers, found.largest.shape
+        ([0], torch.Size([1, 3]))
+        >>> bool((found.smallest <= found.largest).all())
+        True
     """
 
     layers: list[int]
@@ -150,7 +183,7 @@ def unit_extremes(
     smallest: bool = True,
     seed: int = 0,
 ) -> Extremes:
-    """Extreme singular values of dy_N/dy_j in a unit, along the trajectory of images y (B, ...).
+    """Extreme singular values of dy_N/dy_j in a unit, along the trajectory of images.
 
     The trajectory is computed in the dtype of the unit; y_N is the state after its layers, before a
     normalisation `after` them. The smallest value is one over the largest of the inverse, which is
@@ -160,10 +193,28 @@ def unit_extremes(
     is one over the largest: the matrix is symplectic.
 
     Args:
+        unit: a `hdnn.HamiltonianUnit`.
+        y: images (B, channels, height, width).
         layers: the j that are wanted, by default 0 .. N-1.
-        steps: of Lanczos, for each of the two; 48 miss 1% or less (`missed`).
+        steps: of Lanczos, for each of the two; 48 miss 1% or less.
         dense: for states of up to this many entries, make the whole matrix, which misses nothing.
         smallest: whether to use the inverse; if not, the smallest value is that upper bound too.
+        seed: of the vector that Lanczos starts from.
+
+    Returns:
+        `Extremes`, with the values for each layer and image, and their errors.
+
+    Raises:
+        OptionError: if it is no `HamiltonianUnit`.
+        ShapeError: if y does not fit the unit or is empty, if there is no such layer, or if `steps`
+            is not positive.
+
+    Examples:
+        >>> import torch, hdnn
+        >>> unit = hdnn.HamiltonianUnit(4, 8)
+        >>> found = hdnn.analysis.unit_extremes(unit, torch.randn(1, 4, 6, 6), layers=[0, 4])
+        >>> found.layers, bool((found.largest >= 1).all())
+        ([0, 4], True)
     """
     if not isinstance(unit, HamiltonianUnit):
         raise OptionError(
@@ -183,10 +234,32 @@ def chain_extremes(
     dense: int = DENSE,
     seed: int = 0,
 ) -> Extremes:
-    """The same for any chain of functions that keep the shape of a state (B, ...).
+    """Extreme singular values of dy_N/dy_j, for any functions that keep the shape of a state.
 
     There is no inverse to compute the smallest value from. If entries of y_N are 0 for all states
     nearby, as after ReLU, it is exactly 0; else it comes from Lanczos and can be far too large.
+
+    Args:
+        functions: the layers, each from states (B, ...) to states (B, ...).
+        y: states (B, ...).
+        layers: the j that are wanted, by default 0 .. N-1.
+        steps: of Lanczos.
+        dense: for states of up to this many entries, make the whole matrix, which misses nothing.
+        seed: of the vector that Lanczos starts from.
+
+    Returns:
+        `Extremes`, with the values for each layer and sample, and their errors.
+
+    Raises:
+        ShapeError: if a function changes the shape of the states, if there are no functions or no
+            samples, if there is no such layer, or if `steps` is not positive.
+
+    Examples:
+        >>> import torch, hdnn
+        >>> halves = [torch.nn.Linear(4, 4), lambda y: y / 2]
+        >>> found = hdnn.analysis.chain_extremes(halves, torch.randn(3, 4), layers=[1])
+        >>> found.smallest, found.largest
+        (tensor([[0.5000, 0.5000, 0.5000]], ...), tensor([[0.5000, 0.5000, 0.5000]], ...))
     """
     chains = []
     for state in y.split(1):

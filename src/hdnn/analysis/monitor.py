@@ -17,7 +17,7 @@ from hdnn.analysis.certificate import over_samples
 from hdnn.analysis.copies import embedded, exact
 from hdnn.analysis.measured import why_not
 from hdnn.analysis.sensitivity import backward_sensitivity, norms, trajectory
-from hdnn.errors import OptionError, ShapeError, positive_int
+from hdnn.errors import OptionError, ShapeError, choose, positive_int
 from hdnn.model import Model
 from hdnn.networks import Network
 
@@ -30,12 +30,23 @@ LOOKS = 50  # at the least, in a training of so many steps or more
 SHARE = 0.04  # of the training time that more looks may take
 GROWTH = 1.1  # of the steps between two looks, where nobody knows how long the training will be
 SAMPLES = 64
+NAMES = ("smallest", "median", "largest", "of_mean", "weights")  # of what is recorded by layer
 VANISHED, EXPLODED = 1e-6, 1e6
 BEYOND = "dy_N/dy_j is past the largest float64"
 
 
 class GradientWarning(UserWarning):
-    """Gradients that vanish or explode."""
+    """Gradients that vanish, explode or cannot be computed, seen by a monitor or a doctor.
+
+    Examples:
+        >>> import warnings, hdnn, torch
+        >>> net = hdnn.MLP(features=4, layers=64, activation="sigmoid")
+        >>> monitor = hdnn.analysis.GradientMonitor(net, torch.randn(8, 4))
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     record = monitor.look()
+        >>> caught[0].category.__name__, "gradients vanish" in str(caught[0].message)
+        ('GradientWarning', True)
+    """
 
 
 @dataclass(frozen=True)
@@ -57,23 +68,43 @@ class Record:
 
 
 class GradientMonitor:
-    """Records norm(dy_N/dy_j) and the gradients of the weights every few steps.
+    """Records norm(dy_N/dy_j) and the gradients of the weights every few steps of a training.
 
-        monitor = GradientMonitor(x=data.x_test)
-        fit(model, data.x_train, data.t_train, callbacks=[monitor])
-
-        with GradientMonitor(model, x, optimizer=optimizer) as monitor:
-            ...  # any loop that calls optimizer.step()
-
-        monitor.plot()
+    It is a callback of `hdnn.training.fit`, or watches an optimiser in a `with` block around any
+    other loop. A `GradientWarning` tells when gradients vanish or explode for the first time. Print
+    the monitor for a summary, or see `plot()`, `table()` and `to_csv()`.
 
     Args:
         model: a `hdnn.Model` or a network; a callback of `fit` gets it from there.
-        x: samples to look at: inputs of a model, states of a network; up to `samples` of them.
+        x: samples to look at: inputs of a model, states of a network.
         every: how many steps lie between two looks. By default there are at least 50 looks, and
             more if looking takes little time: spread evenly over a training by `fit`; at the first
             50 steps and then ever less often in a loop whose length is not known.
+        samples: the most samples of x that it looks at.
         optimizer: whose steps count, in a `with` block; without one, call `step()` yourself.
+
+    Attributes:
+        records: one for each look: its step, and for each layer the smallest, median and largest
+            norm over the samples, the norm of their mean matrix and that of the weights' gradients.
+        findings: what it has warned of.
+
+    Raises:
+        OptionError: if the model is neither a `Model` nor a network.
+        ShapeError: if x is not a tensor with samples, or if `every` or `samples` is not positive.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net, x = hdnn.H2(features=4, layers=16), torch.randn(32, 4)
+        >>> optimizer = torch.optim.Adam(net.parameters())
+        >>> with hdnn.analysis.GradientMonitor(net, x, every=5, optimizer=optimizer) as monitor:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         net(x).square().mean().backward()
+        ...         loss = optimizer.step()
+        >>> monitor.recorded_steps
+        [1, 6]
+        >>> bool((monitor.table("smallest") >= 1 - 1e-9).all())
+        True
     """
 
     def __init__(
@@ -145,7 +176,7 @@ class GradientMonitor:
 
     @torch.no_grad()
     def look(self) -> Record:
-        """Record the gradients as they are now."""
+        """Record the gradients as they are now, and return the record."""
         if self.model is None:
             raise OptionError("give the monitor a model, or use it as a callback of fit.")
         net, y = embedded(exact(self.model), self.x.cpu().double())
@@ -204,16 +235,22 @@ class GradientMonitor:
         warnings.warn(text, GradientWarning, stacklevel=4)
 
     def table(self, name: str = "smallest") -> Tensor:
-        """One of the recorded quantities as (records, N+1)."""
-        rows = [getattr(record, name) for record in self.records]
+        """One of the recorded quantities as (records, N+1).
+
+        Args:
+            name: "smallest", "median" or "largest" norm over the samples; "of_mean", the norm of
+                their mean matrix; or "weights", the gradients of the weights of layers 0 .. N-1.
+        """
+        rows = [getattr(record, choose("name", name, NAMES)) for record in self.records]
         return torch.tensor(rows, dtype=torch.float64)
 
     @property
     def recorded_steps(self) -> list[int]:
+        """The steps at which it looked."""
         return [record.step for record in self.records]
 
     def to_csv(self) -> str:
-        """All records: step, layer, and the norms over the samples."""
+        """All records as text: step, layer, and the norms over the samples."""
         lines = ["step,layer,smallest,median,largest,of_mean,weight_gradient"]
         for record in self.records:
             norms = record.smallest, record.median, record.largest, record.of_mean
@@ -223,7 +260,12 @@ class GradientMonitor:
         return "\n".join([*lines, ""])
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
-        """The surface of norms over steps and layers, as colours."""
+        """Draw the norms over steps and layers as colours, into `ax` or a new figure.
+
+        Args:
+            ax: the Axes to draw into.
+            name: what is shown of the samples, as in `table`.
+        """
         return plotting.gradient_surface(self, ax, name=name)
 
     def __str__(self) -> str:

@@ -40,8 +40,22 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 class PartCertificates(Several):
     """The certificates of the Hamiltonian parts of a module, by their names.
 
-    They say nothing of the module as a whole. `missing` are the parts that could not be certified,
-    with the reason, and `others` the kinds of modules outside of all parts, which are not covered.
+    They say nothing of the module as a whole: what lies between the parts may shrink gradients.
+    `certificates["name"]` is that of one part.
+
+    Attributes:
+        module: the kind of module that was searched.
+        parts: each part's `Certificate`, by the name of the part in the module.
+        missing: the parts that could not be certified, with the reason.
+        others: the kinds of modules outside of all parts, which are not covered.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=16)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), net, torch.nn.Linear(4, 3))
+        >>> found = hdnn.analysis.certify(model, torch.randn(10, 2))
+        >>> [*found.parts], found["1"].status, found.others
+        (['1'], 'holds', ('Linear x 2',))
     """
 
     module: str
@@ -56,6 +70,7 @@ class PartCertificates(Several):
         return self.parts[name]
 
     def named(self) -> list[tuple[str, Certificate]]:
+        """Each certificate with the name of its part."""
         return [*self.parts.items()]
 
     @property
@@ -121,8 +136,10 @@ def certify(
 ) -> Certificate | PartCertificates:
     """Check the promise of a network, or of each Hamiltonian part inside any module.
 
-    Always in float64: the weights are certified, apart from rounding in the network's own dtype.
-    Points at which the network itself overflows in its own dtype count as not computed.
+    The promise is `norm(dy_N/dy_j) >= 1` for all layers j; for H2 it is
+    th:nonvanishing_gradients_DT. All is computed in float64: the weights are certified, apart from
+    rounding in the network's own dtype. Points at which the network itself overflows in its own
+    dtype count as not computed.
 
     Args:
         model: a `hdnn.Model`, a network, a block or a stack of blocks, compiled or not, for one
@@ -137,6 +154,22 @@ def certify(
             look at. Samples of blocks that depend on each other, as nodes of a graph do, are one.
         points: what the certificate calls them.
         seed: of random states.
+
+    Returns:
+        A `Certificate`, or `PartCertificates` of a module that holds such networks.
+
+    Raises:
+        OptionError: if the module holds nothing that could be certified.
+        ShapeError: if y does not fit a network of hdnn, or if `samples` is not positive.
+        DataError: if weights or y are not finite, or if the module does not run on y.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.analysis.certify(hdnn.H2(features=4, layers=64)).holds
+        True
+        >>> plain = hdnn.analysis.certify(hdnn.MLP(features=4, layers=64, activation="sigmoid"))
+        >>> plain.status, plain.smallest_norm < 1e-6
+        ('not guaranteed', True)
     """
     model = unwrapped(model)
     if isinstance(model, (Model, Network)):

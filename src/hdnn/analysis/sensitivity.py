@@ -27,9 +27,28 @@ _ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
 
 @torch.no_grad()
 def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
-    """dy_{j+1}/dy_j for every sample and layer along the trajectory of y: (N, *batch, n, n).
+    """`dy_{j+1}/dy_j` of every layer, along the trajectory of each sample.
 
-    NaN where one of the two states is not finite.
+    In denominator layout, as in the paper: entry [a, c] is the derivative of the c-th entry of
+    `y_{j+1}` by the a-th of `y_j`, the transpose of a Jacobian.
+
+    Args:
+        net: a network; of a `Model`, its net.
+        y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
+
+    Returns:
+        Matrices `(N, *batch, n, n)`; NaN where one of the two states is not finite.
+
+    Raises:
+        OptionError: if it is no network.
+        ShapeError: if y does not fit the network.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> M = hdnn.analysis.layer_sensitivity(net, torch.randn(3, 4))
+        >>> M.shape, torch.allclose(torch.det(M), torch.ones(8, 3), atol=1e-5)
+        (torch.Size([8, 3, 4, 4]), True)
     """
     states = trajectory(net, y)
     M, fine = net.layer_jacobians(states), states.isfinite().all(-1)
@@ -41,14 +60,34 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
 def backward_sensitivity(
     net: Network, y: Tensor, *, layers: Iterable[int] | None = None, memory: int = MEMORY
 ) -> Tensor:
-    """The BSM dy_N/dy_j for every sample and j = 0 .. N: (N+1, *batch, n, n)   (eq:BSM).
+    """The backward sensitivity matrices (BSM) dy_N/dy_j for every sample and layer (eq:BSM).
 
-    One pass back by the layers' closed-form Jacobians: dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1},
-    starting from dy_N/dy_N = I. NaN for a sample whose states do not stay finite.
+    One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`,
+    starting from `dy_N/dy_N = I`. In denominator layout: a gradient at layer j is
+    `dL/dy_j = dy_N/dy_j dL/dy_N`.
 
     Args:
-        layers: the j that are wanted, by default all: (len(layers), *batch, n, n).
+        net: a network; of a `Model`, its net.
+        y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
+        layers: the j that are wanted, by default 0 .. N.
         memory: bytes that may be used besides the result; past that, layers are taken in parts.
+
+    Returns:
+        Matrices `(N+1, *batch, n, n)`, or `(len(layers), *batch, n, n)`; NaN for a sample whose
+        states do not stay finite.
+
+    Raises:
+        OptionError: if it is no network.
+        ShapeError: if y does not fit the network, or if it has no such layer.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=64)
+        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        >>> Phi.shape
+        torch.Size([65, 10, 4, 4])
+        >>> bool((hdnn.analysis.norms(Phi[:-1]) >= 1).all())
+        True
     """
     states = trajectory(net, y)
     wanted = chosen_layers(layers, net.layers)
@@ -165,9 +204,23 @@ def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
 
 
 def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
-    """The 2-, 1-, inf- or Frobenius norm of each matrix of (..., n, n): (...).
+    """The 2-, 1-, inf- or Frobenius norm of each matrix.
 
-    Infinite if an entry is too large for its dtype, and NaN if an entry is NaN.
+    Args:
+        Phi: matrices `(..., n, n)`.
+        ord: 2, 1, "inf" or "fro".
+
+    Returns:
+        Norms `(...)`: infinite if an entry is too large for its dtype, NaN if an entry is NaN.
+
+    Raises:
+        OptionError: if the norm is not one of these.
+        ShapeError: if there are no matrices.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> hdnn.analysis.norms(torch.diag(torch.tensor([3.0, 4.0])), "fro")
+        tensor(5.)
     """
     order = _ORDERS[choose("ord", f"{ord:g}" if isinstance(ord, float) else str(ord), _ORDERS)]
     found, fine = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
@@ -176,13 +229,30 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
 
 
 def singular_values(Phi: Tensor) -> Tensor:
-    """Those of each matrix of (..., n, n), largest first: (..., n); NaN if it is not finite."""
+    """The singular values of each matrix, the largest first.
+
+    Args:
+        Phi: matrices `(..., n, n)`.
+
+    Returns:
+        Values `(..., n)`; NaN for a matrix that is not finite.
+
+    Raises:
+        ShapeError: if there are no matrices.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> hdnn.analysis.singular_values(torch.diag(torch.tensor([3.0, 4.0])))
+        tensor([4., 3.])
+    """
     found, fine = _of_finite(Phi, torch.linalg.svdvals)
     return found.where(fine[..., None], torch.nan)
 
 
 def _of_finite(Phi: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """A function of the finite matrices, with 0 for the others, and which are finite."""
+    if Phi.ndim < 2:
+        raise ShapeError(f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}.")
     work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
     fine = Phi.isfinite().flatten(-2).all(-1)
     return function(Phi.to(work).where(fine[..., None, None], 0.0)).to(Phi.dtype), fine

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -374,9 +375,9 @@ def mapped(function: Callable[[Tensor], Tensor], given: Any) -> Any:
     if isinstance(given, tuple):
         found = [mapped(function, value) for value in given]
         return type(given)(*found) if hasattr(given, "_fields") else tuple(found)
-    if isinstance(given, dict | list):
+    if isinstance(given, dict | UserDict | list):
         changed: Any = copy(given)  # of the same class, with whatever else it holds
-        for at in given if isinstance(given, dict) else range(len(given)):
+        for at in range(len(given)) if isinstance(given, list) else given:
             changed[at] = mapped(function, given[at])
         return changed
     return given

@@ -35,7 +35,26 @@ class LayerGains:
 class Diagnosis:
     """What was found in a model at some inputs.
 
-    `healthy` is True only if no fault was found and nothing is unknown.
+    Made by `diagnose`. Print it to read it; `plot()` draws the singular values against depth.
+
+    Attributes:
+        model: the kind of module.
+        findings: every `Finding`, faults and notes.
+        layers: the states y_j on the way through the model, each with its name and singular
+            values: `largest` and `smallest` of dy_N/dy_j, `own_largest` and `own_smallest` of the
+            layer alone.
+        body: which of them is y_N: what comes after it is the head.
+        unknown: what could not be computed.
+        samples: how many were looked at.
+        seconds: how long it took.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> found = hdnn.diagnose(hdnn.H2(features=4, layers=8), torch.randn(8, 4))
+        >>> found.healthy, found.faults
+        (True, ())
+        >>> print(found)
+        H2: no fault was found, gradients reach every layer...
     """
 
     model: str
@@ -48,14 +67,17 @@ class Diagnosis:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
+        """The findings that say that something is wrong."""
         return tuple(one for one in self.findings if one.fault)
 
     @property
     def notes(self) -> tuple[Finding, ...]:
+        """The findings that are worth knowing and may well be meant."""
         return tuple(one for one in self.findings if not one.fault)
 
     @property
     def healthy(self) -> bool:
+        """True only if no fault was found and nothing is unknown."""
         return not self.faults and not self.unknown
 
     @property
@@ -70,7 +92,7 @@ class Diagnosis:
         return f"{self.model}: no fault was found, gradients reach every layer."
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """All of it as plain values, for JSON."""
         return {
             "model": self.model,
             "healthy": self.healthy,
@@ -87,7 +109,7 @@ class Diagnosis:
         return json.dumps(finite(self.to_dict()), indent=2)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """The singular values against depth, with the layers at fault marked."""
+        """Draw the singular values against depth, with the layers at fault marked."""
         return plotting.diagnosis_gains(self, ax)
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ from hdnn.analysis.doctor.probe import Probe
 from hdnn.analysis.doctor.products import STEPS, Gain
 from hdnn.analysis.doctor.signals import Signals
 from hdnn.analysis.parts import unwrapped
+from hdnn.engine.chain import mapped
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int, quoted
 
 SAMPLES = 8
@@ -49,10 +50,29 @@ def diagnose(
             all that every path from the output back to the input leads through.
         loss: output -> a number, or (output, target) -> a number if there is a `target`. By default
             a random projection of the output.
+        target: what the loss compares the output with.
         optimizer: whose learning rate is compared with the size of the weights.
         samples: no more than so many, where all tensors of x have them first.
         steps: of Lanczos, for each matrix. The largest singular value is soon found, the smallest
             is an upper bound.
+
+    Returns:
+        A `Diagnosis`; print it to read it.
+
+    Raises:
+        OptionError: if the model is no module or has no parameters, if `layers`, `loss` or
+            `optimizer` is not what it should be, or if there is a target without a loss.
+        DataError: if x has no tensors or NaN in it, is empty, sparse or on another device, or if
+            the model cannot be run on it and differentiated.
+        ShapeError: if `samples` or `steps` is not positive.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> from torch import nn
+        >>> layers = [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(12)]
+        >>> found = hdnn.diagnose(nn.Sequential(*layers), torch.randn(8, 4))
+        >>> found.healthy, [fault.kind for fault in found.faults]
+        (False, ['vanishing'])
     """
     begun = time.perf_counter()
     if not isinstance(model, nn.Module):
@@ -61,6 +81,7 @@ def diagnose(
     positive_int("samples", samples)
     positive_int("steps", steps)
     names = checked_options(layers, loss, optimizer)
+    x, target = _plain(x), _plain(target)
     device = _checked(model, x)
     whole, (x, count) = x, first_samples(x, samples)
     score = _score(loss, first_samples(target, samples)[0] if target is not None else None)
@@ -165,7 +186,7 @@ def _checked(model: nn.Module, x: Any) -> torch.device:
             )
         if not tensor.numel():
             raise DataError(f"x is empty: its shape is {tuple(tensor.shape)}.")
-    for tensor in float_tensors(_plain(x)):
+    for tensor in float_tensors(x):
         if bool(tensor.isnan().any()):
             raise DataError("x has NaN in it: no gradient can be computed from that.")
     bad = [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all())]
@@ -175,6 +196,7 @@ def _checked(model: nn.Module, x: Any) -> torch.device:
 
 
 def _plain(x: Any) -> Any:
+    """Named arguments as a dict, whatever mapping they come in."""
     return dict(x) if isinstance(x, Mapping) else x
 
 
@@ -192,22 +214,12 @@ def first_samples(x: Any, samples: int) -> tuple[Any, int]:
     counts = {len(t) for t in tensors}
     if len(counts) != 1 or max(counts) <= samples:
         return x, max(counts, default=1)
-    return _mapped(x, lambda t: t[:samples] if t.ndim else t), samples
+    return mapped(lambda t: t[:samples] if t.ndim else t, x), samples
 
 
 def _fresh(x: Any) -> Any:
     """Copies of all tensors, without a graph."""
-    return _mapped(x, lambda t: t.detach().clone())
-
-
-def _mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(x, Tensor):
-        return function(x)
-    if isinstance(x, Mapping):
-        return {name: _mapped(each, function) for name, each in x.items()}
-    if isinstance(x, (tuple, list)):
-        return type(x)(_mapped(each, function) for each in x)
-    return x
+    return mapped(lambda t: t.detach().clone(), x)
 
 
 def _score(loss: Callable[..., Tensor] | None, target: Any) -> Callable[[Any], Tensor] | None:

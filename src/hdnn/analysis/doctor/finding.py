@@ -28,9 +28,24 @@ KINDS = (
 class Finding:
     """What was found, where, in a sentence, with the figures behind it.
 
-    `kind` is one of `KINDS`. `fault` says whether something is wrong; what is not a fault is worth
-    knowing and may well be meant. `sure` is "measured" where the figures are the statement, and
-    "likely" where they are explained by it.
+    Attributes:
+        kind: such as "vanishing", "exploding", "dead units", "saturated" or "detached".
+        layer: the module or parameter where it is.
+        sentence: what is wrong, and what to do about it.
+        figures: the numbers behind the sentence.
+        sure: "measured" where the figures are the statement, "likely" where it explains them.
+        fault: whether something is wrong; what is not a fault is worth knowing and may be meant.
+        layers: all layers that it holds for, if they are several.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> from torch import nn
+        >>> layers = [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(12)]
+        >>> fault, = hdnn.diagnose(nn.Sequential(*layers), torch.randn(8, 4)).faults
+        >>> fault.kind, fault.sure
+        ('vanishing', 'measured')
+        >>> print(fault)
+        FAULT: The gradient vanishes: ...
     """
 
     kind: str
@@ -39,10 +54,10 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)
     sure: str = "measured"
     fault: bool = True
-    layers: tuple[str, ...] = ()  # all layers that it holds for, if they are several
+    layers: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """All of it as plain values, for JSON."""
         return {**asdict(self), "layers": list(self.layers)}
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hdnn.analysis.copies import copied
+from hdnn.engine.chain import mapped
 
 CONTAINERS = (list, dict, set, deque)
 HALVES = (torch.float16, torch.bfloat16)
@@ -158,13 +159,7 @@ def _refilled(value: Any, content: Any) -> None:
 
 def in_float32(value: Any) -> Any:
     """Tensors in half precision, also those inside of tuples and dicts, as float32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALVES else value
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(in_float32(each) for each in value)
-    if type(value) is dict:
-        return {name: in_float32(each) for name, each in value.items()}
-    return value
+    return mapped(lambda t: t.float() if t.dtype in HALVES else t, value)
 
 
 def call(model: nn.Module, x: Any) -> Any:

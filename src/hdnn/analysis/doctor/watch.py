@@ -44,21 +44,41 @@ class Look:
 class GradientDoctor:
     """Looks at every so many steps of a training, and examines the model where something is odd.
 
-        with GradientDoctor(model, optimizer=optimizer) as doctor:
-            ...  # any loop that calls optimizer.step()
-        print(doctor)
-
     A look takes the sizes of states and gradients from the passes that the training makes anyway.
     An examination is a `diagnose` at the inputs of the last look; it runs by itself where looks are
     odd or enough time has passed, as long as all of them take no more than a `share` of the
     training. `examine()` runs one at once. A fault that is found is told by a `GradientWarning`.
+    Print the doctor to read what it knows.
 
     Args:
         model: any `nn.Module`.
         every: steps from one look to the next.
         optimizer: whose steps count, in a `with` block; without one, call `step()` after each.
         share: of the time of the training that examinations may take; 0 for none by themselves.
-        layers, loss: as `diagnose` takes them.
+        layers: names of modules whose outputs are the states y_j, as `diagnose` takes them.
+        loss: output -> a number, as `diagnose` takes it.
+
+    Attributes:
+        findings: every `Finding` so far, once each.
+        diagnoses: the `Diagnosis` of each examination.
+        looks: what each look saw, by module and by parameter.
+
+    Raises:
+        OptionError: if the model is no module, or if `share`, `layers`, `loss` or `optimizer` is
+            not what it should be.
+        ShapeError: if `every` is not positive.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 1)), torch.randn(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with hdnn.analysis.GradientDoctor(model, optimizer=optimizer, share=0.0) as doctor:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         model(x).square().mean().backward()
+        ...         loss = optimizer.step()
+        >>> doctor.examine().healthy, len(doctor.looks)
+        (True, 1)
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class GradientDoctor:
         self._look: Look | None = None
 
     def __enter__(self) -> Self:
+        """Watch the training from here to the end of the block."""
         if self.optimizer is not None:
             self._step_handle = self.optimizer.register_step_post_hook(lambda *_: self.step())
         self.start = time.perf_counter()
