@@ -19,7 +19,30 @@ _data, _network, _run = (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BaseConfig):
-    """All that decides the result of a training on a graph."""
+    """All that decides the result of a training on a graph.
+
+    Args:
+        graph: what a graph file says, as a dict: `nodes`, `R` and so on.
+        data: "swiss_roll", "double_moons", "double_circles", or a folder of node files.
+        network: "h1", "h2", "verlet" or "yoshida4".
+        layers: their number N.
+        step: h.
+        activation: the name of sigma.
+        init: the initial weights: "masked" (those of one network of all nodes), "scaled", "paper",
+            or "auto": masked up to 1024 features, else scaled.
+        gain: by which the initial weights are multiplied.
+        dtype: "float32" or "float64".
+        seed: of data, weights and shuffle.
+        options: of `hdnn.training.fit`, such as `{"epochs": 10}`.
+
+    Examples:
+        >>> from hdnn.distributed import Config
+        >>> config = Config(graph={"nodes": 2, "R": [[0, 1]]}, layers=8)
+        >>> config.network, config.layers, config.step
+        ('h2', 8, 0.5)
+        >>> Config.from_json(config.to_json()) == config
+        True
+    """
 
     kind: ClassVar[str] = "graph"
 

@@ -24,7 +24,14 @@ MARK = "hdnn-progress "
 
 @dataclass
 class Ended:
-    """How a launch ended: 0 or an exit code, what the root printed, and what went wrong."""
+    """How a launch ended.
+
+    Attributes:
+        code: 0 or an exit code.
+        output: what the parts printed.
+        fault: what went wrong first, in a sentence.
+        restarts: how many times all parts were started again.
+    """
 
     code: int
     output: str
@@ -43,10 +50,36 @@ def launch(
     environment: dict[str, str] | None = None,
     started: Callable[[list[subprocess.Popen[str]]], None] = lambda _: None,
 ) -> Ended:
-    """Run `command` once for each part; after a fault again, up to `restarts` times.
+    """Run a command once for each part on this machine; after a fault again, if asked.
 
-    The store is kept by this process; it and the parts listen on the loopback only. `show` gets the
-    root's progress reports; `started` gets the processes.
+    The parts find each other by a store that this process keeps: `connect` in each of them opens
+    the connections. It and the parts listen on the loopback only.
+
+    Args:
+        parts: how many processes to start.
+        command: the program and its arguments.
+        timeout: the seconds after which a part that does not end, when another has failed, is
+            killed.
+        restarts: how many times all parts are started again after a fault.
+        name: how to call a part in messages, given its number.
+        show: called with each progress report of the root, and at each restart.
+        environment: variables that the parts get besides those of this process.
+        started: called with the processes.
+
+    Returns:
+        The exit code `code`, the `output`, the first `fault` in words, and the number of
+        `restarts`.
+
+    Raises:
+        ShapeError: if parts is no whole number >= 1.
+
+    Examples:
+        >>> import sys
+        >>> from hdnn import distributed
+        >>> program = "import os; print('part', os.environ['HDNN_PART'])"
+        >>> ended = distributed.launch(2, [sys.executable, "-c", program])
+        >>> ended.code, sorted(ended.output.splitlines())
+        (0, ['part 0', 'part 1'])
     """
     parts = positive_int("parts", parts)
     meeting.check_loopback()

@@ -19,7 +19,19 @@ Message = tuple[int, Tensor]  # to or from a part; contiguous
 
 
 class DistributedError(HDNNError):
-    """Parts of a graph that lost each other, or do not fit together."""
+    """Parts of a graph that lost each other, do not fit together, or cannot go on.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> from hdnn.distributed import Graph, GraphNetwork, Plan, Training
+        >>> net = GraphNetwork(Plan.whole(Graph.ring(4)), layers=2)
+        >>> _ = net.weights["K_p"].fill_(torch.nan)
+        >>> x, t = torch.randn(net.rows, 8), torch.zeros(8).long()
+        >>> Training(net, hdnn.SigmoidHead(net.features), x, t, epochs=1).run()
+        Traceback (most recent call last):
+        hdnn.distributed.transport.DistributedError: the loss is not finite in epoch 1: ...
+    """
 
 
 class Pending(Protocol):
@@ -38,19 +50,39 @@ class Traffic:
         self.bytes: dict[int, int] = {}
 
     def count(self, out: Sequence[Message]) -> None:
+        """Add these messages to the numbers."""
         for part, tensor in out:
             self.messages[part] = self.messages.get(part, 0) + 1
             self.bytes[part] = self.bytes.get(part, 0) + tensor.nbytes
 
 
 class Transport:
-    """Messages between this part and others; a subclass has to define `start` only."""
+    """Messages between this part and others; a subclass has to define `start` only.
+
+    `Gloo`, `Mpi` and `Local` are transports. What was sent is counted in `traffic`.
+
+    Args:
+        part: the number of this part.
+        parts: how many parts there are.
+
+    Examples:
+        >>> from hdnn.distributed import Local
+        >>> class Talkative(Local):
+        ...     def start(self, out, into):
+        ...         print(len(out), "messages to send")
+        ...         return super().start(out, into)
+        >>> Talkative().exchange(out=[], into=[])
+        0 messages to send
+    """
 
     def __init__(self, part: int, parts: int) -> None:
         self.part, self.parts, self.traffic = part, parts, Traffic()
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
-        """Begin to receive `into` and to send `out`: neither may be touched before `wait`."""
+        """Begin to receive `into` and to send `out`: neither may be touched before `wait`.
+
+        Both are pairs of a part and a tensor, which is contiguous and on the CPU.
+        """
         raise NotImplementedError
 
     def start_round(
@@ -67,7 +99,7 @@ class Transport:
         self.start(out, into).wait()
 
     def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """Show a list of numbers; return others', with names, as far as known before links open."""
+        """Show a list of numbers under a name; return others' that are known before links open."""
         return []
 
     def report(self, message: str) -> str:
@@ -106,12 +138,22 @@ class Works:
 
 
 class Local(Transport):
-    """One process that owns all nodes and sends nothing; the others must agree with its results."""
+    """One process that owns all nodes and sends nothing; the others must agree with its results.
+
+    It is what a `GraphNetwork` has without another transport.
+
+    Examples:
+        >>> from hdnn.distributed import Graph, GraphNetwork, Local, Plan
+        >>> net = GraphNetwork(Plan.whole(Graph.ring(4)), layers=2, transport=Local())
+        >>> net.transport.part, net.transport.parts
+        (0, 1)
+    """
 
     def __init__(self) -> None:
         super().__init__(0, 1)
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        """Nothing can be sent: there is no other part."""
         assert not [*out, *into], "one process has no other"
         return Works()
 

@@ -55,6 +55,7 @@ class GraphPatterns:
 
     @property
     def nodes(self) -> int:
+        """How many nodes there are."""
         return len(self.sizes)
 
     def graph(self) -> Graph:
@@ -63,7 +64,28 @@ class GraphPatterns:
 
 
 def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """The graph of a file, checked; where it has no R, the one with most links is designed."""
+    """The graph of a TOML file, checked; where it has no R, the one that frees most weights.
+
+    Args:
+        path: of a file such as the one below; `hdnn graph check` reads the same.
+
+    Returns:
+        The graph.
+
+    Raises:
+        SparsityError: if the file cannot be read, is no valid TOML, describes no graph, or breaks
+            the locality condition.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from hdnn import distributed
+        >>> _ = Path("plant.toml").write_text('''
+        ... names = ["pump", "valve", "tank"]
+        ... R = [["pump", "valve"], ["valve", "tank"]]
+        ... ''')
+        >>> distributed.read_graph("plant.toml")
+        Graph(3 nodes, 2 links in use)
+    """
     return graph_of(read_table(path), str(path))
 
 

@@ -113,12 +113,30 @@ def union(*patterns: Links) -> Links:
 class Graph:
     """M nodes, the pattern R of K, the pattern T of X or J, and the links S that exist.
 
-    Node i owns `sizes[i]` features: the pair (p[i], q[i]) of H2 and its relatives, or a piece of y
-    of H1. R and T are one pattern or one a layer, given as binary matrices or as tuples of
-    neighbours; T is the identity by default. Where S is given, it is symmetric and the locality
-    condition T R^T R + R^T R T <= S is checked (eq:sparsity_invariance). Messages travel along
-    the links of R and T only. `names` of the nodes, if there are any, are used in messages and in
-    the names of files.
+    Node i owns `sizes[i]` features: the pair `(p[i], q[i])` of H2 and its relatives, or a piece of
+    y of H1. Messages travel along the links of R and T only.
+
+    Args:
+        R: one pattern or one a layer, as binary matrices or as tuples of neighbours.
+        T: likewise, symmetric; by default the identity.
+        S: symmetric; where given, the locality condition `T R^T R + R^T R T <= S` is checked
+            (eq:sparsity_invariance).
+        sizes: the features of each node, or one number for all; by default 1.
+        names: of the nodes, if there are any, for messages and names of files.
+
+    Raises:
+        SparsityError: if a pattern is not binary, misses a node's link to itself or is not
+            symmetric where it must be, if patterns, sizes or names are not for the same nodes or
+            layers, or if the locality condition does not hold.
+        ShapeError: if a size is no whole number >= 1.
+
+    Examples:
+        >>> from hdnn.distributed import Graph
+        >>> chain = Graph(R=[[1, 1, 0], [0, 1, 1], [0, 0, 1]], sizes=2)
+        >>> chain
+        Graph(3 nodes, 2 links in use)
+        >>> chain.dependency()  # the nodes that each node needs
+        ((0, 1), (0, 1, 2), (1, 2))
     """
 
     def __init__(
@@ -165,19 +183,21 @@ class Graph:
         return None if most == 1 else most
 
     def R_of(self, layer: int) -> Links:
+        """The pattern R of a layer, as lists of neighbours."""
         return self.R[layer if len(self.R) > 1 else 0]
 
     def T_of(self, layer: int) -> Links:
+        """The pattern T of a layer, as lists of neighbours."""
         return self.T[layer if len(self.T) > 1 else 0]
 
     @cached_property
     def used(self) -> Links:
-        """R + R^T + T over all layers: the links that carry messages."""
+        """`R + R^T + T` over all layers: the links that carry messages."""
         R = union(*dict.fromkeys(self.R))
         return union(R, transposed(R), *dict.fromkeys(self.T))
 
     def dependency(self, layer: int = 0) -> Links:
-        """T R^T R + R^T R T: which nodes each node's forward and backward updates depend on."""
+        """`T R^T R + R^T R T`: the nodes that updates of each node in this layer depend on."""
         return links_of_rows(self._needs(layer).rows())
 
     def _needs(self, layer: int, S: Links | None = None) -> Needs:
@@ -230,13 +250,13 @@ class Graph:
 
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
-        """Each node with its two neighbours on a ring."""
+        """Each of so many nodes, of `size` features each, with its two neighbours on a ring."""
         edges = [(i, (i + 1) % nodes) for i in range(nodes) if nodes > 1]
         return cls(from_edges(nodes, edges), sizes=size)
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
-        """Each node with its up to four neighbours on a grid."""
+        """Each node, of `size` features, with its up to four neighbours on a grid."""
         nodes = range(rows * columns)
         edges = [(i, i + 1) for i in nodes if (i + 1) % columns]
         edges += [(i, i + columns) for i in nodes[:-columns]]

@@ -23,7 +23,23 @@ METHODS = ("auto", "metis", "bands")  # of sharing out nodes
 
 
 class Plan:
-    """A graph and the owner of each node: part 0 .. parts - 1."""
+    """A graph and the owner of each node: part 0 .. parts - 1.
+
+    Args:
+        graph: the graph.
+        owner: the part of each node, as `partition` finds it.
+        root: the node at the top of the tree, whose part has the labels.
+
+    Raises:
+        SparsityError: if there is not one owner for each node, a part owns none, or the graph is
+            not connected.
+
+    Examples:
+        >>> from hdnn.distributed import Graph, Plan
+        >>> plan = Plan(Graph.ring(6), owner=[0, 0, 0, 1, 1, 1])
+        >>> plan.parts, plan.nodes_of, plan.peers(0)
+        (2, ((0, 1, 2), (3, 4, 5)), (1,))
+    """
 
     def __init__(self, graph: Graph, owner: Sequence[int], root: int = 0) -> None:
         self.graph, self.owner = graph, tuple(owner)
@@ -72,8 +88,27 @@ class Plan:
 def partition(graph: Graph, parts: int, method: str = "auto") -> list[int]:
     """The part of each node: by METIS (extra `graph`), or in bands of a breadth-first order.
 
-    It changes how much has to be sent, not the results. "auto" uses METIS where it is installed and
-    there are more nodes than parts; all processes must get the same parts.
+    It changes how much has to be sent, not the results. All processes must get the same parts.
+
+    Args:
+        graph: the graph.
+        parts: how many processes share its nodes.
+        method: "metis", "bands", or "auto": METIS where it is installed and there are more nodes
+            than parts.
+
+    Returns:
+        The number of the part of each node.
+
+    Raises:
+        ShapeError: if parts is no whole number >= 1.
+        SparsityError: if there are more parts than nodes, or the graph is not connected.
+        OptionError: if there is no such method.
+        MissingExtraError: if METIS is asked for and is not installed.
+
+    Examples:
+        >>> from hdnn.distributed import Graph, partition
+        >>> partition(Graph.grid(2, 4), parts=2, method="bands")
+        [0, 0, 0, 1, 0, 1, 1, 1]
     """
     parts, nodes = positive_int("parts", parts), graph.nodes
     choose("method", method, METHODS)

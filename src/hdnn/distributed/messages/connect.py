@@ -44,12 +44,37 @@ class Process(NamedTuple):
     replicas: Replicas
 
     def close(self) -> None:
+        """Close all connections."""
         self.transport.close()
         self.replicas.close()
 
 
 def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".format) -> Process:
-    """Connect as the environment says."""
+    """Connect this process to the other parts of the graph, as the environment says.
+
+    `hdnn launch`, torchrun and mpiexec set the environment for what they start; a process that was
+    started by hand owns all nodes.
+
+    Args:
+        timeout: the seconds after which a silent part counts as lost.
+        name: how to call a part in messages, given its number.
+
+    Returns:
+        Its `transport` to other parts of the graph and its `replicas`, the same part in other
+        replicas of the graph; `close` closes both.
+
+    Raises:
+        OptionError: if the variables of the environment contradict each other.
+        DistributedError: if the store cannot be reached, or a part was started twice.
+        MissingExtraError: if MPI is asked for and is not there.
+
+    Examples:
+        >>> from hdnn import distributed
+        >>> process = distributed.connect()
+        >>> process.transport.part, process.transport.parts
+        (0, 1)
+        >>> process.close()
+    """
     if _by_mpi():
         return Process(Mpi(timeout=timeout, name=name), Replicas())
     parts, replicas = parts_here(), _whole("HDNN_REPLICAS", 1)

@@ -31,12 +31,32 @@ class LostError(DistributedError):
 
 
 class Gloo(Transport):
-    """Point-to-point messages of one process for each part.
+    """Messages over TCP by gloo, of one process for each part.
 
-    `store` is a torch.distributed store that all parts reach; `timeout` are the seconds after
-    which a silent neighbour counts as lost, at the start too. `name` says how to call a part.
-    `faults` is where the first fault is kept, by default the same store; with several replicas of
-    the graph they share it, and `everyone` are the processes of all of them.
+    `connect` makes one as the environment says.
+
+    Args:
+        part: the number of this part.
+        parts: how many there are.
+        store: a `torch.distributed` store that all parts reach.
+        timeout: the seconds after which a silent neighbour counts as lost, at the start too.
+        name: how to call a part in messages, given its number.
+        faults: the store where the first fault is kept; by default the same. Several replicas of
+            the graph share one.
+        everyone: the processes of all replicas; by default `parts`.
+
+    Raises:
+        OptionError: if this build of PyTorch has no gloo, or the timeout is not > 0.
+        DistributedError: if no connection can be opened or, later on, a part is lost.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.distributed import Gloo
+        >>> transport = Gloo(part=0, parts=1, store=torch.distributed.HashStore(), timeout=5.0)
+        >>> transport.exchange(out=[], into=[])
+        >>> transport.traffic.messages
+        {}
+        >>> transport.close()
     """
 
     def __init__(
@@ -68,6 +88,7 @@ class Gloo(Transport):
             ) from error
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        """Begin to receive `into` and to send `out`; the first call waits for all parts."""
         if not self.met:
             self._meet()
         self.traffic.count(out)
@@ -153,6 +174,7 @@ class Gloo(Transport):
         return Fault(message, lost)
 
     def report(self, message: str) -> str:
+        """Report a fault, unless another one came first; the first one is returned."""
         return self._report(message, False).text
 
     def close(self) -> None:

@@ -57,11 +57,28 @@ def _library() -> Any:
 
 
 class Mpi(Transport):
-    """Messages of one MPI process for each part.
+    """Messages by MPI, of one process for each part.
 
-    `comm` has one process for each part, by default all that mpiexec has started; all of them
-    construct this together. `timeout` are the seconds after which a silent neighbour counts as
-    lost. `name` says how to call a part.
+    It needs mpi4py (extra `mpi`) and an MPI library. Programs that mpiexec starts with
+    `HDNN_TRANSPORT=mpi` get one by `connect`.
+
+    Args:
+        comm: a communicator of mpi4py with one process for each part, by default all that mpiexec
+            has started; all of them construct this together.
+        timeout: the seconds after which a silent neighbour counts as lost.
+        name: how to call a part in messages, given its number.
+
+    Raises:
+        OptionError: if the timeout is not > 0.
+        MissingExtraError: if there is no mpi4py, or no MPI.
+        DistributedError: if mpi4py and mpiexec belong to different MPIs or, later on, a part is
+            lost.
+
+    Examples:
+        >>> from hdnn.distributed import Mpi
+        >>> Mpi(timeout=0.0)
+        Traceback (most recent call last):
+        hdnn.errors.OptionError: timeout must be a number of seconds > 0, but got 0.0.
     """
 
     def __init__(
@@ -81,6 +98,7 @@ class Mpi(Transport):
         self.rounds: dict[int, tuple[object, Any]] = {}
 
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
+        """Begin to receive `into` and to send `out`, from point to point."""
         self._check(out, into)
         self.traffic.count(out)
         pending = _Pending(self, out, into)
@@ -93,6 +111,7 @@ class Mpi(Transport):
     def start_round(
         self, round: object, out: Sequence[Message], into: Sequence[Message]
     ) -> Pending:
+        """The same as one neighbourhood collective, which all parts start in the same order."""
         self._check(out, into)
         peers = [[part for part, _ in messages] for messages in (into, out)]
         _, graph = self.rounds.get(id(round)) or self._meet(round, peers)

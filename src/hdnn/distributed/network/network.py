@@ -54,8 +54,38 @@ class Turn(NamedTuple):
 class GraphNetwork:
     """N layers of H1, H2, Verlet or Yoshida on the nodes of one part of a graph.
 
-    `transport` carries messages to the other parts; without one, this process owns all nodes.
-    `paired` is for H1: node i owns (p[i], q[i]), twice its size, rather than a piece of y.
+    States are rows: `(features of these nodes, batch)`. `draw` gives it initial weights, `load`
+    those of a network of all nodes, and `Training` trains it.
+
+    Args:
+        plan: the graph, and which part owns which node.
+        layers: N.
+        transport: carries messages to the other parts; without one, this process owns all nodes.
+        network: "h1", "h2", "verlet" or "yoshida4".
+        step: h, one number for all layers or one for each.
+        activation: the name of sigma.
+        X: of all nodes together, `(m, m)` or `(N, m, m)`, for all networks but H1; by default the
+            identity.
+        J: of all nodes together, `(n, n)` or `(N, n, n)`, for H1; by default the canonical one.
+        paired: for H1: node i owns `(p[i], q[i])`, twice its size, rather than a piece of y.
+        dtype: of weights and states.
+
+    Raises:
+        SparsityError: if the plan has other parts than the transport, its patterns are for another
+            number of layers, or X or J links nodes that T does not.
+        ShapeError: if layers is no whole number >= 1, or X or J has the wrong shape.
+        StepError: if a step is not > 0, or there is not one for each layer.
+        OptionError: if network or activation is not known, or X, J or paired is not for this
+            network.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.distributed import Graph, GraphNetwork, Plan
+        >>> net = GraphNetwork(Plan.whole(Graph.ring(8)), layers=4)
+        >>> net.draw(seed=0)
+        >>> y_N, _ = net.forward(net.split(torch.randn(net.rows, 32)))
+        >>> net.join(y_N).shape  # 8 nodes with a pair each, 32 samples
+        torch.Size([16, 32])
     """
 
     def __init__(
@@ -315,7 +345,7 @@ class GraphNetwork:
     # Steps
 
     def forward(self, state: State, keep: bool = True) -> tuple[State, list[FieldTape]]:
-        """y_N from y_0, and what `backward` needs."""
+        """`y_N` from `y_0`, and what `backward` needs of the way, unless `keep` is False."""
         parts, tape = list(state), []
         for turn in self.turns:
             K, b = self.weights[turn.K][turn.layer], self.weights[turn.b][turn.layer]
@@ -328,7 +358,7 @@ class GraphNetwork:
         return tuple(parts), tape
 
     def backward(self, tape: list[FieldTape], gradient: State) -> tuple[State, dict[str, Tensor]]:
-        """The gradients of y_0 and of all weights, given that of y_N."""
+        """The gradients of `y_0` and all weights, given what `forward` kept and that of `y_N`."""
         g = list(gradient)
         found = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
         for turn in reversed(self.turns):
@@ -351,7 +381,29 @@ def of_dense(
 ) -> GraphNetwork:
     """The part of a block-sparse network that this process owns, weights included.
 
-    `owner` is the part of each node; by default one part owns all.
+    Args:
+        net: an H1, H2, Verlet or Yoshida network with a `Sparsity`.
+        owner: the part of each node; by default one part owns all.
+        transport: carries messages to the other parts, where there are any.
+
+    Returns:
+        The layers of these nodes.
+
+    Raises:
+        SparsityError: if the network has no sparsity, its graph is not connected, or owner does not
+            fit it.
+        OptionError: if the network is of another kind, or its steps, X or J are learned or its
+            weights tied.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> ring = torch.eye(4) + torch.eye(4).roll(1, 0) + torch.eye(4).roll(-1, 0)
+        >>> whole = hdnn.H2(features=8, layers=2, sparsity=hdnn.Sparsity(ring))
+        >>> nodes, y = hdnn.distributed.of_dense(whole), torch.randn(5, 8)
+        >>> y_N, _ = nodes.forward(nodes.split(y.T.contiguous()))
+        >>> torch.allclose(nodes.join(y_N).T, whole(y), atol=1e-5)
+        True
     """
     if net.sparsity is None:
         raise SparsityError("a network without sparsity has no graph; give it a Sparsity(R).")

@@ -112,10 +112,41 @@ def train(
     save_every: int | None = None,
     tell: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train, test and save as one part of the graph; return the metrics, at the root all of them.
+    """Train, test and save as one part of the graph.
 
-    `owner` is the part of each node; by default one process owns all, or nodes are shared out
-    alike. A folder that has a training of another config is left alone.
+    All parts call it, with the same config and graph. A folder that has a training of another
+    config is left alone.
+
+    Args:
+        config: all that decides the result.
+        graph: the graph that the config describes.
+        transport: carries messages to the other parts; without one, this process owns all nodes.
+        owner: the part of each node; by default nodes are shared out alike.
+        replicas: others that train the same nodes on other samples of each minibatch.
+        folder: where to write config, shards, log, model and metrics, if anywhere.
+        resume: go on with the training that the folder has, from the newest common step.
+        save_every: steps between two shards (default: an epoch).
+        tell: called by the root with a dict after each epoch.
+
+    Returns:
+        The metrics, at the root all of them.
+
+    Raises:
+        OptionError: if the config has a value that is not among the choices.
+        TrainingError: if one of its `options` is not known or has no sensible value.
+        DataError: if its data are no planar set and no folder of node files, or do not fit the
+            nodes.
+        SparsityError: if the graph is not connected, or owner does not fit it.
+        CheckpointError: if the folder has a training that is not to be resumed.
+        DistributedError: if the training diverges, parts do not fit together, or one is lost.
+
+    Examples:
+        >>> from hdnn.distributed import Config, Graph, train
+        >>> ring = {"nodes": 4, "R": [[0, 1], [1, 2], [2, 3], [3, 0]]}
+        >>> config = Config(graph=ring, data="double_moons", layers=2, options={"epochs": 1})
+        >>> metrics = train(config, Graph.ring(4), folder="moons")
+        >>> metrics["nodes"], metrics["test_accuracy"] > 0.85
+        (4, True)
     """
     start = time.perf_counter()
     transport, replicas = transport or Local(), replicas or Replicas()

@@ -47,7 +47,12 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class Progress:
-    """What the root knows of the training: one entry an epoch."""
+    """What the root knows of the training: one entry an epoch.
+
+    Attributes:
+        loss: the mean loss of the minibatches.
+        accuracy: their mean accuracy; empty for regression.
+    """
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)  # empty for regression
@@ -59,13 +64,34 @@ class Training:
     Args:
         net: the hidden layers of this part.
         head: the output layer for all features; used by the root, and only described by others.
-        x: (rows, samples): the features of y_0 that this part owns.
+        x: `(rows, samples)`: the features of `y_0` that this part owns.
         t: labels or targets of all samples; the root's only.
-        folder: where each node keeps its shards, if anywhere.
+        folder: the `pathlib.Path` where each node keeps its shards, if anywhere.
         save_every: steps between two shards (default: an epoch).
         replicas: others that train the same nodes on other samples of each minibatch.
         tell: called by the root with a dict after each epoch.
+        name: how to call a part in messages, given its number.
         facts: what else must be the same in all parts, by the names of the handshake.
+        **options: of `hdnn.training.fit`, such as `epochs`, `batch` or `learning_rate`.
+
+    Raises:
+        TrainingError: if an option is not known or has no sensible value, or the optimizer is not
+            adam.
+        OptionError: if a word is not among the choices of its option.
+        DataError: if x or t does not fit the nodes, the samples or the head, or is not finite.
+        DistributedError: if other parts have other data, options or versions, or are lost.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> from hdnn.distributed import Graph, GraphNetwork, Plan, Training
+        >>> net = GraphNetwork(Plan.whole(Graph.grid(2, 2)), layers=2)
+        >>> net.draw(seed=0)
+        >>> x = torch.randn(net.rows, 100)
+        >>> t = (x[0] > 0).long()
+        >>> progress = Training(net, hdnn.SigmoidHead(net.features), x, t, epochs=2).run()
+        >>> progress.accuracy[-1] > 0.9
+        True
     """
 
     def __init__(
@@ -154,7 +180,7 @@ class Training:
     # Running
 
     def run(self, resume: bool = False) -> Progress:
-        """Train to the end, from the newest common step if `resume`."""
+        """Train to the end, from the newest common step if `resume`; return how it went."""
         self.shards.prepare()
         self._resume(resume)
         begun = self.step // self.batches
@@ -286,7 +312,7 @@ class Training:
     # At the end
 
     def traffic(self) -> list[tuple[int, int, int, int]]:
-        """(from, to, messages, bytes) of all pairs of parts that talked; the root's only."""
+        """`(from, to, messages, bytes)` of all pairs of parts that talked; the root's only."""
         plan, sent = self.net.plan, self.transport.traffic
         peers = plan.peers(self.part.number)
         rows = [(p, sent.messages.get(p, 0), sent.bytes.get(p, 0)) for p in peers]
@@ -383,6 +409,7 @@ class NodeAdam:
         self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
 
     def step(self, gradients: dict[str, Tensor], rate: float) -> None:
+        """One step down these gradients, at this learning rate."""
         self.count += 1
         (b1, b2), k = BETAS, self.count
         for name, g in gradients.items():
