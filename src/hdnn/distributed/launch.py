@@ -72,6 +72,8 @@ def launch(
 
     Raises:
         ShapeError: if parts is no whole number >= 1.
+        TrainingError: if processes of this machine cannot talk to each other.
+        OSError: if the command cannot be started.
 
     Examples:
         >>> import sys

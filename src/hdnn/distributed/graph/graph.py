@@ -251,12 +251,14 @@ class Graph:
     @classmethod
     def ring(cls, nodes: int, size: int = 1) -> Graph:
         """Each of so many nodes, of `size` features each, with its two neighbours on a ring."""
+        nodes = positive_int("nodes", nodes)
         edges = [(i, (i + 1) % nodes) for i in range(nodes) if nodes > 1]
         return cls(from_edges(nodes, edges), sizes=size)
 
     @classmethod
     def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
         """Each node, of `size` features, with its up to four neighbours on a grid."""
+        rows, columns = positive_int("rows", rows), positive_int("columns", columns)
         nodes = range(rows * columns)
         edges = [(i, i + 1) for i in nodes if (i + 1) % columns]
         edges += [(i, i + columns) for i in nodes[:-columns]]
