@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hdnn
 from hdnn import analysis
-from hdnn.errors import OptionError, ShapeError
+from hdnn.errors import OptionError, ShapeError, StepError
 
 MODEL = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 3), hdnn.SigmoidHead(4))
 Y = torch.ones(5, 4)
@@ -48,6 +48,16 @@ def test_a_monitor_names_what_it_records():
     monitor.look()
     with pytest.raises(OptionError, match="smallest"):
         monitor.table("smalest")
+
+
+def test_times_may_be_rounded_as_their_dtype_does():
+    ode = analysis.ContinuousNetwork(MODEL.net)
+    last = torch.tensor([ode.T])
+    assert last.dtype == torch.float32
+    assert float(last) > ode.T
+    torch.testing.assert_close(ode.trajectory(Y[0], last)[0], ode.flow(Y[0]))
+    with pytest.raises(StepError):
+        ode.trajectory(Y[0], last.double())
 
 
 class Named(nn.Module):

@@ -309,7 +309,10 @@ class ContinuousNetwork:
         except (TypeError, ValueError, RuntimeError):
             times = self.times[:0]
         inside = times.clamp(0.0, self.T)
-        close = bool(((times - inside).abs() <= 1e-12 * self.T).all())
+        rounding = 1e-12
+        if isinstance(t, Tensor) and t.is_floating_point():
+            rounding = max(rounding, torch.finfo(t.dtype).eps)
+        close = bool(((times - inside).abs() <= rounding * self.T).all())
         if times.ndim > 1 or not len(times) or not close:
             raise StepError(f"t must be times in 0 .. T = {self.T:g}, but got {t!r}.")
         return inside

@@ -17,19 +17,18 @@ from hdnn.plotting.curves import (
     sensitivity_norms,
     training_history,
 )
-from hdnn.plotting.figures import BLACK, BLUE, CLASSES, GREEN, ORANGE, PURPLE, RED, SKY, STYLES
+from hdnn.plotting.figures import BLACK as BLACK
+from hdnn.plotting.figures import BLUE as BLUE
+from hdnn.plotting.figures import CLASSES as CLASSES
+from hdnn.plotting.figures import GREEN as GREEN
+from hdnn.plotting.figures import ORANGE as ORANGE
+from hdnn.plotting.figures import PURPLE as PURPLE
+from hdnn.plotting.figures import RED as RED
+from hdnn.plotting.figures import SKY as SKY
+from hdnn.plotting.figures import STYLES as STYLES
 from hdnn.plotting.regions import decision_regions, phase_portrait, trajectories
 
 __all__ = [
-    "BLACK",
-    "BLUE",
-    "CLASSES",
-    "GREEN",
-    "ORANGE",
-    "PURPLE",
-    "RED",
-    "SKY",
-    "STYLES",
     "certificate_norms",
     "certificates_norms",
     "convergence",

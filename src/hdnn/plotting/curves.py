@@ -39,10 +39,25 @@ NORM = r"$\|\partial y_N / \partial y_j\|_2$"
 def training_history(
     history: History, ax: Axes | None = None, *, test: Sequence[float] = ()
 ) -> Axes:
-    """The loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
+    """Draw the loss of each epoch and, for classes, the fraction of wrong labels, on a log scale.
 
-    The loss at held-out rows is drawn too, with a mark at its best epoch, and so are the wrong
-    labels of `test`, the accuracies on test data after each epoch.
+    The loss at held-out rows is drawn too, with a mark at its best epoch.
+
+    Args:
+        history: what `hdnn.training.fit` returned.
+        ax: the Axes to draw into; by default those of a new figure.
+        test: accuracies on test data after each epoch, whose wrong labels are drawn as well.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn
+        >>> history = hdnn.training.History(loss=[0.7, 0.3, 0.1], accuracy=[0.5, 0.9, 1.0])
+        >>> ax = hdnn.plotting.training_history(history)
+        >>> ax.get_xlabel(), ax.get_yscale()
+        ('epoch', 'log')
+        >>> ax.figure.savefig("training.png")
     """
     ax = axes_of(ax)
     epochs = range(1, len(history.loss) + 1)
@@ -77,7 +92,27 @@ def training_history(
 
 
 def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:
-    """Norms of the BSMs dy_N/dy_j, (N+1, *samples), against j: min, median and max per layer."""
+    """Draw norms of the matrices dy_N/dy_j against j: smallest, median and largest of each layer.
+
+    Args:
+        norms: `(N+1, *samples)`, as `hdnn.analysis.norms` finds them for
+            `hdnn.analysis.backward_sensitivity`.
+        ax: the Axes to draw into; by default those of a new figure.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if there are no norms.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=16)
+        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        >>> ax = hdnn.plotting.sensitivity_norms(hdnn.analysis.norms(Phi))
+        >>> [line.get_label() for line in ax.lines]
+        ['largest', 'median', 'smallest', 'norm 1']
+    """
     if norms.ndim < 1 or norms.numel() == 0:
         raise ShapeError(
             f"norms must be (N+1, *samples), a norm for each layer, but got {tuple(norms.shape)}; "
@@ -90,7 +125,22 @@ def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:
 
 
 def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
-    """Smallest, median and largest norm of dy_N/dy_j against j, as a certificate has them."""
+    """Draw smallest, median and largest norm of dy_N/dy_j against j, as a certificate has them.
+
+    Args:
+        certificate: what `hdnn.analysis.certify` returned for a network.
+        ax: the Axes to draw into; by default those of a new figure.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn
+        >>> certificate = hdnn.analysis.certify(hdnn.H2(features=4, layers=16))
+        >>> ax = hdnn.plotting.certificate_norms(certificate)  # or certificate.plot()
+        >>> ax.get_title()
+        'Sensitivity of the output, 100 samples'
+    """
     found = certificate.by_layer
     ax = _norm_curves(found["layers"], found, certificate.samples, ax)
     if certificate.broken:
@@ -101,7 +151,21 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
 
 
 def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
-    """The curves of several certificates side by side, those of the parts of one network."""
+    """Draw the curves of several certificates side by side, those of the parts of one network.
+
+    Args:
+        certificates: one for each part, in their order.
+
+    Returns:
+        The Axes of the last one; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn
+        >>> nets = hdnn.H2(features=4, layers=8), hdnn.H1(features=4, layers=8)
+        >>> ax = hdnn.plotting.certificates_norms([hdnn.analysis.certify(net) for net in nets])
+        >>> len(ax.figure.axes)
+        2
+    """
     count = len(certificates)
     panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(1, count, squeeze=False)[0]
     for k, (one, ax) in enumerate(zip(certificates, panels, strict=True), 1):
@@ -116,10 +180,31 @@ def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
 def gradient_surface(
     monitor: GradientMonitor, ax: Axes | None = None, *, name: str = "smallest", low: float = 1e-8
 ) -> Axes:
-    """norm(dy_N/dy_j) through a training, as colours over steps and layers (fig:gradients).
+    """Draw norm(dy_N/dy_j) through a training, as colours over steps and layers (fig:gradients).
 
-    `name` chooses what is shown of the samples: "smallest", "median", "largest", or "of_mean", the
-    norm of their mean matrix. What is below `low` has the last colour.
+    Args:
+        monitor: a `hdnn.analysis.GradientMonitor` that has recorded something.
+        ax: the Axes to draw into; by default those of a new figure.
+        name: what is shown of the samples: "smallest", "median", "largest", or "of_mean", the norm
+            of their mean matrix.
+        low: what is below has the last colour.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if the monitor has recorded nothing yet.
+        OptionError: if the name is not one of these.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=16)
+        >>> monitor = hdnn.analysis.GradientMonitor(net, torch.randn(8, 4))
+        >>> for _ in range(3):  # after each step of your own loop
+        ...     monitor.step()
+        >>> ax = hdnn.plotting.gradient_surface(monitor)  # or monitor.plot()
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('iteration', 'layer $j$')
     """
     if not monitor.records:
         raise ShapeError(
@@ -153,7 +238,22 @@ def gradient_surface(
 
 
 def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
-    """Largest and smallest singular value of dy_N/dy_j and of each layer, and where faults are."""
+    """Draw the extreme singular values of dy_N/dy_j and of each layer, and mark where faults are.
+
+    Args:
+        diagnosis: what `hdnn.diagnose` returned.
+        ax: the Axes to draw into; by default those of a new figure.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> found = hdnn.diagnose(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(8, 4))
+        >>> ax = hdnn.plotting.diagnosis_gains(found)  # or found.plot()
+        >>> ax.get_title()
+        'Sequential: no fault was found, gradients reach every layer.'
+    """
     ax = axes_of(ax, width=7.0)
     layers = diagnosis.layers
     for name, label, color, line, marker in (
@@ -207,9 +307,28 @@ def _norm_curves(
 def sensitivity_growth(
     t: Tensor, Phi: Tensor, ax: Axes | None = None, *, slope: float | None = None
 ) -> Axes:
-    """The entries and the norm of Phi = dy(T)/dy(T - t), (k, n, n), against t (k,).
+    """Draw the entries and the norm of `Phi = dy(T)/dy(T - t)` against t.
 
-    `slope` adds the line that the norm swings below.
+    Args:
+        t: times (k,).
+        Phi: the matrices (k, n, n) at these times.
+        ax: the Axes to draw into; by default those of a new figure.
+        slope: adds the line that the norm swings below.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if t and Phi do not fit together.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> ode = hdnn.analysis.ContinuousNetwork(hdnn.H2(features=4, layers=4))
+        >>> t = torch.linspace(0, ode.T, 20)
+        >>> Phi = ode.sensitivity(torch.randn(4), ode.T - t)
+        >>> ax = hdnn.plotting.sensitivity_growth(t, Phi)
+        >>> ax.get_title()
+        'Growth of the BSM in continuous time'
     """
     if Phi.ndim != 3 or t.shape != Phi.shape[:1]:
         raise ShapeError(
@@ -236,9 +355,24 @@ def perturbation_growth(
     slope: float | None = None,
     diameter: float | None = None,
 ) -> Axes:
-    """The distance that states gamma apart have after t, over gamma: for each gamma (t, sizes).
+    """Draw how far apart two states are after t, over their distance gamma at the start.
 
-    `slope` adds the line of an infinitely small gamma, `diameter` the largest value for each gamma.
+    Args:
+        curves: for each gamma its times t (k,) and the distances over gamma (k,).
+        ax: the Axes to draw into; by default those of a new figure.
+        slope: adds the line of an infinitely small gamma.
+        diameter: that of the orbit; adds the largest value that each gamma can have.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> t = torch.linspace(0, 100, 50)
+        >>> curves = {gamma: (t, t.clamp(max=2 / gamma)) for gamma in (0.1, 0.5)}
+        >>> ax = hdnn.plotting.perturbation_growth(curves, slope=1.0, diameter=2.0)
+        >>> ax.get_xscale(), ax.get_yscale()
+        ('log', 'log')
     """
     ax = axes_of(ax)
     longest = max((float(t.max()) for t, _ in curves.values()), default=1.0)
@@ -268,9 +402,22 @@ def perturbation_growth(
 def layer_growth(
     curves: Mapping[str, Tensor], ax: Axes | None = None, *, rates: Sequence[float] | None = None
 ) -> Axes:
-    """Norms of dy_N/dy_j against N - j, (N+1,) for each name, on a log scale.
+    """Draw norms of dy_N/dy_j against N - j on a log scale, for several networks.
 
-    `rates` adds the lines of growth by exp(rate) a layer, for rates other than 0.
+    Args:
+        curves: for each name the norms (N+1,), from j = N back to 0.
+        ax: the Axes to draw into; by default those of a new figure.
+        rates: of each curve; adds the line of growth by exp(rate) a layer, for rates above 0.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> curves = {"H1": 1.1 ** torch.arange(9.0), "H2": torch.ones(9)}
+        >>> ax = hdnn.plotting.layer_growth(curves, rates=[0.0953, 0.0])
+        >>> ax.get_legend_handles_labels()[1]
+        ['H1', 'H2']
     """
     ax = axes_of(ax)
     for i, (name, sizes) in enumerate(curves.items()):
@@ -287,7 +434,23 @@ def layer_growth(
 
 
 def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> Axes:
-    """Errors against the flow of the ODE over the step h, with slopes of whole orders below."""
+    """Draw errors against the flow of the ODE over the step h, with slopes of whole orders below.
+
+    Args:
+        results: for each name what `hdnn.analysis.convergence` returned.
+        ax: the Axes to draw into; by default those of a new figure.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=2, generator=torch.Generator().manual_seed(0))
+        >>> found = hdnn.analysis.convergence(net, torch.randn(3, 4), refinements=(4, 8, 16))
+        >>> ax = hdnn.plotting.convergence({"H2": found})
+        >>> ax.get_xlabel(), ax.get_xscale()
+        ('step $h$', 'log')
+    """
     ax = axes_of(ax, height=4.6)
     lowest: dict[int, Convergence] = {}  # by order
     for i, (name, result) in enumerate(results.items()):

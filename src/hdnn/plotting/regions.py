@@ -21,7 +21,30 @@ if TYPE_CHECKING:
 def decision_regions(
     model: Model, data: PlanarData, ax: Axes | None = None, *, points: int = 1000, grid: int = 300
 ) -> Axes:
-    """The plane coloured by the class that `model` predicts, with up to `points` test points."""
+    """Colour the plane by the class that a model predicts, with test points on it.
+
+    Args:
+        model: a `hdnn.Model` of two inputs and two classes.
+        data: one of the planar sets of `hdnn.data.planar`.
+        ax: the Axes to draw into; by default those of a new figure.
+        points: the most test points that are drawn.
+        grid: how many predictions make up each side of the plane.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if the model does not take two inputs.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(200)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
+        >>> history = hdnn.training.fit(model, data.x_train, data.t_train, epochs=2, progress=False)
+        >>> ax = hdnn.plotting.decision_regions(model, data, grid=60)
+        >>> ax.get_title()
+        'Double moons: test points on the predicted classes'
+    """
     (left, right), (low, high) = data.domain
     ax = axes_of(ax, 5.2, 1.1 + 4.2 * (high - low) / (right - left))
     parameter = next(model.parameters())
@@ -51,7 +74,27 @@ def trajectories(
     features: tuple[int, int] = (0, -1),
     labels: Tensor | None = None,
 ) -> Axes:
-    """Paths y_0 .. y_N of the samples, (N+1, B, n), in the plane of two features."""
+    """Draw the paths `y_0 .. y_N` of samples in the plane of two features.
+
+    Args:
+        states: (N+1, B, n), as `net.trajectory(y)` and `model.trajectory(x)` give them.
+        ax: the Axes to draw into; by default those of a new figure.
+        features: which two are drawn, by default the first and the last.
+        labels: 0 or 1 for each sample (B,), for two colours.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if the states are not (N+1, B, n), or if there are no such features.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=16)
+        >>> ax = hdnn.plotting.trajectories(net.trajectory(torch.randn(10, 4)))
+        >>> ax.get_title(), len(ax.lines)
+        ('States through 16 layers', 10)
+    """
     if states.ndim != 3:
         raise ShapeError(
             f"states must be (N+1, B, n), the trajectory of B samples, but got "
@@ -83,9 +126,27 @@ def phase_portrait(
     names: Sequence[str] | None = None,
     energy: Callable[[Tensor], Tensor] | None = None,
 ) -> Axes:
-    """Orbits (k, B, 2) in the plane of p and q: a mark where each starts, an arrow on its way.
+    """Draw orbits in the plane of p and q: a mark where each starts, an arrow on its way.
 
-    `energy` of states (*batch, 2) adds its level lines.
+    Args:
+        states: (k, B, 2), B orbits of k states each.
+        ax: the Axes to draw into; by default those of a new figure.
+        names: of the orbits, for the legend.
+        energy: a function of states `(*batch, 2)`, whose level lines are added.
+
+    Returns:
+        The Axes; `ax.figure.savefig(path)` writes the picture.
+
+    Raises:
+        ShapeError: if the states are not (k, B, 2).
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=2, layers=50)
+        >>> states = net.trajectory(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
+        >>> ax = hdnn.plotting.phase_portrait(states, names=["inner", "outer"])
+        >>> ax.get_legend_handles_labels()[1]
+        ['inner', 'outer']
     """
     if states.ndim != 3 or states.shape[-1] != 2 or not all(states.shape):
         raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
