@@ -306,6 +306,7 @@ class SoftmaxHead(LinearHead):
         return self.outputs
 
     def config(self) -> dict[str, object]:
+        """The arguments that make this head again, as JSON can hold them."""
         return {"features": self.features, "classes": self.classes}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
@@ -366,6 +367,7 @@ class SigmoidHead(LinearHead):
         super().__init__(features, 1, generator=generator, dtype=dtype, device=device)
 
     def config(self) -> dict[str, object]:
+        """The arguments that make this head again, as JSON can hold them."""
         return {"features": self.features}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ class ResNet(ImageModel):
         return self.blocks(self.norm(self.stem(x))).mean((2, 3))
 
     def config(self) -> dict[str, Any]:
+        """The arguments of `resnet56` that make this classifier again."""
         return {"depth": 2 * len(self.blocks) + 2, "drop": self.drop, **super().config()}
 
     def extra_repr(self) -> str:
@@ -173,6 +174,7 @@ class AlexNet(ImageModel):
         return self.hidden(self.convolutions(x).flatten(1))
 
     def config(self) -> dict[str, Any]:
+        """The arguments of `alexnet` that make this classifier again."""
         (dropout,) = {part.p for part in self.hidden if isinstance(part, nn.Dropout)}
         return {"resize": self.resize, "dropout": dropout, **super().config()}
 

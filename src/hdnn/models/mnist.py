@@ -64,11 +64,12 @@ class MNISTNet(ImageModel):
         return self.stem(x).movedim(1, -1)
 
     def features(self, x: Tensor) -> Tensor:
-        """The channels of all pixels after the hidden layers: (B, size * size * channels)."""
+        """The channels of all pixels after the hidden layers: `(B, size * size * channels)`."""
         y = self.pixels(x)
         return (y if self.net is None else self.net(y)).flatten(1)
 
     def config(self) -> dict[str, Any]:
+        """The arguments of `mnist_net` that make this classifier again, without its network."""
         # The hidden network describes itself, as networks do.
         return {"channels": self.stem.out_channels, "size": self.size, **super().config()}
 

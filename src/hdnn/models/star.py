@@ -81,6 +81,7 @@ class HDNNStar(ImageModel):
         return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
 
     def config(self) -> dict[str, Any]:
+        """The arguments of `hdnn_star` that make this classifier again."""
         units = [unit for unit in self.stages if isinstance(unit, HamiltonianUnit)]
         first, layers = units[0], [unit.layers for unit in units]
         return {

@@ -282,6 +282,13 @@ class Network(LayerStack):
         return self._run(y, self.layer_weights(j))
 
     def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        """The state after some layers alone, or all states from the first of them on.
+
+        Args:
+            y: the state before the first of these layers, `(*batch, n)`.
+            layers: which ones.
+            trajectory: give all their states, `(L+1, *batch, n)`.
+        """
         if not own_methods(self):
             return self._run(y, self._weights_of(layers), trajectory=trajectory)
         states = [y]
@@ -290,6 +297,7 @@ class Network(LayerStack):
         return torch.stack(states) if trajectory else states[-1]
 
     def names_by_layer(self) -> tuple[str, ...]:
+        """The weights that each layer has of its own, such as "K" and "b"."""
         return self.stacked
 
     def layer_weights(self, j: int) -> dict[str, Any]:

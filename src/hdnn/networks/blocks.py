@@ -107,6 +107,11 @@ class BlockSparseNetwork(ODENetwork):
         store(self, name, matrix, free)
 
     def weight(self, name: str) -> Tensor:
+        """One stack of weights, (N, ...), or (1, ...) if tied; of a block-sparse one the whole.
+
+        Args:
+            name: one of `names_by_layer()`, or "X".
+        """
         if name not in self._shapes:
             return super().weight(name)
         refresh(self)
@@ -127,6 +132,12 @@ class BlockSparseNetwork(ODENetwork):
         return super().__getattr__(name)
 
     def assign(self, name: str, value: Tensor) -> None:
+        """Overwrite one stack of weights, in its own memory; of a sparse one its free entries.
+
+        Args:
+            name: one of `names_by_layer()`, or a learned "X".
+            value: the new weights, (N, ...), or (1, ...) if tied.
+        """
         if name in self._shapes:
             value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
             name = f"{name}_free"

@@ -46,7 +46,7 @@ def to_reversible(
 
     Args:
         model: one of `nn.TransformerEncoder` with norm_first=True, timm's vision transformers
-            (vit_*) and GPT-2 of transformers, or a model with such a part. It is not changed.
+            (`vit_*`) and GPT-2 of transformers, or a model with such a part. It is not changed.
         h: the step size. With 1, one block computes what it did before.
         backprop: as in `hdnn.Reversible`; "reversible" keeps memory flat at any depth.
         state: as in `hdnn.Reversible`; with "fixed" undoing is exact to the last bit.

@@ -210,6 +210,12 @@ class HamiltonianNet(BlockSparseNetwork):
         return matrix.detach() if matrix.is_floating_point() else matrix.double()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them, and a learned X
+        or J is what it was at first.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
+        """
         super().reset_parameters(generator)
         if self._start is not None:
             learned = "X" if self.scheme.interconnection == "X" else "J_upper"
@@ -233,14 +239,17 @@ class HamiltonianNet(BlockSparseNetwork):
         return interconnection.skew(self.J_upper, self.features, self._J_index)
 
     def weights(self) -> dict[str, Any]:
+        """All arguments of `function` except the state, by their names."""
         X_or_J = {self.scheme.interconnection: self._X_or_J()}
         return {**super().weights(), **X_or_J, **self.newton}
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
         return self.scheme.function
 
     def field(self) -> dict[str, Tensor]:
+        """J, K (N, n, n) and b (N, n) of the discretised ODE, `y' = J K^T sigma(K y + b)`."""
         w = self.weights()
         if self.split:
             zero = torch.zeros_like(w["K_p"])
@@ -330,6 +339,7 @@ class HamiltonianNet(BlockSparseNetwork):
     # Configuration and refinement
 
     def config(self) -> dict[str, Any]:
+        """The arguments that make this network again, as JSON can hold them."""
         learn = "learn_" + self.scheme.interconnection
         return {
             **super().config(),
@@ -340,6 +350,7 @@ class HamiltonianNet(BlockSparseNetwork):
         }
 
     def constants(self) -> dict[str, Tensor]:
+        """X or J, if one was given or is learned."""
         value = self._X_or_J()
         return {} if value is None else {self.scheme.interconnection: value.detach()}
 

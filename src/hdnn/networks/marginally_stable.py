@@ -97,6 +97,7 @@ class MS1(_MarginallyStable):
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
         return functional.ms1
 
     def _promise(self) -> Guarantee:
@@ -181,6 +182,7 @@ class MS2(_MarginallyStable):
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
         return functional.ms2
 
     def field(self) -> dict[str, Tensor]:
@@ -237,6 +239,7 @@ class MS3(_MarginallyStable):
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
         return functional.ms3
 
     def field(self) -> dict[str, Tensor]:

@@ -57,6 +57,7 @@ class MLP(Network):
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        """The function of `hdnn.functional` that this network runs."""
         return functional.mlp
 
     def _promise(self) -> Guarantee:

@@ -79,6 +79,12 @@ class ODENetwork(Network):
         return torch.tensor(logs, dtype=torch.float64, device="cpu")
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them, and learned
+        steps are what they were at first.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
+        """
         super().reset_parameters(generator)
         if self.learn_step:
             self.assign("log_h", self._log_steps())
@@ -108,6 +114,7 @@ class ODENetwork(Network):
         return self.field()["J"]
 
     def weights(self) -> dict[str, Any]:
+        """All arguments of `function` except the state, by their names."""
         return {**super().weights(), "h": self.h}
 
     def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
@@ -120,6 +127,15 @@ class ODENetwork(Network):
         return jacobians.of_shears(shears, states, jacobians.steps(w["h"], states), self._sigma)
 
     def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+        """The inverses of `layer_jacobians`, by undoing each shear.
+
+        Args:
+            states: those before and after each of these layers, (L+1, B, n).
+            layers: which ones; by default all.
+
+        Returns:
+            The matrices (L, B, n, n), or None for layers that are not made of shears.
+        """
         if own_methods(self):
             return None
         w = self._weights_of(layers)
@@ -130,6 +146,11 @@ class ODENetwork(Network):
         return jacobians.of_shears(shears, states, h, self._sigma, undone=True)
 
     def shear_norms(self) -> Tensor:
+        """The bounds `|A| / S` of all shears `I + A` of all layers, in the order in which they run.
+
+        Raises:
+            OptionError: for networks whose layers are not made of shears.
+        """
         shears = self._shears(self.weights())
         return super().shear_norms() if shears is None else shears.norms(self.steps())
 
@@ -155,10 +176,19 @@ class ODENetwork(Network):
         return (K[0], b[0]) if len(K) == 1 else (torch.cat(K, -1), torch.cat(b, -1))
 
     def config(self) -> dict[str, Any]:
+        """The arguments that make this network again, as JSON can hold them."""
         step = list(self.step) if isinstance(self.step, tuple) else self.step
         return {**super().config(), "step": step, "learn_step": self.learn_step}
 
     def refine(self, k: int) -> Self:
+        """The network with k times the layers at steps h/k: the same function in the limit.
+
+        Args:
+            k: how many layers each one becomes.
+
+        Raises:
+            ShapeError: if k is no whole number >= 1.
+        """
         k = positive_int("k", k)
         config = self.config()
         step = self.step

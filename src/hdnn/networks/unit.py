@@ -219,6 +219,13 @@ class HamiltonianUnit(UnitWeights):
         return torch.stack(states).to(y.dtype)
 
     def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        """The state after some layers alone, or all states from the first of them on.
+
+        Args:
+            y: the state before the first of these layers, (B, C, height, width).
+            layers: which ones.
+            trajectory: give all their states, stacked.
+        """
         work, wide = self._dtypes(y)
         with torch.autocast(y.device.type, enabled=False):
             y_0, parts, kind, _ = self._given(y.to(wide), work, self._raw(), None)
@@ -383,6 +390,11 @@ class HamiltonianUnit(UnitWeights):
     # The module
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them.
+
+        Args:
+            generator: what they are drawn from; by default PyTorch's global generator.
+        """
         super().reset_parameters(generator)
         if self.after is not None:
             self.after.reset_parameters()
