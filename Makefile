@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt src/hdnn/_version.py
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test coverage lint format package release-check fresh-check clean distclean
+.PHONY: help demo test coverage lint format docs package release-check fresh-check clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ format: $(DEV_STAMP) ## mend what ruff can mend, and format
 	@$(PY) -m ruff check --fix-only
 	@$(PY) -m ruff format
 
+docs: $(DEV_STAMP) ## build the site into site/; whatever it warns of is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 package: $(DEV_STAMP) ## build wheel and source distribution into dist, and check them
 	@rm -rf dist
 	@$(PY) -m build --no-isolation --outdir dist
@@ -50,7 +53,7 @@ fresh-check: ## what a newcomer does: the two commands in a new clone, with an e
 	@tests/release/fresh_clone.sh
 
 clean: ## remove caches and build output; results in runs/ stay
-	@rm -rf build dist .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist site .coverage .coverage.* htmlcov .pytest_cache .ruff_cache .hypothesis
 	@find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the environment
@@ -61,7 +64,7 @@ $(DEMO_STAMP): $(INPUTS)
 	$(call set-up,the demo,cli$(comma)plot$(comma)fast,$(DEMO_STAMP))
 
 $(DEV_STAMP): $(INPUTS)
-	$(call set-up,tests and linters,dev$(comma)cli$(comma)plot$(comma)export$(comma)fast$(comma)gpu$(comma)graph$(comma)mpi$(comma)sklearn$(comma)tensorboard,$(DEMO_STAMP) $(DEV_STAMP))
+	$(call set-up,tests$(comma) linters and the site,dev$(comma)docs$(comma)cli$(comma)plot$(comma)export$(comma)fast$(comma)gpu$(comma)graph$(comma)mpi$(comma)sklearn$(comma)tensorboard,$(DEMO_STAMP) $(DEV_STAMP))
 
 comma := ,
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check -qq -c constraints.txt

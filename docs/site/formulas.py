@@ -1,0 +1,36 @@
+"""Formulas become MathML when the site is built: they need no script, font or network."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.pages import Page
+
+# What pymdownx.arithmatex writes for $...$ and for $$...$$.
+INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
+DISPLAY = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.S)
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    where = page.file.src_uri
+    html = INLINE.sub(lambda found: mathml(found[1], where, display="inline"), html)
+    html = DISPLAY.sub(lambda found: mathml(found[1], where, display="block"), html)
+    if 'class="arithmatex"' in html:
+        raise PluginError(f"{where}: a formula is left that this page could not read.")
+    return html
+
+
+def mathml(formula: str, where: str, *, display: str) -> str:
+    """One formula, or an error that names its page."""
+    latex = unescape(formula).strip()
+    try:
+        made = convert(latex, display=display)
+    except Exception as error:
+        raise PluginError(f"{where}: ${latex}$ is no formula: {error!r}") from error
+    # A command that is not known comes out as it went in.
+    if unknown := re.search(r"\\\w+", unescape(made)):
+        raise PluginError(f"{where}: {unknown[0]} in ${latex}$ is not known.")
+    return f'<span class="formula {display}">{made}</span>'
