@@ -1,12 +1,12 @@
 """Training: coordinate descent between the output layer and the hidden layers."""
 
 from hdnn.training.callbacks import EarlyStopping, TensorBoard, WellPosed
-from hdnn.training.history import Callback, History, Moment
+from hdnn.training.history import Callback as Callback  # the type of what `fit` calls
+from hdnn.training.history import History, Moment
 from hdnn.training.loop import fit
 from hdnn.training.multilevel import fit_multilevel
 
 __all__ = [
-    "Callback",
     "EarlyStopping",
     "History",
     "Moment",

@@ -70,19 +70,37 @@ class _Watched:
 class EarlyStopping:
     """End a training after `patience` epochs in which nothing got better.
 
+    A callback of `fit`. Afterwards `values` has the watched value of each epoch, and `best_epoch`
+    the best epoch. `fit(validation=.., patience=..)` is the short form for the loss at held-out
+    rows, with `restore`.
+
     Args:
+        patience: epochs without an improvement after which the training ends.
         monitor: "loss" or "accuracy", the mean over the minibatches of an epoch; or
             "validation_loss" or "validation_score", for the held-out rows of `fit(validation=..)`.
-            `fit(validation=.., patience=..)` is the short form for their loss, with `restore`.
         minimum: the smallest improvement that counts.
-        x, t: a validation set of its own for "loss" or "accuracy", measured at the end of each
-            epoch. If the output layer is solved for each minibatch, the mean of the epoch's is
-            used. Held-out rows are measured with the output layer that the model would end with.
+        x: inputs of a validation set of its own, with `t`, for "loss" or "accuracy", measured at
+            the end of each epoch. If the output layer is solved for each minibatch, the mean of the
+            epoch's is used. Held-out rows are measured with the output layer that the model would
+            end with.
+        t: the labels or targets of that set.
         restore: go back to the weights of the best epoch, when this ends the training and also when
             all epochs are done. The output layer is then fitted to the training data, as always;
             with held-out rows it is the one that they were measured with.
 
-    Afterwards `values` has the watched value of each epoch, and `best_epoch` the best epoch.
+    Raises:
+        TrainingError: if `patience` or `minimum` is out of range, if only one of x and t is given,
+            or both of them for held-out rows.
+        OptionError: if `monitor` is not one of these, or `restore` neither True nor False.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> x, t = torch.randn(50, 2), torch.randint(2, (50,))  # nothing to learn
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
+        >>> early = hdnn.training.EarlyStopping(patience=1, minimum=0.1)
+        >>> history = hdnn.training.fit(model, x, t, callbacks=[early], progress=False)
+        >>> len(history.loss), early.best_epoch
+        (2, 1)
     """
 
     def __init__(
@@ -115,17 +133,21 @@ class EarlyStopping:
 
     @property
     def values(self) -> list[float]:
+        """The watched value of each epoch so far."""
         return self.watched.values
 
     @property
     def best(self) -> float | None:
+        """The best of them; None before the first epoch has ended."""
         return self.watched.best
 
     @property
     def best_epoch(self) -> int:
+        """The epoch of the best value, from 1."""
         return self.watched.best_epoch
 
     def __call__(self, moment: Moment) -> bool:
+        """Count a step; True ends the training."""
         if not self.means.step or self.means.is_new(moment):
             self._begin(moment)
         means = self.means.add(moment)
@@ -195,6 +217,7 @@ class EarlyStopping:
         return {"means": asdict(self.means), "watched": asdict(self.watched), **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
         self.means, self.watched = EpochMeans(**state["means"]), _Watched(**state["watched"])
         prefix = "weights."
         self.weights = {k.removeprefix(prefix): state[k] for k in state if k.startswith(prefix)}
@@ -209,9 +232,25 @@ def keeps_best(callback: object) -> TypeGuard[EarlyStopping]:
 class WellPosed:
     """Keep the steps of implicit layers solvable, with exactly one solution each.
 
-    Before the first step and after each, K is made smaller in those layers whose `coupling` is
-    above `limit`, which is below 1. `fit` does so by itself where weights of a network could come
+    A callback of `fit`. Before the first step and after each, K is made smaller in those layers
+    whose `coupling` is above `limit`. `fit` does so by itself where weights of a network could come
     to a step with no solution or with several; `WellPosed(None)` leaves them as they are.
+
+    Args:
+        limit: the largest coupling, between 0 and 1; None for no limit.
+
+    Raises:
+        TrainingError: if the limit does not lie between 0 and 1; and by `fit`, if the network has
+            no implicit layers.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> x, t = torch.randn(50, 2), torch.randint(2, (50,))
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.ImplicitH2(4, 4), hdnn.SigmoidHead(4))
+        >>> limit = hdnn.training.WellPosed(0.5)
+        >>> history = hdnn.training.fit(model, x, t, epochs=2, callbacks=[limit], progress=False)
+        >>> bool((model.net.coupling() <= 0.5 + 1e-6).all())
+        True
     """
 
     def __init__(self, limit: float | None = 0.95) -> None:
@@ -220,9 +259,11 @@ class WellPosed:
             raise TrainingError(f"limit must lie between 0 and 1, but is {limit}.")
 
     def settings(self) -> dict[str, Any]:
+        """What it was asked to do, as JSON can hold it."""
         return {"limit": self.limit}
 
     def begin(self, model: Model) -> None:
+        """Limit the coupling of a model before its first step."""
         net = model.net
         if not (isinstance(net, HamiltonianNet) and net.scheme.implicit):
             raise TrainingError(
@@ -233,6 +274,7 @@ class WellPosed:
             net.limit_coupling(self.limit)
 
     def __call__(self, moment: Moment) -> None:
+        """Limit the coupling after a step."""
         self.begin(moment.model)
 
 
@@ -270,9 +312,26 @@ def begun(
 class TensorBoard:
     """Write loss, accuracy, gradient norm and learning rate of each epoch for TensorBoard.
 
-    Loss and accuracy are means over the epoch, the rest is that of its last step; held-out rows add
-    their loss and score. The epochs of
-    successive trainings are numbered on. Needs the extra `tensorboard`.
+    A callback of `fit`. Loss and accuracy are means over the epoch, the rest is that of its last
+    step; held-out rows add their loss and score. The epochs of successive trainings are numbered
+    on. Use it in a `with` block or call `close()`, so that all is written. Needs the extra
+    `tensorboard`.
+
+    Args:
+        folder: where to write, as `tensorboard --logdir` takes it.
+
+    Raises:
+        CheckpointError: if the folder is not a path.
+        MissingExtraError: if TensorBoard is not installed.
+
+    Examples:
+        >>> import os, hdnn, torch
+        >>> x, t = torch.randn(50, 2), torch.randint(2, (50,))
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
+        >>> with hdnn.training.TensorBoard("runs") as board:
+        ...     history = hdnn.training.fit(model, x, t, epochs=2, callbacks=[board])
+        >>> len(os.listdir("runs"))
+        1
     """
 
     first_only = True  # of several processes that share a training, the first writes
@@ -296,6 +355,7 @@ class TensorBoard:
             self.writer = None
 
     def __call__(self, moment: Moment) -> None:
+        """Count a step, and write the means of an epoch at its end."""
         if self.means.is_new(moment):
             self.before += self.means.epoch
         means = self.means.add(moment)
@@ -316,7 +376,9 @@ class TensorBoard:
             self.writer.add_scalar(name, value, epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        """The state that a resumed training needs."""
         return {"means": asdict(self.means), "before": self.before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
         self.means, self.before = EpochMeans(**state["means"]), state["before"]

@@ -69,19 +69,30 @@ def fit(
     progress: bool = True,
     parallel: bool = False,
 ) -> History:
-    """Minimise mean loss + smoothness R_K + ridge/2 |output layer|^2 (eq:minimization), in place.
+    """Train a model in place, by coordinate descent between its output layer and its hidden layers.
+
+    It minimises `mean loss + smoothness R_K + ridge/2 |output layer|^2` (eq:minimization). For
+    every minibatch the output layer is fitted first, to what the hidden layers give now; it is then
+    kept fixed while the hidden layers take one step. At the end the output layer is fitted once
+    more, to all data.
 
     Args:
-        x: inputs (B, ...), of the dtype and on the device of the model.
+        model: a `hdnn.Model` with a head that has a loss.
+        x: inputs (B, inputs), of the dtype and on the device of the model.
         t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
+        epochs: passes over the data, at the most.
+        batch: samples for each step.
         optimizer: "adam", or "sgd" with Nesterov momentum 0.9, of the hidden layers.
+        learning_rate: of the hidden layers, and of the output layer unless Newton steps find it.
         schedule: the rate stays "constant" or falls to zero as a "cosine", after it has risen for
             the fraction `warmup` of all steps.
+        warmup: that fraction, below 1.
         weight_decay: the hidden layers' weights, times this, are added to their gradient.
         clip: the largest norm that a gradient of all hidden layers may have.
         solver: how the output layer is found for each minibatch. "newton": damped Newton steps on
             the ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
             decay `ridge`; "joint": not solved, but trained together with the hidden layers.
+        ridge: penalty on the output layer.
         smoothness: alpha, where the network is a discretised ODE; others have no R_K.
         smoothing: alpha stays "constant" or falls to zero as a "cosine": layers are first kept
             alike, then free to differ.
@@ -92,15 +103,37 @@ def fit(
         patience: end after so many epochs in which the held-out loss did not fall by more than
             `tol`, and keep the model of the best epoch, also when all epochs are done. Without
             held-out rows the loss of the training is watched, and the last model kept.
+        tol: the smallest fall of the loss that counts.
         seed: of the order of the samples; the global random state is neither read nor written.
-        callbacks: called with a `Moment` after each step. For implicit layers a `WellPosed()` is
-            added, and an `EarlyStopping` for a `patience`.
+        callbacks: called with a `Moment` after each step; one that returns True ends the training.
+            For implicit layers a `WellPosed()` is added, and an `EarlyStopping` for a `patience`.
         folder: where to keep a checkpoint and a log, so that `resume=True` can go on after any
             interruption to the very same result.
+        resume: go on with the training in `folder`, or begin there if it is empty.
         progress: show one line while a person waits at a terminal.
         parallel: share each minibatch among all processes of torch.distributed, which must be
             initialised. All call `fit` with the same data and options; the training is that of one
             process with the model of the first, up to rounding, and only the first writes files.
+
+    Returns:
+        A `History`: loss, accuracy and more, one entry an epoch.
+
+    Raises:
+        TrainingError: if the model cannot be trained, if a number is out of range, if callbacks do
+            not fit the training, or if it diverges.
+        OptionError: if a name such as that of the solver is not known.
+        DataError: if x, t, weight or validation do not fit the model or are not finite.
+        ShapeError: if x has another number of inputs than the model.
+        CheckpointError: if the folder cannot be used, or holds another training.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(400)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
+        >>> rows = {"validation": (data.x_test, data.t_test), "progress": False}
+        >>> history = hdnn.training.fit(model, data.x_train, data.t_train, epochs=5, **rows)
+        >>> history.loss[-1] < history.loss[0], history.validation_score[-1] > 0.8
+        (True, True)
     """
     members = team(parallel)
     with ExitStack() as stack:

@@ -34,22 +34,45 @@ def fit_multilevel(
     parallel: bool = False,
     **options: Any,
 ) -> tuple[Model, list[History]]:
-    """Train `model`, refine it, train the deeper one, and so on; return the deepest and all
-    histories.
+    """Train a shallow model, refine it, train the deeper one, and so on.
 
     A shallow network is cheap to train, and one with k times its layers at h/k is nearly the same
     function: what was learned is kept, and the deep network has little left to do.
 
     Args:
         model: the shallow one, which is trained in place.
+        x: inputs (B, inputs), as `fit` takes them.
+        t: labels or targets, as `fit` takes them.
         refinements: the factor by which each further level multiplies the number of layers.
         epochs: of each level: one number for all, or one each.
         seed: of the first level; those of the others follow from it.
         callbacks: called in all levels; one that ends a training ends only that level.
-        folder: gets a folder for each level, level-0 and so on; `resume=True` goes on in the level
-            that was interrupted, to the very same result.
-        parallel, options: as those of `fit`, and all others of it. Held-out rows and `patience`
-            belong to each level: it begins with the best model of the one before.
+        folder: gets a folder for each level, level-0 and so on.
+        resume: go on in the level that was interrupted, to the very same result.
+        parallel: share each minibatch among processes, as in `fit`.
+        **options: all others of `fit`. Held-out rows and `patience` belong to each level: it begins
+            with the best model of the one before.
+
+    Returns:
+        The deepest model, and the `History` of each level.
+
+    Raises:
+        TrainingError: if the model cannot be trained, if `epochs` and `refinements` do not fit
+            together, if a number is out of range, or if a training diverges.
+        OptionError: if the network cannot be refined, or if a name is not known.
+        DataError: if x or t do not fit the model or are not finite.
+        ShapeError: if x has another number of inputs than the model.
+        CheckpointError: if the folder cannot be used, or holds another training.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(200)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 4), hdnn.SigmoidHead(4))
+        >>> deep, histories = hdnn.training.fit_multilevel(
+        ...     model, data.x_train, data.t_train, refinements=(2, 2), epochs=2, progress=False
+        ... )
+        >>> model.net.layers, deep.net.layers, len(histories)
+        (4, 16, 3)
     """
     members, histories = team(parallel), []
     with ExitStack() as stack:

@@ -1,9 +1,10 @@
 """Training on images: the whole set on the device, one step as one CUDA graph."""
 
-from hdnn.training.images.recipe import OPTIMIZERS, ImageRecipe
+from hdnn.training.images.recipe import OPTIMIZERS as OPTIMIZERS
+from hdnn.training.images.recipe import ImageRecipe
+from hdnn.training.images.trainings import EVALUATED as EVALUATED
+from hdnn.training.images.trainings import WARM as WARM
 from hdnn.training.images.trainings import (
-    EVALUATED,
-    WARM,
     ImageHistory,
     ImageTraining,
     next_epoch,
@@ -11,9 +12,6 @@ from hdnn.training.images.trainings import (
 )
 
 __all__ = [
-    "EVALUATED",
-    "OPTIMIZERS",
-    "WARM",
     "ImageHistory",
     "ImageRecipe",
     "ImageTraining",
