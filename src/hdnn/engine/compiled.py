@@ -115,7 +115,12 @@ def _(y, tensors, how):
     return torch.empty_like(y, memory_format=torch.contiguous_format), y.new_empty(kept)
 
 
-@torch.library.custom_op("hdnn::stack_backward", mutates_args=())
+@torch.library.custom_op(
+    "hdnn::stack_backward",
+    mutates_args=(),
+    # PyTorch 2.6 cannot tell it from the types.
+    schema="(Tensor g, Tensor y, Tensor kept, Tensor[] tensors, str how) -> Tensor[]",
+)
 def stack_backward(
     g: Tensor, y: Tensor, kept: Tensor, tensors: Sequence[Tensor], how: str
 ) -> list[Tensor]:
