@@ -150,7 +150,8 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
         S: the communication graph, likewise: S(i, k) = 1 where node i hears node k.
 
     Returns:
-        All breaches of `T R^T R + R^T R T <= S`; printed, a line for each.
+        A tuple with a `Breach` for each pair that breaks `T R^T R + R^T R T <= S`. It is empty, so
+        false, where the patterns are local; printed, it has a line for each.
 
     Raises:
         SparsityError: if a pattern is not binary and square, or they are not for the same nodes.
