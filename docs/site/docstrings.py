@@ -1,11 +1,17 @@
-"""Docstrings on the site: public names become links, and layers show the paper's equation."""
+"""Docstrings on the site, as Python has them when hdnn is imported.
+
+Networks share their options, which become part of docstrings and signatures at import. Public names
+become links, and layers show the paper's equation.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import griffe
 
@@ -21,6 +27,13 @@ class Docstrings(griffe.Extension):
     """Rewrites each docstring once it has been read from the source."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
+        thing = things().get(obj.path)
+        if thing is not None and obj.docstring:
+            obj.docstring.value = inspect.getdoc(thing) or ""
+        if isinstance(thing, type) and isinstance(obj, griffe.Class):
+            constructor = obj.members.get("__init__")
+            if isinstance(constructor, griffe.Function) and _shares_options(constructor):
+                constructor.parameters = parameters(thing)
         if obj.docstring:
             text = linked(obj.docstring.value, own=obj.path)
             obj.docstring.value = with_equation(text, equations().get(obj.path))
@@ -34,6 +47,35 @@ def homes() -> dict[str, str]:
         for name, thing in public.names().items()
         if hasattr(thing, "__qualname__")
     }
+
+
+@cache
+def things() -> dict[str, Any]:
+    """What is public, by where it is defined."""
+    return {homes()[name]: thing for name, thing in public.names().items() if name in homes()}
+
+
+def parameters(cls: type) -> griffe.Parameters:
+    """What a class takes, by the signature that Python shows."""
+    return griffe.Parameters(
+        *(
+            griffe.Parameter(
+                given.name,
+                annotation=None if given.annotation is given.empty else _text(given.annotation),
+                kind=griffe.ParameterKind[given.kind.name.lower()],
+                default=None if given.default is given.empty else repr(given.default),
+            )
+            for given in inspect.signature(cls).parameters.values()
+        )
+    )
+
+
+def _shares_options(constructor: griffe.Function) -> bool:
+    return any(given.kind is griffe.ParameterKind.var_keyword for given in constructor.parameters)
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 # docstrings.py is imported by its plain name later, and so is the list of names.
@@ -62,6 +63,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in pages(public.names()).items():
         files.append(File.generated(config, f"api/{page}", content=f"::: {name}\n"))
     return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """The page of a group is the page of its section, as an index.md would be."""
+    for group in GROUPS.values():
+        if file := files.get_file_from_path(f"api/{group}.md"):
+            assert file.url == f"api/{group}.html"  # settled before the name changes
+            file.name = "index"
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -170,7 +180,7 @@ def short(name: str) -> str:
 def summary(thing: Any) -> str:
     """The first sentence of a docstring, for a cell of a table."""
     first = (inspect.getdoc(thing) or "").partition("\n\n")[0]
-    sentence = re.split(r"(?<=[.:])\s", " ".join(first.split()))[0].rstrip(":")
+    sentence = re.split(r"(?<=\.)\s", " ".join(first.split()))[0].rstrip(":")
     return sentence.replace("|", r"\|")
 
 
