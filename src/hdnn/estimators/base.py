@@ -101,7 +101,7 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     _y_checks: ClassVar[dict[str, bool]] = {}  # options of scikit-learn's check of y
 
     def transform(self, X: Any) -> np.ndarray:
-        """The features y_N that the output layer sees: (samples, features of the network)."""
+        """The features y_N that the output layer sees, for a table X: (samples, features)."""
         return self._run("features", X)
 
     @property
@@ -120,9 +120,23 @@ class HDNNEstimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     # Learning
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Learn from X (samples, features) and y, from the beginning.
+        """Learn from a table, from the beginning.
 
-        y are labels of any type, or the values (samples,) or (samples, values) of a regression.
+        Args:
+            X: a table (samples, columns): an array, or a data frame with numbers, texts and gaps.
+            y: labels of any type, or for a regression values (samples,) or (samples, values).
+            sample_weight: a weight for each sample, by default 1.
+
+        Returns:
+            The estimator itself.
+
+        Raises:
+            DataError: if there is nothing to learn from X and y, such as one class only.
+            OptionError: if an option is not known, such as that of the network.
+            ShapeError: if `layers` or `features` do not fit.
+            StepError: if T is not positive.
+            TrainingError: if a number of the training is out of range, or if it diverges.
+            ValueError: scikit-learn's own, if X and y are no table of finite numbers.
         """
         return self._fit(X, y, sample_weight, whole=True)
 

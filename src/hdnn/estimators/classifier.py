@@ -20,11 +20,12 @@ from hdnn.heads import SigmoidHead, SoftmaxHead
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class HDNNClassifier(ClassifierMixin, HDNNEstimator):
-    """A deep Hamiltonian network for two or more classes.
+    """A deep Hamiltonian network for two or more classes, as an estimator of scikit-learn.
 
-    y_0 is the standardised table placed among zeros, y_N goes to a linear output layer. With the
-    default network `norm(dy_N/dy_j) >= 1` at any depth: from every layer on, some direction of the
-    gradient keeps at least its full size.
+    `y_0` is the standardised table placed among zeros, `y_N` goes to a linear output layer. With
+    the default network `norm(dy_N/dy_j) >= 1` at any depth: from every layer on, some direction of
+    the gradient keeps at least its full size. Options are checked by `fit`, as scikit-learn wants
+    it.
 
     Args:
         network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "ms1", "ms2", "ms3",
@@ -47,14 +48,16 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             is "joint". Joint training begins with an output layer fitted to the untrained network.
         ridge: penalty on the output layer; by default 0.01 times `features`.
         smoothness: penalty on the differences between neighbouring layers.
-        early_stopping: hold out `validation_fraction` of the samples, of each class alike; end when
-            their loss has not fallen by more than `tol` for `n_iter_no_change` epochs, and keep the
-            best model. Their loss, not their score, because probabilities that are too sure show
-            there first. `partial_fit` takes one epoch, and holds nothing out.
         categorical: names or positions of columns whose numbers are categories; texts, and
             categories of pandas, are so by themselves (see docs/tables.md).
         missing: "fill" missing values by the median, with one more input that says where; or
             "refuse" them.
+        early_stopping: hold out some samples, end when their loss has stopped to fall, and keep the
+            best model. Their loss, not their score, because probabilities that are too sure show
+            there first. `partial_fit` takes one epoch, and holds nothing out.
+        validation_fraction: of the samples, of each class alike, that early stopping holds out.
+        n_iter_no_change: epochs without a lower loss after which early stopping ends.
+        tol: the smallest fall of that loss that counts.
         engine: how the layers run, never what they compute (see `hdnn.engine`).
         device: where to train, "cpu" or "cuda".
         random_state: seed of initial weights and order of samples; as in scikit-learn, None takes
@@ -63,21 +66,34 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
             lines in a notebook, a log or a pipe.
         class_weight: None, "balanced", or a weight for each class as a dictionary.
 
-    >>> from sklearn.datasets import load_iris
-    >>> X, y = load_iris(return_X_y=True)
-    >>> model = HDNNClassifier(random_state=0).fit(X, y)
-    >>> bool(model.score(X, y) > 0.95)
-    True
-    >>> model.predict_proba(X[:2]).shape, model.transform(X[:2]).shape
-    ((2, 3), (2, 16))
-    >>> model.certificate_.holds
-    True
+    Attributes:
+        classes_: the labels, in the order of probabilities.
+        model_: the trained `hdnn.Model`.
+        history_: loss and accuracy of each epoch, a `hdnn.training.History`.
+        certificate_: what is promised of the gradients and holds at training points.
+
+    Examples:
+        >>> from hdnn import HDNNClassifier
+        >>> from sklearn.datasets import load_iris
+        >>> X, y = load_iris(return_X_y=True)
+        >>> model = HDNNClassifier(random_state=0).fit(X, y)
+        >>> bool(model.score(X, y) > 0.95), model.certificate_.holds
+        (True, True)
+        >>> model.predict_proba(X[:2]).shape, model.transform(X[:2]).shape
+        ((2, 3), (2, 16))
     """
 
     class_weight: Any = None
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """One epoch more, on these samples; `classes` names all labels at the first call."""
+        """Learn one epoch more, on these samples, from where the model is.
+
+        Args:
+            X: a table (samples, columns).
+            y: a label for each sample.
+            classes: all labels that there are; needed at the first call.
+            sample_weight: a weight for each sample.
+        """
         if isinstance(self.class_weight, str):
             raise OptionError(
                 f"partial_fit does not know all samples, as class_weight={self.class_weight!r} "
@@ -88,16 +104,16 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
         return self._fit(X, y, sample_weight, whole=False, classes=classes)
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Scores before the sigmoid (samples,) or the softmax (samples, classes)."""
+        """Scores before the sigmoid (samples,) or the softmax (samples, classes), for a table X."""
         scores = self._run("forward", X)
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """The probability of each class, in the order of `classes_`."""
+        """The probability of each class for each row of X, in the order of `classes_`."""
         return self._run("predict_proba", X)
 
     def predict(self, X: Any) -> np.ndarray:
-        """The label of each sample."""
+        """The label of each row of X."""
         labels = self._run("predict", X)
         return self.classes_[labels]
 
