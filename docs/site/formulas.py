@@ -26,6 +26,9 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
 def mathml(formula: str, where: str, *, display: str) -> str:
     """One formula, or an error that names its page."""
     latex = unescape(formula).strip()
+    braces = re.findall(r"(?<!\\)[{}]", latex)
+    if braces.count("{") != braces.count("}"):
+        raise PluginError(f"{where}: a brace of ${latex}$ has no other half.")
     try:
         made = convert(latex, display=display)
     except Exception as error:

@@ -1,0 +1,123 @@
+"""The site in a browser, opened from the file system and without a network.
+
+A Chromium is taken from the environment variable CHROMIUM or from the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = (
+    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+)
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="there is no Chromium: install one, or name it in CHROMIUM"
+)
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+PAGES = (
+    *("index.html", "play.html", "why.html", "start.html", "api/index.html", "api/networks.html"),
+    *("api/hdnn.H2.html", "tutorials/first-network.html", "results/index.html", "changelog.html"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=60_000)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def visit(browser, site: Path):
+    """Opens a page without a network; whatever it complains of or asks for is a mistake."""
+    contexts, faults = [], []
+
+    def visited(page: str, **options: Any):
+        options = {"viewport": {"width": 1200, "height": 900}, **options}
+        context = browser.new_context(offline=True, **options)
+        contexts.append(context)
+        opened = context.new_page()
+        opened.set_default_timeout(60_000)
+        opened.on("console", lambda message: faults.append(message.text))
+        opened.on("pageerror", lambda error: faults.append(str(error)))
+        opened.on("request", lambda request: asked(request.url))
+        opened.on("requestfailed", lambda request: faults.append(f"no {request.url}"))
+        opened.goto((site / page).as_uri())
+        return opened
+
+    def asked(url: str) -> None:
+        if not url.startswith((site.as_uri(), "blob:", "data:", "about:")):
+            faults.append(f"a request of {url}")
+
+    yield visited
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_fit_a_small_screen_in_the_dark(visit, name: str):
+    page = visit(name, viewport={"width": 375, "height": 700}, color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    assert page.get_attribute("body", "data-md-color-scheme") == "slate"
+
+
+@pytest.mark.parametrize("name", ["index.html", "api/hdnn.H2.html"])
+def test_search_finds_pages_that_are_there(visit, site: Path, name: str):
+    page = visit(name)
+    page.focus("input[name=query]")
+    page.keyboard.type("symplectic_defect", delay=20)
+    found = page.locator(".md-search-result__link").first
+    found.wait_for()
+    address = found.get_attribute("href").partition("?")[0].partition("#")[0]
+    assert address == (site / "api" / "hdnn.analysis.symplectic_defect.html").as_uri()
+    found.click()
+    page.wait_for_url("**/api/hdnn.analysis.symplectic_defect.html*")
+    assert "symplectic_defect" in page.inner_text("h1")
+
+
+def test_formulas_are_drawn(visit):
+    page = visit("api/hdnn.H2.html")
+    box = page.locator("math").first.bounding_box()
+    assert box["width"] > 100
+    assert box["height"] > 10
+
+
+def test_the_playground_trains_inside_the_site(visit):
+    page = visit("play.html")
+    inside = page.frame_locator("iframe.playground")
+    inside.locator("#layers").fill("4")
+    inside.locator("#start").click()
+    inside.locator("#status", has_text="Step 1").wait_for()
+    inside.locator("#start").click()
+
+
+def test_the_playground_has_the_colours_that_the_reader_chose(visit):
+    page = visit("play.html", color_scheme="null")  # emulated colours would be those of all frames
+    inside = page.locator("iframe.playground").element_handle().content_frame()
+    inside.wait_for_selector("#start")
+    for scheme, dark in (("default", "false"), ("slate", "true")):
+        page.locator("form[data-md-component=palette] label:not([hidden])").click()
+        assert page.get_attribute("body", "data-md-color-scheme") == scheme
+        expected = f"() => matchMedia('(prefers-color-scheme: dark)').matches === {dark}"
+        assert inside.wait_for_function(expected)
+
+
+def test_figures_of_a_tutorial_are_shown_with_words_for_them(visit):
+    page = visit("tutorials/first-network.html")
+    figures = page.locator("img.drawn")
+    assert figures.count() >= 1
+    for k in range(figures.count()):
+        assert figures.nth(k).get_attribute("alt")
+        assert figures.nth(k).evaluate("image => image.naturalWidth") > 300
