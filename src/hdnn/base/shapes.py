@@ -40,7 +40,8 @@ class Shapes:
             raise ShapeError(
                 f"{self.where}: {name} must be a torch.Tensor, but got {type(tensor).__name__}."
             )
-        letters = next((s.split() for s in specs if s.count(" ") + 1 == tensor.ndim), None)
+        fitting = [s.split() for s in specs if s.count(" ") + 1 == tensor.ndim]
+        letters = fitting[0] if fitting else None  # PyTorch 2.6 cannot compile next(.., None)
         known, sizes = len(self.sizes), self.sizes
         if letters is None or any(
             sizes.setdefault(a, k) != k for a, k in zip(letters, tensor.shape, strict=True)

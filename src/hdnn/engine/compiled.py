@@ -29,8 +29,10 @@ def choose(call: Call, engine: str | None, backprop: str | None) -> Callable[[Ca
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
     traced = _exporting() or transformed() or not activations.is_registered(call.sigma)
     plan = dispatch.plan_of_call(settings, call, traced=traced)
+    if plan.is_reference:
+        return None
     one_half = call.turns and {*call.turns} != {0, 1}
-    if plan.is_reference or (one_half and call.y.is_cuda):
+    if one_half and call.y.is_cuda:
         return None
     # An operator of a graph cannot read whether a rebuilt state is right.
     backprop = "checkpoint" if plan.backprop == "checked" else plan.backprop

@@ -32,7 +32,8 @@ class Initial:
         self.generator = generator
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
-            self.device = torch.get_default_device() if device is None else torch.device(device)
+            # What get_default_device() says, which in PyTorch 2.6 overlooks `with torch.device(..)`.
+            self.device = torch.empty(0).device if device is None else torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f'device {device!r} is not known; try "cpu" or "cuda".') from error
         if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
