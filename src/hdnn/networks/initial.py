@@ -32,7 +32,7 @@ class Initial:
         self.generator = generator
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
-            # What get_default_device() says, which in PyTorch 2.6 overlooks `with torch.device(..)`.
+            # get_default_device() of PyTorch 2.6 overlooks `with torch.device(..)`.
             self.device = torch.empty(0).device if device is None else torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f'device {device!r} is not known; try "cpu" or "cuda".') from error
