@@ -36,4 +36,4 @@ def mathml(formula: str, where: str, *, display: str) -> str:
     # A command that is not known comes out as it went in.
     if unknown := re.search(r"\\\w+", unescape(made)):
         raise PluginError(f"{where}: {unknown[0]} in ${latex}$ is not known.")
-    return f'<span class="formula {display}">{made}</span>'
+    return f'<span class="formula formula-{display}">{made}</span>'
