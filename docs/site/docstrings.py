@@ -34,6 +34,10 @@ class Docstrings(griffe.Extension):
             constructor = obj.members.get("__init__")
             if isinstance(constructor, griffe.Function) and _shares_options(constructor):
                 constructor.parameters = parameters(thing)
+        if isinstance(obj, griffe.Module):
+            for name, home in errors().items():  # a section Raises names what need not be imported
+                if name not in obj.members:
+                    obj.set_member(name, griffe.Alias(name, home))
         if obj.docstring:
             text = linked(obj.docstring.value, own=obj.path)
             obj.docstring.value = with_equation(text, equations().get(obj.path))
@@ -53,6 +57,16 @@ def homes() -> dict[str, str]:
 def things() -> dict[str, Any]:
     """What is public, by where it is defined."""
     return {homes()[name]: thing for name, thing in public.names().items() if name in homes()}
+
+
+@cache
+def errors() -> dict[str, str]:
+    """Where each public error is defined, by the name that docstrings call it."""
+    return {
+        thing.__name__: home
+        for home, thing in things().items()
+        if isinstance(thing, type) and issubclass(thing, Exception)
+    }
 
 
 def parameters(cls: type) -> griffe.Parameters:

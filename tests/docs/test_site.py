@@ -74,6 +74,12 @@ def test_every_public_name_shows_an_example(site: Path, inventory):
         assert "&gt;&gt;&gt;" in text, name
 
 
+def test_errors_lead_to_their_pages(site: Path, pages):
+    links = pages[site / "api" / "hdnn.H2.html"].links
+    for error in ("ShapeError", "StepError", "SparsityError"):
+        assert f"hdnn.errors.{error}.html#hdnn.errors.{error}" in links
+
+
 def test_no_page_loads_anything_from_elsewhere(pages):
     outside = {
         (path.name, address)
