@@ -31,8 +31,15 @@ from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-INTEGRATORS = ("forward_euler", "semi_implicit_euler", "verlet", "yoshida4", "midpoint")
-TAKES_J = ("H1", "forward_euler", "midpoint")
+INTEGRATORS = (
+    "forward_euler",
+    "semi_implicit_euler",
+    "verlet",
+    "yoshida4",
+    "midpoint",
+    "discrete_gradient",
+)
+TAKES_J = ("H1", "forward_euler", "midpoint", "discrete_gradient")
 MS = ("MS1", "MS2", "MS3")
 KINDS = ("H1", "H2", "ImplicitH2", *MS, "MLP", *INTEGRATORS)
 files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -30,6 +30,7 @@ from hdnn.integrators import implicit, splitting
 from hdnn.reference import partial_H
 
 __all__ = [
+    "discrete_gradient",
     "energy",
     "h1",
     "h2",
@@ -717,15 +718,94 @@ def midpoint(
         >>> torch.allclose(functional.midpoint(z, K, b, h=0.1, J=J, inverse=True), y, atol=1e-4)
         True
     """
-    sigma = activations.get(activation)
-    _check("midpoint", y, FULL, (K, b), split=J is None, J=J).steps(h)
-    check_tolerance("midpoint", tol, max_iter)
-    layer = partial(reference.midpoint, inverse=inverse, tol=tol, max_iter=max_iter)
-    stack, how = (range(len(K)), K, b), {"trajectory": trajectory, "inverse": inverse}
-    return reference.run(layer, y, stack, h, J, sigma, **how)
+    newton = {"tol": tol, "max_iter": max_iter}
+    rule = reference.midpoint
+    return _solved("midpoint", rule, y, (K, b), h, J, activation, trajectory, inverse, newton)
+
+
+def discrete_gradient(
+    y: Tensor,
+    K: Tensor,
+    b: Tensor,
+    h: Step,
+    *,
+    J: Tensor | None = None,
+    activation: str | Activation = "tanh",
+    trajectory: bool = False,
+    inverse: bool = False,
+    tol: float | None = None,
+    max_iter: int = implicit.MAX_ITER,
+) -> Tensor:
+    """Layers that each keep their energy `H_j(y) = sum s(K_j y + b_j)` to rounding.
+
+        y_{j+1} = y_j + h J K^T (s(K y_{j+1} + b) - s(K y_j + b)) / (K (y_{j+1} - y_j))
+
+    The quotient, entry by entry, makes the average discrete gradient of H, whose product with
+    `y_{j+1} - y_j` is the change of H. As J is skew-symmetric, that is 0, for any weights and any
+    h. Order 2 and symmetric, but not symplectic: `norm(dy_N/dy_j) >= 1` is not promised. Each layer
+    is solved by Newton's method; for a monotone activation there is exactly one solution.
+
+    Args:
+        y: states `(*batch, n)`.
+        K: weights `(N, r, n)`.
+        b: biases `(N, r)`.
+        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
+        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
+            `[[0, -I], [I, 0]]`, for an even n.
+        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
+        trajectory: return all states `y_0 .. y_N` rather than the last.
+        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
+        tol: the largest error of an equation that counts as solved; by default near rounding.
+        max_iter: the most Newton iterations that a layer may take.
+
+    Returns:
+        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
+        `(N+1, *batch, n)`.
+
+    Raises:
+        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
+            J.
+        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
+            max_iter is below 1.
+        OptionError: if the activation is not known, or not registered.
+        ConvergenceError: if the equation of a layer has no solution that could be found.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import functional
+        >>> K, b = torch.randn(1, 4, 4).double().expand(50, 4, 4), torch.zeros(50, 4).double()
+        >>> y = functional.discrete_gradient(torch.randn(4).double(), K, b, h=0.5, trajectory=True)
+        >>> H = functional.energy(y, K[0], b[0])  # the same weights in all layers
+        >>> torch.allclose(H, H[0], rtol=1e-12)
+        True
+    """
+    newton = {"tol": tol, "max_iter": max_iter}
+    name, rule = "discrete_gradient", reference.discrete_gradient
+    return _solved(name, rule, y, (K, b), h, J, activation, trajectory, inverse, newton)
 
 
 # What all of them share
+
+
+def _solved(
+    name: str,
+    rule: Callable[..., Tensor],
+    y: Tensor,
+    weights: tuple[Tensor, Tensor],
+    h: Step,
+    J: Tensor | None,
+    activation: str | Activation,
+    trajectory: bool,
+    inverse: bool,
+    newton: dict[str, Any],
+) -> Tensor:
+    """Implicit layers with a full K and any J."""
+    sigma = activations.get(activation)
+    _check(name, y, FULL, weights, split=J is None, J=J).steps(h)
+    check_tolerance(name, **newton)
+    layer, stack = partial(rule, inverse=inverse, **newton), (range(len(weights[0])), *weights)
+    how = {"trajectory": trajectory, "inverse": inverse}
+    return reference.run(layer, y, stack, h, J, sigma, **how)
 
 
 FULL, SQUARE = {"K": "N r n", "b": "N r"}, {"K": "N n n", "b": "N n"}

@@ -19,9 +19,11 @@ from torch import Tensor
 from hdnn.activations import Activation
 from hdnn.base.shapes import Step, layer_steps, per_layer
 from hdnn.integrators import implicit, splitting
+from hdnn.integrators.chords import Chord
 from hdnn.interconnection import times_J, times_X
 
 __all__ = [
+    "discrete_gradient",
     "h1",
     "implicit_h2",
     "midpoint",
@@ -362,6 +364,60 @@ def midpoint(
     undo = (None, -B, K) if inverse else None
     where = f"midpoint, layer {j}"
     return 2 * implicit.solve(y, B, K, b, sigma, where=where, undo=undo, **newton) - y
+
+
+def discrete_gradient(
+    y: Tensor,
+    j: int,
+    K: Tensor,
+    b: Tensor,
+    h: float | Tensor,
+    J: Tensor | None,
+    sigma: Activation,
+    *,
+    inverse: bool,
+    **newton: Any,
+) -> Tensor:
+    """One layer that keeps its energy `H = sum s(K y + b)`, solved for the next state y'.
+
+        y' = y + h J K^T (s(K y' + b) - s(K y + b)) / (K (y' - y))
+
+    The quotient is taken entry by entry, and is sigma where the denominator is 0.
+
+    Args:
+        y: states `(*batch, n)`.
+        j: the number of the layer, for messages.
+        K: weights `(r, n)`.
+        b: biases `(r,)`.
+        h: the step.
+        J: skew-symmetric, `(n, n)`; None for the canonical one.
+        sigma: an `Activation`, such as `hdnn.activations.get("tanh")`.
+        inverse: undo the layer.
+        **newton: `tol` and `max_iter`, as in `hdnn.functional.discrete_gradient`.
+
+    Returns:
+        The next states, `(*batch, n)`.
+
+    Raises:
+        ConvergenceError: if the equation has no solution that could be found.
+        OptionError: if sigma is not registered.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import activations, reference
+        >>> sigma = activations.get("identity")
+        >>> y, K, b = torch.randn(1, 2), torch.eye(2), torch.zeros(2)
+        >>> z = reference.discrete_gradient(y, 0, K, b, 0.1, None, sigma, inverse=False)
+        >>> torch.allclose(z.norm(), y.norm())  # H = |y|^2 / 2
+        True
+    """
+    z, B = y @ K.mT + b, ((-h if inverse else h) * times_J(K, J)).mT
+    # A chord has two ends. The solver moves the one that it knows; the other goes along with b.
+    A, B = torch.cat([K, torch.zeros_like(K)], -2), torch.cat([B, torch.zeros_like(B)], -1)
+    a = torch.cat([b.expand_as(z), z], -1)
+    undo = (y, -B, A) if inverse else None
+    where = f"discrete_gradient, layer {j}"
+    return implicit.solve(y, B, A, a, Chord(sigma), where=where, undo=undo, **newton)
 
 
 # How a stack runs

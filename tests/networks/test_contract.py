@@ -32,8 +32,9 @@ NETWORKS = {
     "Verlet": lambda **o: hdnn.HamiltonianNet(6, 3, "verlet", X=_matrix(3), **o),
     "Yoshida": lambda **o: hdnn.HamiltonianNet(6, 3, "yoshida4", **o),
     "midpoint": lambda **o: hdnn.HamiltonianNet(5, 3, "midpoint", J=_skew(5), T=0.9, **o),
+    "discrete gradient": lambda **o: hdnn.HamiltonianNet(6, 3, "discrete_gradient", T=0.9, **o),
 }
-IMPLICIT = ("ImplicitH2", "midpoint")
+IMPLICIT = ("ImplicitH2", "midpoint", "discrete gradient")
 # Those that differ in operators; implicit layers iterate, which ONNX has no operator for.
 EXPORTED = ("H1", "H1 that learns J", "H2 with X", "H2 tied", "H2 sparse", "MS1", "MS3", "Yoshida")
 

@@ -27,10 +27,11 @@ INTEGRATORS = (
     "verlet",
     "yoshida4",
     "midpoint",
+    "discrete_gradient",
 )
-ORDER = {"verlet": 2, "midpoint": 2, "yoshida4": 4}  # 1 elsewhere
+ORDER = {"verlet": 2, "midpoint": 2, "discrete_gradient": 2, "yoshida4": 4}  # 1 elsewhere
 SPLIT = ("H2", "semi_implicit_euler", "verlet", "yoshida4")
-TAKES_J = ("H1", "forward_euler", "midpoint")
+TAKES_J = ("H1", "forward_euler", "midpoint", "discrete_gradient")
 MS = ("MS1", "MS2", "MS3")
 ODE = ("H1", "H2", "ImplicitH2", *MS, *INTEGRATORS)
 ALL = (*ODE, "MLP")

@@ -28,8 +28,8 @@ class HDNNClassifier(ClassifierMixin, HDNNEstimator):
     it.
 
     Args:
-        network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint", "ms1", "ms2", "ms3",
-            or "mlp".
+        network: "h1", "h2", "implicit_h2", "verlet", "yoshida4", "midpoint",
+            "discrete_gradient", "ms1", "ms2", "ms3" or "mlp".
         layers: N.
         features: n, the width of the network; by default three times the inputs, but at least 16
             and at most 24 more than the inputs.

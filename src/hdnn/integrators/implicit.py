@@ -1,7 +1,8 @@
 """Implicit layers: solve x = c + B sigma(A x + a) by Newton's method.
 
-Both implicit schemes of this library have this form: the general semi-implicit Euler step in p,
-and the implicit midpoint rule in the midpoint. Where there may be several solutions, a layer takes
+All implicit schemes of this library have this form: the general semi-implicit Euler step in p, the
+implicit midpoint rule in the midpoint, and the discrete gradient step, whose sigma is a chord of
+its integral (`hdnn.integrators.chords`). Where there may be several solutions, a layer takes
 the one at the end of the curve that `hdnn.integrators.path` follows, sample by sample, and its
 inverse takes the one from which the layer comes back. Gradients come from the implicit function
 theorem at the solution, never through the iterations, and can be differentiated again. The solver
@@ -21,7 +22,8 @@ from torch import Tensor
 from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import ConvergenceError
-from hdnn.integrators import solutions
+from hdnn.integrators import chords, solutions
+from hdnn.integrators.chords import Chord
 from hdnn.integrators.newton import Equation, coupling, one_solution
 
 MAX_ITER = 50
@@ -36,7 +38,7 @@ def solve(
     B: Tensor,
     A: Tensor,
     a: Tensor,
-    activation: Activation,
+    activation: Activation | Chord,
     *,
     tol: float | None = None,
     max_iter: int = MAX_ITER,
@@ -55,7 +57,8 @@ def solve(
     that the layer maps back to X. If none does, this is a `ConvergenceError`; if several do, a
     `SeveralSolutionsWarning`.
     """
-    name = activations.registered(activation).name
+    known = activation.sigma if isinstance(activation, Chord) else activation
+    activations.registered(known)
     a = a.expand(*c.shape[:-1], a.shape[-1]).to(c.dtype)
     B, A = B.to(c.dtype), A.to(c.dtype)
     X, *layer = (None, None, None) if undo is None else undo
@@ -63,7 +66,7 @@ def solve(
     if X is not None:
         layer[0] = X.detach().expand(*c.shape[:-1], X.shape[-1]).to(c.dtype)
     run = _solve if torch.compiler.is_compiling() else _Solve.apply
-    return run(c, B, A, a, name, tol, max_iter, where, *layer)
+    return run(c, B, A, a, activation.name, tol, max_iter, where, *layer)
 
 
 @torch.library.custom_op("hdnn::solve_implicit", mutates_args=())
@@ -80,7 +83,7 @@ def _solve(
     B_layer: Tensor | None = None,
     A_layer: Tensor | None = None,
 ) -> Tensor:
-    sigma, k, r = activations.get(activation), c.shape[-1], a.shape[-1]
+    sigma, k, r = _named(activation), c.shape[-1], a.shape[-1]
     work = torch.promote_types(c.dtype, torch.float32)  # no factorisations in half precision
     B, A, chunk = B.to(work), A.to(work), max(1, solutions.CHUNK // (k * k))
     # By default 4 units in the last place, with some slack: rounding rarely prevents just that.
@@ -110,6 +113,12 @@ def _solve(
     if counts:
         _tell(where, torch.cat(counts), equation)
     return torch.cat(found).to(c.dtype).reshape(c.shape)
+
+
+def _named(name: str) -> Activation | Chord:
+    """What an operator was given as sigma, which it knows by its name alone."""
+    of = name.removeprefix(chords.CHORD)
+    return activations.get(of) if of == name else Chord(activations.get(of))
 
 
 def _tell(where: str, count: Tensor, equation: Equation) -> None:
@@ -150,16 +159,16 @@ def _(c, B, A, a, activation, tol, max_iter, where, X=None, B_layer=None, A_laye
     return torch.empty_like(c, memory_format=torch.contiguous_format)
 
 
-def _linearise(ctx: Any) -> tuple[torch.dtype, tuple[Tensor, ...]]:
-    """What the derivatives at the solution need: B, x, sigma, D and M = I - B D A."""
+def _linearise(ctx: Any) -> tuple[Activation | Chord, torch.dtype, tuple[Tensor, ...]]:
+    """What the derivatives at the solution need: sigma, B, x, z and M = I - B D A."""
     B, A, a, x = ctx.saved_tensors
-    sigma = activations.get(ctx.activation)
+    sigma = _named(ctx.activation)
     dtype, work = x.dtype, torch.promote_types(x.dtype, torch.float32)
     B, A, a, x = (t.to(work) for t in (B, A, a, x))
     z = x @ A.mT + a
-    slope = sigma.slope(z)
-    M = torch.eye(A.shape[1], dtype=work, device=x.device) - (B * slope.unsqueeze(-2)) @ A
-    return dtype, (B, x, sigma(z), slope, M)
+    D = sigma.slope(z).unsqueeze(-2)
+    M = torch.eye(A.shape[1], dtype=work, device=x.device) - (B * D) @ A
+    return sigma, dtype, (B, x, z, M)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -169,10 +178,10 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, *grads: Any) -> Any:
     """With D = diag(sigma'): v = (I - B D A)^-T g, dc = v, da = u = D B^T v, and so on."""
-    dtype, (B, x, sigma_z, slope, M) = _linearise(ctx)
+    sigma, dtype, (B, x, z, M) = _linearise(ctx)
     v = torch.linalg.solve(M.mT, grads[0].to(M.dtype).unsqueeze(-1)).squeeze(-1)
-    u = slope * (v @ B)
-    rows = [t.reshape(-1, t.shape[-1]) for t in (v, sigma_z, u, x)]
+    u = chords.pulled(sigma, z, v @ B)
+    rows = [t.reshape(-1, t.shape[-1]) for t in (v, sigma(z), u, x)]
     dB, dA = rows[0].mT @ rows[1], rows[2].mT @ rows[3]
     return v.to(dtype), dB.to(dtype), dA.to(dtype), u.to(dtype), *[None] * 7
 
@@ -197,10 +206,12 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """dx = (I - B D A)^-1 (dc + dB sigma + B D (dA x + da))."""
-        dtype, (B, x, sigma_z, slope, M) = _linearise(ctx)
+        sigma, dtype, (B, x, z, M) = _linearise(ctx)
         dc, dB, dA, da = (0 if t is None else t.to(M.dtype) for t in tangents[:4])
         inner = da + (x @ dA.mT if isinstance(dA, Tensor) else 0)
-        right = dc + (sigma_z @ dB.mT if isinstance(dB, Tensor) else 0) + (slope * inner) @ B.mT
+        inner = inner if isinstance(inner, Tensor) else torch.zeros_like(z)
+        right = dc + (sigma(z) @ dB.mT if isinstance(dB, Tensor) else 0)
+        right = right + chords.pushed(sigma, z, inner) @ B.mT
         return torch.linalg.solve(M, right.unsqueeze(-1)).squeeze(-1).to(dtype)
 
     @staticmethod

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hdnn.activations import Activation
+from hdnn.integrators.chords import Chord
 
 HALVINGS = 12  # of a Newton step that does not reduce the residual
 
@@ -18,7 +19,7 @@ class Equation:
 
     B: Tensor
     A: Tensor
-    sigma: Activation
+    sigma: Activation | Chord
     tol: float
     slack: float
     max_iter: int
@@ -63,7 +64,7 @@ class Equation:
         return x, error <= self.slack * self.tol
 
 
-def one_solution(B: Tensor, A: Tensor, sigma: Activation) -> bool:
+def one_solution(B: Tensor, A: Tensor, sigma: Activation | Chord) -> bool:
     """Whether x = c + B sigma(A x + a) is known to have exactly one solution, whatever c and a.
 
     If the `coupling` is below 1; or if u - A B sigma(u), with u = A x + a, is monotone: sigma is

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hdnn.integrators import path
+from hdnn.integrators.chords import swapped
 from hdnn.integrators.newton import Equation
 
 STARTS = 64  # of Newton's method, to find other solutions
@@ -87,7 +88,8 @@ def undo(
         i = left.any(0).nonzero()[:, 0]
         x_i = found[torch.where(left[:, i], order, len(found)).amin(0), i]
         u, X_i = x_i @ equation.A.mT + a[i], x_i if X is None else X[i]
-        c_i, a_i = X_i - equation.sigma(u) @ layer.B.mT, u - X_i @ layer.A.mT
+        c_i = X_i - equation.sigma(u) @ layer.B.mT
+        a_i = swapped(equation.sigma, u) - X_i @ layer.A.mT
         again, comes = search(layer, c_i, a_i)
         comes &= (again - X_i).abs().amax(-1) <= close * (1 + X_i.abs().amax(-1))
         count[i] += comes

@@ -28,7 +28,7 @@ BY_NAME: dict[str, Callable[..., Network]] = {
     "mlp": MLP,
     **{
         name: partial(HamiltonianNet, integrator=name)
-        for name in ("verlet", "yoshida4", "midpoint")
+        for name in ("verlet", "yoshida4", "midpoint", "discrete_gradient")
     },
 }
 

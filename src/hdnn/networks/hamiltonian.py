@@ -18,6 +18,7 @@ from hdnn.networks.blocks import BlockSparseNetwork
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, describes_options, takes
+from hdnn.networks.promise import Guarantee
 from hdnn.networks.schemes import SCHEMES, Scheme
 from hdnn.networks.weights import refresh
 from hdnn.sparsity import Sparsity
@@ -28,8 +29,10 @@ class HamiltonianNet(BlockSparseNetwork):
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
     (H2), "verlet", "yoshida4". With a full K (`K, b`): "forward_euler" (H1), and the implicit
-    "semi_implicit_euler_full" (ImplicitH2) and "midpoint", which compile, export and vmap as one
-    operator, `hdnn::solve_implicit`, but cannot be exported to ONNX.
+    "semi_implicit_euler_full" (ImplicitH2), "midpoint" and "discrete_gradient", which compile,
+    export and vmap as one operator, `hdnn::solve_implicit`, but cannot be exported to ONNX. All but
+    "forward_euler" and "discrete_gradient" are symplectic; the latter keeps the energy of each
+    layer instead, for any weights and any step.
 
     Args:
         features: n, the size of a state; even where it is split into (p, q).
@@ -265,6 +268,12 @@ class HamiltonianNet(BlockSparseNetwork):
             J = interconnection.canonical(self.features, dtype=b.dtype, device=b.device)
         return {"J": J, "K": K, "b": b}
 
+    def _promise(self) -> Guarantee:
+        if self.integrator == "discrete_gradient":
+            why = "a discrete gradient step keeps the energy, but is not symplectic"
+            return Guarantee(False, "none", f"{why}: norms below 1 are possible")
+        return super()._promise()
+
     def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
         if not self.scheme.shears:
             return None
@@ -277,14 +286,19 @@ class HamiltonianNet(BlockSparseNetwork):
         K, b, h = w["K"], w["b"], jacobians.steps(w["h"], states)
         if self.scheme.interconnection == "X":
             return jacobians.semi_implicit(states, K, b, w["X"], h, self._sigma)
-        rule = jacobians.midpoint if self.implicit else jacobians.forward_euler
+        rule = {
+            "forward_euler": jacobians.forward_euler,
+            "midpoint": jacobians.midpoint,
+            "discrete_gradient": jacobians.discrete_gradient,
+        }[self.integrator]
         return rule(states, K, b, interconnection.times_J(K, w["J"]), h, self._sigma)
 
     @property
     def always_solvable(self) -> bool:
         """Whether each layer has exactly one solution, whatever its weights and its state.
 
-        True for explicit layers, and for midpoint layers with a monotone activation.
+        True for explicit layers, and for midpoint and discrete gradient layers with a monotone
+        activation.
         """
         monotone = self._sigma.monotone
         return not self.scheme.implicit or (self.scheme.interconnection == "J" and monotone)
@@ -312,8 +326,9 @@ class HamiltonianNet(BlockSparseNetwork):
     def limit_coupling(self, limit: float = 0.95) -> None:
         """Make K smaller, in place, in each layer whose coupling is above `limit`, until it is not.
 
-        In a midpoint layer this scales all of K. In ImplicitH2 it scales only what H2 does not
-        have: the blocks through which a row of K sees both p and q. Coupling is proportional to it.
+        In a midpoint or discrete gradient layer this scales all of K. In ImplicitH2 it scales only
+        what H2 does not have: the blocks through which a row of K sees both p and q. Coupling is
+        proportional to it.
 
         Args:
             limit: the largest coupling that a layer may keep.

@@ -19,6 +19,7 @@ from torch import Tensor
 from hdnn.activations import Activation
 from hdnn.base.shapes import Step
 from hdnn.integrators import splitting
+from hdnn.integrators.chords import chord_slope
 from hdnn.interconnection import times_X
 from hdnn.operators import dense
 
@@ -61,6 +62,16 @@ def midpoint(
     """M (I - A) = I + A with A = h/2 K^T D V at the midpoint of two states."""
     A = 0.5 * h * through(0.5 * (states[:-1] + states[1:]), K, b, V, sigma)
     return (_eye(states) + A) @ _inverse(_eye(states) - A)
+
+
+def discrete_gradient(
+    states: Tensor, K: Tensor, b: Tensor, V: Tensor | None, h: Tensor, sigma: Activation
+) -> Tensor:
+    """M (I - h K^T D' V) = I + h K^T D V, with the derivatives D, D' of the chords at both ends."""
+    before, after = (y @ K.mT + b[:, None] for y in (states[:-1], states[1:]))
+    D, D_after = chord_slope(sigma, after, before), chord_slope(sigma, before, after)
+    A, A_after = (h * _product(K, d[..., None], V) for d in (D, D_after))
+    return (_eye(states) + A) @ _inverse(_eye(states) - A_after)
 
 
 def semi_implicit(

@@ -38,4 +38,7 @@ SCHEMES: dict[str, Scheme] = {
     "verlet": _splitting(splitting.VERLET, 2),
     "yoshida4": _splitting(splitting.YOSHIDA4, 4),
     "midpoint": Scheme(functional.midpoint, "full", "J", 2, implicit=True),
+    "discrete_gradient": Scheme(
+        functional.discrete_gradient, "full", "J", 2, symplectic=False, implicit=True
+    ),
 }
