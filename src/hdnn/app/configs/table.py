@@ -128,7 +128,8 @@ class TableConfig(BaseConfig):
     network: str = _network(
         "h2",
         "h1, h2 (default), ms1, ms2, ms3, implicit_h2, mlp, verlet, yoshida4, midpoint, "
-        "discrete_gradient; for mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, h1_paper, resnet56, alexnet",
+        "discrete_gradient; for mnist h1, h2, ms1, ms2, ms3; for cifar10 h1, h2, h1_paper, "
+        "resnet56, alexnet",
         choices=_networks,
     )
     layers: int = _network(
