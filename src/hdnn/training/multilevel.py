@@ -127,7 +127,7 @@ def level_seed(seed: int, level: int) -> int:
     if not level:
         return seed
     drawn = np.random.SeedSequence([seed, level]).generate_state(1, np.uint64)
-    return int(drawn[0] >> 1)  # PyTorch takes 63 bits
+    return int(drawn[0]) >> 1  # PyTorch takes 63 bits
 
 
 def _epochs(epochs: int | Sequence[int], levels: int) -> list[int]:
