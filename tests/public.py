@@ -44,7 +44,9 @@ def names() -> dict[str, Any]:
     known: set[int] = set()
     for module in MODULES:
         home = importlib.import_module(module)
-        for name in home.__all__:
+        # hdnn itself also offers names that `import *` leaves out, since they are imported late.
+        late = {n for n in dir(home) if n[0] != "_"} if module == "hdnn" else set()
+        for name in [*home.__all__, *sorted(late - {*home.__all__})]:
             thing = getattr(home, name)
             if not inspect.ismodule(thing) and id(thing) not in known:
                 known.add(id(thing))

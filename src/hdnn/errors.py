@@ -1,6 +1,7 @@
 """What was given, what is needed, what to do: every mistake a user can make is an `HDNNError`.
 
 All errors are `ValueError`s, raised before any work starts, with one clear sentence or two.
+Warnings say what is doubtful, and work goes on.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ __all__ = [
     "CheckpointError",
     "ConvergenceError",
     "DataError",
+    "GridWarning",
     "HDNNError",
     "InterconnectionError",
     "LayerIndexError",
     "MissingExtraError",
     "NotInvertibleError",
     "OptionError",
+    "ReversalWarning",
     "ShapeError",
     "SparsityError",
     "StepError",
+    "TableWarning",
     "TrainingError",
 ]
 
@@ -189,6 +193,49 @@ class MissingExtraError(HDNNError):
         >>> hdnn.errors.require("no_such_package", extra="plot")
         Traceback (most recent call last):
         hdnn.errors.MissingExtraError: no_such_package is needed here but cannot be imported ...
+    """
+
+
+class ReversalWarning(UserWarning):
+    """A backward pass whose rebuilt states differ from those of the forward pass.
+
+    Examples:
+        >>> import warnings, hdnn, torch
+        >>> net = hdnn.H2(2, 4, step=1.0, activation="identity", backprop="reversible")
+        >>> with torch.no_grad():
+        ...     for weights in (net.K_p, net.K_q):
+        ...         _ = weights.fill_(1.8)  # far too large for such a step
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     net(torch.tensor([[0.1, 0.3]])).sum().backward()
+        >>> caught[0].category.__name__
+        'ReversalWarning'
+    """
+
+
+class GridWarning(UserWarning):
+    """A state, or an increment of one, that is hardly larger than the grid of `state="fixed"`.
+
+    Examples:
+        >>> import warnings, hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=2)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     with hdnn.engine.use(state="fixed"):
+        ...         y = net(1e-11 * torch.ones(1, 4))
+        >>> caught[0].category.__name__
+        'GridWarning'
+    """
+
+
+class TableWarning(UserWarning):
+    """New rows differ from those that a model learned from.
+
+    Examples:
+        >>> import warnings, hdnn
+        >>> model = hdnn.HDNNClassifier(epochs=1).fit([["a"], ["b"]] * 9, ["yes", "no"] * 9)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     answer = model.predict([["c"]])
+        >>> caught[0].category.__name__
+        'TableWarning'
     """
 
 

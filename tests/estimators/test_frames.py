@@ -13,8 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import get_tags
 
-from hdnn.data.encoding import TableWarning
-from hdnn.errors import DataError, HDNNError, OptionError
+from hdnn.errors import DataError, HDNNError, OptionError, TableWarning
 from hdnn.estimators import HDNNClassifier, HDNNRegressor
 
 SMALL = {"layers": 1, "epochs": 3, "random_state": 0}

@@ -28,10 +28,6 @@ FARTHEST = 4.0  # from the mean, that a number may be of those to learn from, if
 HALF = 0.5  # the largest standard deviation that an input of 0 and 1 can have
 
 
-class TableWarning(UserWarning):
-    """New rows differ from those that a model learned from."""
-
-
 class Encoded(TypedDict):
     """What was learned of a column; `columns.json` holds it as it is."""
 

@@ -23,7 +23,6 @@ from hdnn.data.encoding import FEW as FEW
 from hdnn.data.encoding import GAPS as GAPS
 from hdnn.data.encoding import SCALINGS as SCALINGS
 from hdnn.data.encoding import Encoded
-from hdnn.data.encoding import TableWarning as TableWarning
 from hdnn.data.remarks import remarks
 from hdnn.data.rows import INDEX as INDEX
 from hdnn.data.rows import Table as Table
@@ -35,6 +34,7 @@ from hdnn.data.table_files import PARQUET as PARQUET
 from hdnn.data.table_files import PIECE as PIECE
 from hdnn.data.table_files import read_columns
 from hdnn.errors import CheckpointError, DataError, OptionError, choose
+from hdnn.errors import TableWarning as TableWarning
 
 TASKS = ("auto", "classification", "regression")
 

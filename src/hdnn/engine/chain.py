@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hdnn.engine.drift import WORTHLESS, ReversalWarning, drift_of, noticeable, recorded
+from hdnn.engine.drift import WORTHLESS, drift_of, noticeable, recorded
 from hdnn.engine.fixed import LIMIT, from_grid, to_grid
 from hdnn.engine.replay import Context, random_state
 from hdnn.engine.tracing import eagerly, transformed, untraced, valueless
-from hdnn.errors import ShapeError, TrainingError
+from hdnn.errors import ReversalWarning, ShapeError, TrainingError
 
 
 class HalfMove(NamedTuple):

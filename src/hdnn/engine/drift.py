@@ -15,17 +15,13 @@ import torch
 from torch import Tensor
 
 from hdnn.engine.tracing import transformed
-from hdnn.errors import TrainingError
+from hdnn.errors import ReversalWarning, TrainingError
 
 WORTHLESS = 0.1  # relative error of a rebuilt state
 ADVICE = (
     'take backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
     "steps or weights"
 )
-
-
-class ReversalWarning(UserWarning):
-    """A backward pass whose rebuilt states differ from those of the forward pass."""
 
 
 def noticeable(dtype: torch.dtype) -> float:

@@ -15,15 +15,11 @@ from torch import Tensor
 
 from hdnn.engine.kernels.plain import PlainKernel, out
 from hdnn.engine.kernels.protocol import Tensors, moved_by
-from hdnn.errors import TrainingError
+from hdnn.errors import GridWarning, TrainingError
 
 GRID = 2.0**40
 LIMIT = 2.0**23  # the largest state: 2^63 multiples, the largest integer
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
-
-
-class GridWarning(UserWarning):
-    """A state, or an increment of one, that is hardly larger than the steps of the grid."""
 
 
 def to_grid(y: Tensor) -> Tensor:

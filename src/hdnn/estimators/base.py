@@ -17,11 +17,12 @@ from hdnn import analysis, training
 from hdnn.base.parts import PART, in_parts
 from hdnn.base.threads import one_thread, threads_for
 from hdnn.data import encoding
-from hdnn.data.encoding import Encoded, TableWarning
+from hdnn.data.encoding import Encoded
 from hdnn.data.table import hold_out
 from hdnn.errors import (
     DataError,
     OptionError,
+    TableWarning,
     as_float,
     choose,
     flag,

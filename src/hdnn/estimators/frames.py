@@ -14,10 +14,10 @@ from sklearn.utils.validation import validate_data
 
 from hdnn.data import encoding
 from hdnn.data.cells import is_missing, number
-from hdnn.data.encoding import Encoded, TableWarning
+from hdnn.data.encoding import Encoded
 from hdnn.data.remarks import remarks
 from hdnn.data.rows import Frame, listed, short
-from hdnn.errors import DataError, OptionError, quoted
+from hdnn.errors import DataError, OptionError, TableWarning, quoted
 
 PLACE = Path("X")  # what messages call the table
 WHOLE_NUMBERS = 2.0**53  # up to here, float64 has them all
