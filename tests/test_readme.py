@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-RUN = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("guides/*.md"))]
+RUN = [
+    ROOT / "README.md",
+    ROOT / "PYPI.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("guides/*.md")),
+]
 # Made when the site is built, from elsewhere in the repository or from docstrings.
 BUILT = {"changelog.md", "contributing.md", "playground.html"}
 
@@ -40,6 +45,14 @@ def test_examples_run_and_print_what_they_say(name, tmp_path, monkeypatch, capsy
         assert promise in printed
     if "accuracy" in names:
         assert names["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_example_is_written_so_that_it_would_not_be_run(page: Path):
+    shown = re.findall(
+        r"^[ \t]*(?:`{3,}|~{3,})[ \t]*[{.]*py(?:thon)?3?\b", page.read_text("utf-8"), re.M
+    )
+    assert len(shown) == len(examples(page))
 
 
 def test_the_readme_is_short():

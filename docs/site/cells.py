@@ -22,7 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 FENCE = re.compile(r"^(`{3,})python\b[^\n]*\n(.*?)^\1[ \t]*$", re.S | re.M)
-INDENTED = re.compile(r"^[ \t]+`{3,}python\b", re.M)
+# Fences that Markdown shows as Python too, and that would not be run.
+OTHERS = re.compile(r"^(?!```+python\b)[ \t]*(?:`{3,}|~{3,})[ \t]*[{. \t]*py(?:thon)?3?\b", re.M)
 DOTS = 160  # an inch of a figure
 
 
@@ -37,9 +38,11 @@ class Cell:
 
 def cells(page: str) -> list[Cell]:
     """The cells of a page, in order."""
-    if found := INDENTED.search(page):
+    if found := OTHERS.search(page):
         line = page[: found.start()].count("\n") + 1
-        raise ValueError(f"line {line}: an indented cell would not be run; begin it at the margin.")
+        raise ValueError(
+            f"line {line}: this cell would not be run; begin it by ```python at the margin."
+        )
     return [
         Cell(found[2], page[: found.start(2)].count("\n") + 1, found.end())
         for found in FENCE.finditer(page)

@@ -145,13 +145,17 @@ def test_a_page_that_hangs_is_given_up(tmp_path: Path):
 
 
 def test_cells_are_found_with_titles_and_others_are_left_alone():
-    page = '```python title="a.py"\nx = 1\n```\n\n```py\nnot run\n```\n\n```text\nnor this\n```\n'
+    page = '```python title="a.py"\nx = 1\n```\n\n```toml\nnot run\n```\n\n```text\nnor this\n```\n'
     assert [(cell.code, cell.line) for cell in cells.cells(page)] == [("x = 1\n", 2)]
 
 
-def test_a_cell_that_would_not_run_is_an_error():
-    with pytest.raises(ValueError, match="line 3: an indented cell"):
-        cells.cells("- one\n\n  ```python\n  x = 1\n  ```\n")
+@pytest.mark.parametrize(
+    "fence", ["    ```python", "```py", "``` python", "~~~python", "```python3", "``` { .python }"]
+)
+def test_a_cell_that_would_not_be_run_is_an_error(fence: str):
+    with pytest.raises(ValueError, match="line 3: this cell would not be run"):
+        cells.cells(f"# One\n\n{fence}\nx = 1\n")
+    assert len(cells.cells("```python title='a'\nx\n```\n\n```pycon\n```\n```text\n```\n")) == 1
 
 
 # ------------------------------------------------------------------------------ the reference
@@ -224,7 +228,10 @@ def test_a_network_shows_the_options_that_it_shares():
 # ------------------------------------------------------------------------------ the rest
 
 
-@pytest.mark.parametrize("formula", [r"x^", r"\frac{1", r"\nonsense"])
+@pytest.mark.parametrize(
+    "formula",
+    [r"x^", r"\frac{1", r"\frac{1}", r"\nonsense", r"\begin{foo}x\end{foo}", "a & b", ""],
+)
 def test_what_is_no_formula_is_an_error(formula: str):
     with pytest.raises(PluginError, match=r"page\.md: "):
         formulas.mathml(formula, "page.md", display="inline")
