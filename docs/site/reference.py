@@ -89,10 +89,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         ]
         return table(markdown, "| Group | Names |", rows)
     if (group := file.removesuffix(".md")) in members:
+        page.meta["title"] = f"API: {page.title}"  # there is a page on errors, and one of errors
         rows = [
             f"| [`{name}`]({linked[name]}) | {summary(names[name])} |" for name in members[group]
         ]
         return table(markdown, "| Name | What it is |", rows)
+    for name, own in linked.items():
+        if file == own:  # what a browser's tab, a bookmark and a search engine show
+            page.meta |= {"title": name, "description": summary(names[name]).replace("`", "")}
     return markdown
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import axe as axe_core
+
 playwright = pytest.importorskip("playwright.sync_api")
 
 CHROMIUM = (
@@ -27,6 +29,7 @@ FLAGS = [
 PAGES = (
     *("index.html", "play.html", "why.html", "start.html", "api/index.html", "api/networks.html"),
     *("api/hdnn.H2.html", "tutorials/first-network.html", "results/index.html", "changelog.html"),
+    *("options.html", "guides/paper.html", "results/table-planar.html", "tutorials/memory.html"),
 )
 
 
@@ -71,6 +74,24 @@ def test_pages_fit_a_small_screen_in_the_dark(visit, name: str):
     page = visit(name, viewport={"width": 375, "height": 700}, color_scheme="dark")
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert page.get_attribute("body", "data-md-color-scheme") == "slate"
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return axe_core.text(tmp_path_factory.mktemp("axe"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "play.html"])
+def test_axe_finds_no_serious_fault(visit, axe, name: str, scheme: str):
+    page = visit(name, viewport={"width": 375, "height": 700}, color_scheme=scheme)
+    assert axe_core.grave_faults(page, axe) == []
+
+
+def test_no_formula_is_cut_off_on_a_small_screen(visit):
+    page = visit("why.html", viewport={"width": 375, "height": 700})
+    ends = "all => all.map(formula => formula.getBoundingClientRect().right)"
+    assert max(page.locator(".formula-inline").evaluate_all(ends)) <= 375
 
 
 @pytest.mark.parametrize(

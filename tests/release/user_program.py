@@ -1,8 +1,8 @@
 """A typed program, as users of all four kinds write it.
 
-`check_types.py` has pyright and mypy read it beside the built wheel: `assert_type` fails where hdnn
-promises less than users can tell from its documentation. `check_install.py` runs it where nothing
-but the wheel is installed. It prints what it found.
+`check_install.py` runs it where nothing but the wheel is installed, and has pyright and mypy read
+it there: `assert_type` fails where hdnn promises less than users can tell from its documentation.
+It prints what it found.
 """
 
 # ruff: noqa: T201
