@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import hdnn
 import public
 
 NAMES = public.names()
@@ -27,6 +28,16 @@ def sections(thing: Any) -> dict[str, str]:
     """The text of each section of a docstring."""
     parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", inspect.getdoc(thing) or "", flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_no_module_that_hdnn_offers_is_forgotten():
+    offered = {name: getattr(hdnn, name) for name in dir(hdnn) if not name.startswith("_")}
+    known = {id(thing) for thing in NAMES.values()}
+    for name, thing in offered.items():
+        if inspect.ismodule(thing):
+            assert not hasattr(thing, "__all__") or thing.__name__ in public.MODULES, name
+        else:
+            assert id(thing) in known, name
 
 
 def test_constants_are_not_public():

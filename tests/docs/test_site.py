@@ -25,6 +25,7 @@ class Read(HTMLParser):
     links: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     styles: list[str] = field(default_factory=list)
+    wordless: list[str] = field(default_factory=list)  # pictures without words for them
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -33,6 +34,8 @@ class Read(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         self.styles.append(given.get("style", ""))
+        if tag == "img" and not given.get("alt"):
+            self.wordless.append(given.get("src", ""))
         if tag == "a" and "href" in given:
             self.links.add(given["href"])
         if LOADED.get(tag) in given:
@@ -78,6 +81,10 @@ def test_errors_lead_to_their_pages(site: Path, pages):
     links = pages[site / "api" / "hdnn.H2.html"].links
     for error in ("ShapeError", "StepError", "SparsityError"):
         assert f"hdnn.errors.{error}.html#hdnn.errors.{error}" in links
+
+
+def test_every_picture_has_words_for_those_who_cannot_see_it(pages):
+    assert [(path.name, page.wordless) for path, page in pages.items() if page.wordless] == []
 
 
 def test_no_page_loads_anything_from_elsewhere(pages):

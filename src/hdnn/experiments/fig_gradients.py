@@ -154,7 +154,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *runner.table(head, norms),
         "",
-        f"![]({NAME}.png)",
+        f"![Smallest norm of dy_N/dy_j by iteration and layer, for each network]({NAME}.png)",
         *(line for finding in findings for line in ("", finding)),
         "",
         f"## What keeps the {LAYERS}-layer MLP from the paper's {PAPER}%",
