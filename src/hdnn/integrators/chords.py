@@ -10,12 +10,14 @@ would lose digits; far points by s, where a rule would not be exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hdnn import activations
 from hdnn.activations import Activation
 
 NEAR = 0.5  # half the distance of two points from which on the difference of s is taken
@@ -31,41 +33,67 @@ class Chord:
     """chord(z, z') as a function of z' that a Newton solver can use in the place of sigma.
 
     It takes u = (z', z) and returns (chord(z, z'), 0), so that z can go along as a part of what
-    the solver calls `a`; `slope` is that in z'.
+    the solver calls `a`; `slope` is that in z'. The first `linear` rows are chords of the identity,
+    whatever sigma is: those of a quadratic part of the energy.
     """
 
     sigma: Activation
+    linear: int = 0
 
     @property
     def name(self) -> str:
-        return f"{CHORD}{self.sigma.name}"
+        return f"{CHORD}{f'{self.linear} x ' if self.linear else ''}{self.sigma.name}"
 
     # The derivative in z' is the mean of t sigma' for t from 0 to 1.
 
     @property
     def s_min(self) -> float:
-        return self.sigma.s_min / 2
+        return min(self.sigma.s_min, 1 if self.linear else self.sigma.s_min) / 2
 
     @property
     def s_max(self) -> float:
-        return self.sigma.s_max / 2
+        return max(self.sigma.s_max, 1 if self.linear else self.sigma.s_max) / 2
 
     @property
     def S(self) -> float:
-        return self.sigma.S / 2
+        return max(self.sigma.S, 1 if self.linear else self.sigma.S) / 2
 
     def __call__(self, u: Tensor) -> Tensor:
         after, before = u.chunk(2, -1)
-        value = chord(self.sigma, before, after)
+        value = self.between(before, after)
         return torch.cat([value, torch.zeros_like(value)], -1)
 
     def slope(self, u: Tensor) -> Tensor:
         after, before = u.chunk(2, -1)
-        value = chord_slope(self.sigma, before, after)
+        value = self.rate(before, after)
         return torch.cat([value, torch.zeros_like(value)], -1)
+
+    def between(self, before: Tensor, after: Tensor) -> Tensor:
+        """chord(z, z') row by row."""
+        return self._rows(chord, before, after)
+
+    def rate(self, before: Tensor, after: Tensor) -> Tensor:
+        """Its derivative in z'; with the two swapped, that in z."""
+        return self._rows(chord_slope, before, after)
+
+    def _rows(self, function: Any, before: Tensor, after: Tensor) -> Tensor:
+        k = self.linear
+        if not k:
+            return function(self.sigma, before, after)
+        linear = function(activations.get("identity"), before[..., :k], after[..., :k])
+        return torch.cat([linear, function(self.sigma, before[..., k:], after[..., k:])], -1)
 
 
 CHORD = "chord of "
+
+
+def named(name: str) -> Activation | Chord:
+    """An activation or a chord by its name, which is all that an operator can be given."""
+    of = name.removeprefix(CHORD)
+    if of == name:
+        return activations.get(of)
+    count, _, sigma = of.rpartition(" x ")
+    return Chord(activations.get(sigma), int(count or 0))
 
 
 def pulled(sigma: Activation | Chord, u: Tensor, w: Tensor) -> Tensor:
@@ -73,7 +101,7 @@ def pulled(sigma: Activation | Chord, u: Tensor, w: Tensor) -> Tensor:
     if isinstance(sigma, Activation):
         return sigma.slope(u) * w
     (after, before), w = u.chunk(2, -1), w.chunk(2, -1)[0]
-    sides = chord_slope(sigma.sigma, before, after), chord_slope(sigma.sigma, after, before)
+    sides = sigma.rate(before, after), sigma.rate(after, before)
     return torch.cat([side * w for side in sides], -1)
 
 
@@ -82,8 +110,7 @@ def pushed(sigma: Activation | Chord, u: Tensor, du: Tensor) -> Tensor:
     if isinstance(sigma, Activation):
         return sigma.slope(u) * du
     (after, before), (d_after, d_before) = u.chunk(2, -1), du.chunk(2, -1)
-    change = chord_slope(sigma.sigma, before, after) * d_after
-    change = change + chord_slope(sigma.sigma, after, before) * d_before
+    change = sigma.rate(before, after) * d_after + sigma.rate(after, before) * d_before
     return torch.cat([change, torch.zeros_like(change)], -1)
 
 

@@ -83,7 +83,7 @@ def _solve(
     B_layer: Tensor | None = None,
     A_layer: Tensor | None = None,
 ) -> Tensor:
-    sigma, k, r = _named(activation), c.shape[-1], a.shape[-1]
+    sigma, k, r = chords.named(activation), c.shape[-1], a.shape[-1]
     work = torch.promote_types(c.dtype, torch.float32)  # no factorisations in half precision
     B, A, chunk = B.to(work), A.to(work), max(1, solutions.CHUNK // (k * k))
     # By default 4 units in the last place, with some slack: rounding rarely prevents just that.
@@ -113,12 +113,6 @@ def _solve(
     if counts:
         _tell(where, torch.cat(counts), equation)
     return torch.cat(found).to(c.dtype).reshape(c.shape)
-
-
-def _named(name: str) -> Activation | Chord:
-    """What an operator was given as sigma, which it knows by its name alone."""
-    of = name.removeprefix(chords.CHORD)
-    return activations.get(of) if of == name else Chord(activations.get(of))
 
 
 def _tell(where: str, count: Tensor, equation: Equation) -> None:
@@ -162,7 +156,7 @@ def _(c, B, A, a, activation, tol, max_iter, where, X=None, B_layer=None, A_laye
 def _linearise(ctx: Any) -> tuple[Activation | Chord, torch.dtype, tuple[Tensor, ...]]:
     """What the derivatives at the solution need: sigma, B, x, z and M = I - B D A."""
     B, A, a, x = ctx.saved_tensors
-    sigma = _named(ctx.activation)
+    sigma = chords.named(ctx.activation)
     dtype, work = x.dtype, torch.promote_types(x.dtype, torch.float32)
     B, A, a, x = (t.to(work) for t in (B, A, a, x))
     z = x @ A.mT + a
