@@ -11,6 +11,8 @@ MODULES = (
     "hdnn",
     "hdnn.activations",
     "hdnn.analysis",
+    "hdnn.control",
+    "hdnn.control.costs",
     "hdnn.data",
     "hdnn.data.cifar10",
     "hdnn.data.images",

@@ -70,7 +70,7 @@ import sys
 import torch, numpy, safetensors.torch
 before = set(sys.modules)
 import hdnn
-late = ("hdnn.analysis", "hdnn.data", "hdnn.plotting", "hdnn.training")
+late = ("hdnn.analysis", "hdnn.control", "hdnn.data", "hdnn.plotting", "hdnn.training")
 print(*(name for name in (*{OPTIONAL!r}, *late) if name in sys.modules and name not in before))
 """
 
@@ -108,7 +108,8 @@ def test_public_names_exist_once_each():
 
 def test_dir_lists_the_estimators_and_the_public_submodules(monkeypatch):
     late = {"HDNNClassifier", "HDNNRegressor", "estimators"}
-    submodules = {"distributed", "errors", "networks", "plotting", "reference", "serialization"}
+    submodules = {"control", "distributed", "errors", "networks", "plotting"}
+    submodules |= {"reference", "serialization"}
     assert {*hdnn.__all__, *late, *submodules} <= {*dir(hdnn)}
     assert [name for name in dir(hdnn) if not hasattr(hdnn, name)] == []
     assert not [name for name in dir(hdnn) if name in ("gc", "sys", "importlib", "interrupted")]

@@ -28,6 +28,7 @@ GROUPS = {
     "hdnn.activations": "activations",
     "hdnn.analysis": "analysis",
     "hdnn.analysis.doctor": "doctor",
+    "hdnn.control": "control",
     "hdnn.data": "data",
     "hdnn.distributed": "distributed",
     "hdnn.engine": "engine",

@@ -13,6 +13,7 @@ from hdnn.base import interrupted as interrupted  # isort: skip  # first: the re
 
 if TYPE_CHECKING:
     from hdnn import analysis as analysis
+    from hdnn import control as control
     from hdnn import data as data
     from hdnn import distributed as distributed
     from hdnn import errors as errors
@@ -114,8 +115,8 @@ __all__ = [
 # What is imported when it is first asked for, or when a name is looked for in it.
 _LATE = ("analysis", "data", "training")
 _SUBMODULES = (
-    *("distributed", "errors", "estimators", "model", "networks", "plotting", "reference"),
-    "serialization",
+    *("control", "distributed", "errors", "estimators", "model", "networks", "plotting"),
+    *("reference", "serialization"),
 )
 _ESTIMATORS = ("HDNNClassifier", "HDNNRegressor")
 _ANALYSES = ("diagnose",)

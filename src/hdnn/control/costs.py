@@ -1,0 +1,201 @@
+"""What a training of a closed loop minimises: distance, effort, collisions, roughness in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hdnn.control.controller import Controller
+from hdnn.errors import DataError, OptionError, ShapeError, as_float, positive_float, quoted
+
+__all__ = ["barrier", "check_apart", "collisions", "effort", "smoothness", "tracking"]
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def tracking(trajectory: Tensor, targets: Tensor, *, step: float, discount: float = 0.95) -> Tensor:
+    """How far the agents are from their targets: `h sum_j discount^(T - t_j) |x_j - target|^2`.
+
+    Args:
+        trajectory: states `(steps + 1, *batch, N, n)`.
+        targets: `(N, k)`, for the first k states of each agent.
+        step: h; T is the time at the end.
+        discount: what a unit of time before the end multiplies the cost by, above 0 and at most 1.
+
+    Returns:
+        The mean over all samples.
+
+    Raises:
+        ShapeError: if there is not a target for each agent.
+        StepError: if the step is not > 0.
+        OptionError: if the discount is out of range.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.costs.tracking(torch.ones(3, 5, 2, 8), torch.zeros(2, 2), step=0.5, discount=1)
+        tensor(6.)
+    """
+    h, rate = positive_float("step", step), as_float(discount)
+    if rate is None or not 0 < rate <= 1:
+        raise OptionError(f"discount must be above 0 and at most 1, but got {quoted(discount)}.")
+    if targets.ndim != 2 or len(targets) != trajectory.shape[-2]:
+        raise ShapeError(
+            f"targets must be ({trajectory.shape[-2]}, k), a row an agent, but are "
+            f"{tuple(targets.shape)}."
+        )
+    apart = trajectory[..., : targets.shape[1]] - targets.to(trajectory)
+    left = h * torch.arange(len(trajectory) - 1, -1, -1).to(trajectory)
+    squares = apart.square().sum((-2, -1)).reshape(len(left), -1).mean(1)
+    return h * (rate**left * squares).sum()
+
+
+def effort(inputs: Tensor, *, step: float) -> Tensor:
+    """The work of the controllers: `h sum_j |u_j|^2`.
+
+    Args:
+        inputs: `(steps, *batch, N, m)`, as `ClosedLoop.inputs` returns them.
+        step: h.
+
+    Returns:
+        The mean over all samples.
+
+    Raises:
+        StepError: if the step is not > 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.costs.effort(torch.ones(10, 5, 2, 2), step=0.5)
+        tensor(20.)
+    """
+    squares = inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1)
+    return positive_float("step", step) * squares.sum()
+
+
+def barrier(
+    trajectory: Tensor,
+    *,
+    step: float,
+    distance: float = 0.7,
+    dimensions: int = 2,
+    pairs: Pairs | None = None,
+) -> Tensor:
+    """A price for agents that come close: `h sum_j 1/(d^2 + 0.001)` where d is below a distance.
+
+    What it would be at that distance is taken off, so that it has no jump there.
+
+    Args:
+        trajectory: states `(steps + 1, *batch, N, n)`, positions first.
+        step: h.
+        distance: from which on nothing is paid.
+        dimensions: how many of the first states are the position.
+        pairs: which agents to compare; by default all.
+
+    Returns:
+        The mean over all samples.
+
+    Raises:
+        StepError: if the step or the distance is not > 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> near = torch.tensor([[0.0, 0.0], [0.1, 0.0]])
+        >>> control.costs.barrier(near.expand(1, 1, 2, 2), step=1.0)
+        tensor(88.8724)
+    """
+    h, far = positive_float("step", step), positive_float("distance", distance) ** 2
+    squares = _squares(trajectory, dimensions, pairs)
+    price = 1 / (squares + 1e-3) - 1 / (far + 1e-3)
+    price = torch.where(squares < far, price, torch.zeros_like(price)).sum(-1)
+    return h * price.reshape(len(price), -1).mean(1).sum()
+
+
+def smoothness(controller: Controller) -> Tensor:
+    """How much the weights change from step to step: `sum_t |K_t+1 - K_t|^2 + |b_t+1 - b_t|^2`.
+
+    Args:
+        controller: whose K and b.
+
+    Returns:
+        A number; 0 where the weights are the same in all steps.
+
+    Examples:
+        >>> from hdnn import control
+        >>> control.costs.smoothness(control.Controller(2, steps=10)).item()
+        0.0
+    """
+    K, b = controller.K, controller.b
+    return (K[1:] - K[:-1]).square().sum() + (b[1:] - b[:-1]).square().sum()
+
+
+def collisions(
+    trajectory: Tensor, distance: float = 0.5, *, dimensions: int = 2, pairs: Pairs | None = None
+) -> Tensor:
+    """Which samples have two agents closer than a distance in any of their states.
+
+    Args:
+        trajectory: states `(steps + 1, *batch, N, n)`, positions first.
+        distance: below which it is a collision.
+        dimensions: how many of the first states are the position.
+        pairs: which agents to compare; by default all.
+
+    Returns:
+        True for each sample with a collision, `(*batch,)`.
+
+    Raises:
+        StepError: if the distance is not > 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> apart = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).expand(5, 1, 2, 2)
+        >>> control.costs.collisions(apart), control.costs.collisions(apart, distance=4.0)
+        (tensor([False]), tensor([True]))
+    """
+    far = positive_float("distance", distance) ** 2
+    return (_squares(trajectory, dimensions, pairs) < far).any(-1).any(0)
+
+
+def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> None:
+    """Raise if agents start in a collision.
+
+    Args:
+        y: states `(*batch, N, n)` to start from, positions first.
+        distance: below which it is a collision.
+        dimensions: how many of the first states are the position.
+
+    Raises:
+        DataError: if two agents of a sample are closer; it names them.
+        StepError: if the distance is not > 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.costs.check_apart(torch.zeros(2, 4))
+        Traceback (most recent call last):
+        hdnn.errors.DataError: agents 0 and 1 start in a collision: ...
+    """
+    far = positive_float("distance", distance) ** 2
+    squares = _squares(y, dimensions, None)
+    near = (squares < far).nonzero()
+    if len(near):
+        i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1)[:, near[0, -1]].tolist()
+        found = float(squares[tuple(near[0])]) ** 0.5
+        raise DataError(
+            f"agents {i} and {k} start in a collision: they are {found:.3g} apart, and {distance} "
+            "is needed."
+        )
+
+
+def _squares(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
+    """Squared distances of pairs of agents, `(*batch, pairs)`."""
+    if pairs is None:
+        i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1, device=y.device)
+    else:
+        i, k = torch.tensor([*pairs], device=y.device).reshape(-1, 2).T
+    q = y[..., :dimensions]
+    return (q[..., i, :] - q[..., k, :]).square().sum(-1)

@@ -1,0 +1,206 @@
+"""The closed loop of a plant and its controllers, in discrete time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import engine as engines
+from hdnn.control import fused, step
+from hdnn.control.certificate import Balance, LoopCertificate, balance_of, certify
+from hdnn.control.controller import Controller
+from hdnn.control.plants import Plant
+from hdnn.control.step import System
+from hdnn.errors import OptionError, ShapeError, choose, int_from, positive_float
+
+
+class ClosedLoop(nn.Module):
+    """A plant and its controllers, simulated so that the energy balance of every step is exact.
+
+    The state of an agent is that of its plant, then that of its controller: n = p + c numbers. One
+    step is made of average-discrete-gradient substeps. For any weights and any step size the total
+    energy falls by just what is dissipated, to rounding, as long as the weights stay the same.
+    Steps are of order 2, two by two.
+
+    Args:
+        plant: the agents.
+        controller: their controllers.
+        step: h, the time of one step.
+        engine: "auto", "reference" (plain PyTorch, slow; differentiable twice) or "fused" (one
+            kernel for all steps: float64, needs numba); by default what `hdnn.engine.use` says.
+
+    Raises:
+        ShapeError: if the plant and the controllers are not for the same agents and inputs.
+        StepError: if the step is not > 0.
+        OptionError: if the engine is not known, or cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> plant = control.robots(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        >>> loop = control.ClosedLoop(plant, control.Controller(2, steps=20, links=[(0, 1)]))
+        >>> trajectory = loop(loop.start(torch.zeros(5, 2, 4)))  # 5 samples
+        >>> trajectory.shape
+        torch.Size([21, 5, 2, 8])
+        >>> bool((loop.energy(trajectory[-1], 19) <= loop.energy(trajectory[0], 0)).all())
+        True
+    """
+
+    def __init__(
+        self, plant: Plant, controller: Controller, step: float = 0.05, *, engine: str | None = None
+    ) -> None:
+        super().__init__()
+        for name in ("agents", "inputs"):
+            ours, theirs = getattr(plant, name), getattr(controller, name)
+            if ours != theirs:
+                raise ShapeError(
+                    f"the plant has {ours} {name}{' an agent' if name == 'inputs' else ''}, but "
+                    f"the controller is for {theirs}; give Controller {name}={ours}."
+                )
+        if engine is not None:
+            choose("engine", engine, engines.OPTIONS["engine"])
+        self.plant, self.controller = plant, controller
+        self.step, self.engine = positive_float("step", step), engine
+
+    def start(self, z: Tensor, xi: Any = 0.0) -> Tensor:
+        """States of the whole loop, `(*batch, N, n)`, from those of the plant, `(*batch, N, p)`.
+
+        Args:
+            z: states of the plant.
+            xi: states of the controllers, a number or anything that expands to `(*batch, N, c)`.
+        """
+        N, p, c = self.plant.agents, self.plant.states, self.controller.states
+        if z.shape[-2:] != (N, p):
+            raise ShapeError(f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}.")
+        z = z.to(self.controller.K.dtype)
+        return torch.cat([z, torch.as_tensor(xi).to(z).expand(*z.shape[:-1], c)], -1)
+
+    def forward(self, y: Tensor, horizons: int = 1) -> Tensor:
+        """All states from y on.
+
+        Args:
+            y: states `(*batch, N, n)`.
+            horizons: how many; after the first one the last weights stay.
+
+        Returns:
+            The trajectory, `(horizons T + 1, *batch, N, n)`.
+
+        Raises:
+            ShapeError: if y has another shape.
+            ConvergenceError: if a step has no solution, with the step and the agent.
+        """
+        steps = int_from(1, "horizons", horizons) * self.controller.steps
+        return self.run(y, steps)[0]
+
+    def run(self, y: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """States from y at step `first` on, and the other ends of the agents' own substeps.
+
+        Args:
+            y: states `(*batch, N, n)`.
+            steps: how many.
+            first: the number of the first one.
+
+        Returns:
+            States, `(steps + 1, *batch, N, n)`, and ends without gradients, `(steps, *batch, N,
+            n)`.
+        """
+        N, n = self.plant.agents, self.plant.states + self.controller.states
+        if y.ndim < 2 or y.shape[-2:] != (N, n):
+            raise ShapeError(
+                f"y must be (*batch, {N}, {n}), the states of plants and controllers, but is "
+                f"{tuple(y.shape)}; loop.start(z) adds those of the controllers."
+            )
+        system = self.system()
+        batch, y = y.shape[:-2], y.to(system.K.dtype).reshape(-1, N, n)
+        engine = self.engine or engines.current().engine
+        missing = fused.why_not(y, system)
+        if engine == "fused" and missing:
+            raise OptionError(f'engine="fused" cannot run here: {missing}.')
+        plain = engine == "reference" or missing or not len(y)
+        found = (step if plain else fused).trajectory(system, y, steps, first)
+        states, ends = (t.reshape(len(t), *batch, N, n) for t in found)
+        return states, ends.detach()
+
+    def system(self) -> System:
+        """The plant and the weights as a step takes them, in the dtype of the controllers."""
+        plant, controller, dtype = self.plant, self.controller, self.controller.K.dtype
+        given = (plant.A, plant.a, plant.J, plant.R, plant.g)
+        return System(
+            *(t.to(dtype) for t in given),
+            plant_links=plant.links,
+            couplings=plant.couplings.to(dtype),
+            K=controller.K,
+            b=controller.b,
+            G=controller.G,
+            J_c=controller.J.to(dtype),
+            R_c=controller.R.to(dtype),
+            links=controller.links,
+            C=controller.C,
+            h=self.step,
+        )
+
+    def energy(self, y: Tensor, t: int) -> Tensor:
+        """The energy of plants and controllers in the states y by the weights of step t.
+
+        Args:
+            y: states `(*batch, N, n)`.
+            t: a step; after the last one its weights stay.
+
+        Returns:
+            Energies, `(*batch,)`.
+        """
+        p = self.plant.states
+        xi = y[..., p:].to(self.controller.K.dtype)
+        return self.plant.energy(y[..., :p]) + self.controller.energy(xi, t)
+
+    def inputs(self, trajectory: Tensor) -> Tensor:
+        """What drives the plants in the states of a trajectory, by the weights of each step.
+
+        Args:
+            trajectory: states `(steps + 1, *batch, N, n)`; the last one drives nothing any more.
+
+        Returns:
+            The inputs u, `(steps, *batch, N, m)`.
+        """
+        controller, T = self.controller, self.controller.steps
+        xi = trajectory[:-1, ..., self.plant.states :]
+        lead = [1] * (xi.ndim - 3)
+        at = torch.arange(len(xi), device=xi.device).clamp(max=T - 1)
+        K, b = controller.K, controller.b
+        if len(xi) != T:
+            K, b = K[at], b[at]
+        K, b = K.view(len(xi), *lead, *K.shape[1:]), b.view(len(xi), *lead, *b.shape[1:])
+        slopes = torch.tanh((K @ xi.unsqueeze(-1)).squeeze(-1) + b)
+        return -(controller.G.mT @ (K.mT @ slopes.unsqueeze(-1))).squeeze(-1)
+
+    def balance(self, y: Tensor, horizons: int = 1) -> Balance:
+        """The energy of every step before and after it, and what was dissipated.
+
+        Args:
+            y: states `(*batch, N, n)` to start from.
+            horizons: how many; after the first one the last weights stay.
+
+        Returns:
+            The balance of each step and sample.
+        """
+        steps = int_from(1, "horizons", horizons) * self.controller.steps
+        with torch.no_grad():
+            return balance_of(self.system(), *self.run(y, steps))
+
+    def certify(self, y: Tensor, horizons: int = 1, samples: int = 2) -> LoopCertificate:
+        """Check the energy balance from the given states, and the gradients along the horizon.
+
+        Args:
+            y: states `(*batch, N, n)` to start from.
+            horizons: over how many; after the first one the last weights stay.
+            samples: for how many of the first states the norms of `dy_T/dy_t` are computed.
+
+        Returns:
+            A certificate; print it to read it.
+        """
+        return certify(self, y, horizons, samples)
+
+    def extra_repr(self) -> str:
+        return f"step={self.step:g}"

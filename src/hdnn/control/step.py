@@ -1,0 +1,117 @@
+"""A step of a closed loop: the definition, in plain PyTorch, one agent or edge after the other.
+
+All agents and their controllers are one system y' = (J - R) dH/dy. A step of size h is taken in
+substeps, each by the average discrete gradient f of the energy in a part of J - R:
+
+    x = y + h (J - R)_part f(y, x),        f(y, x) = A^T chord(A y + a, A x + a)
+
+First every agent moves with its controller; then both ends of every edge, those of the plants
+before those of the controllers. Every second step does so in reverse, so that two steps together
+are symmetric. The chords make f^T (x - y) the change of the energy, so that it falls by h f^T R f
+in the agents' own substeps and stays the same along edges: for any weights and any h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdnn import activations
+from hdnn.control.links import Edges
+from hdnn.integrators import implicit
+from hdnn.integrators.chords import Chord
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """All that a step needs: the plant, the controllers' weights and h, in one dtype."""
+
+    A: Tensor
+    a: Tensor
+    J: Tensor
+    R: Tensor
+    g: Tensor
+    plant_links: Edges
+    couplings: Tensor
+    K: Tensor
+    b: Tensor
+    G: Tensor
+    J_c: Tensor
+    R_c: Tensor
+    links: Edges
+    C: Tensor
+    h: float
+
+    @property
+    def own(self) -> Tensor:
+        """J - R of each agent with its controller, `(N, n, n)`."""
+        port = self.G @ self.g.mT
+        controller = self.J_c - torch.diag_embed(self.R_c)
+        top = torch.cat([self.J - self.R, -port.mT], -1)
+        return torch.cat([top, torch.cat([port, controller], -1)], -2)
+
+    def at(self, t: int) -> tuple[Tensor, Tensor]:
+        """K and b of step t; after the last one they stay."""
+        t = min(t, len(self.K) - 1)
+        return self.K[t], self.b[t]
+
+
+def trajectory(system: System, y: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """States `(steps + 1, B, N, n)`, and the other ends of the agents' own substeps."""
+    states, ends = [y], []
+    for t in range(first, first + steps):
+        if t % 2:
+            y = along_edges(system, y, t)
+            ends.append(y)
+            y = by_themselves(system, y, t)
+        else:
+            y = by_themselves(system, y, t)
+            ends.append(y)
+            y = along_edges(system, y, t)
+        states.append(y)
+    return torch.stack(states), torch.stack(ends) if ends else y.new_zeros(0, *y.shape)
+
+
+def by_themselves(system: System, y: Tensor, t: int) -> Tensor:
+    """The substep of each agent with its controller; y is `(*batch, N, n)`."""
+    (K, b), own, rows = system.at(t), system.own, system.A.shape[1]
+    sigma, moved = Chord(activations.get("tanh"), linear=rows), []
+    for i in range(y.shape[-2]):
+        A = torch.block_diag(system.A[i], K[i])
+        a = torch.cat([system.a[i], b[i]])
+        where = f"step {t}, agent {i}"
+        moved.append(substep(y[..., i, :], system.h * own[i], A, a, sigma, where))
+    return torch.stack(moved, -2)
+
+
+def along_edges(system: System, y: Tensor, t: int) -> Tensor:
+    """The substeps of all edges: of plants, then of controllers; in an odd step in reverse."""
+    (K, b), p = system.at(t), system.A.shape[2]
+    plant = slice(0, p), system.A, system.a, Chord(activations.get("identity"))
+    controller = slice(p, None), K, b, Chord(activations.get("tanh"))
+    all_edges = [
+        *((plant, *each) for each in zip(system.plant_links, system.couplings, strict=True)),
+        *((controller, *each) for each in zip(system.links, system.C, strict=True)),
+    ]
+    agents = list(y.unbind(-2))
+    for (part, rows, offsets, sigma), (i, k), C in all_edges[::-1] if t % 2 else all_edges:
+        none = torch.zeros_like(C)
+        G = torch.cat([torch.cat([none, C], 1), torch.cat([-C.mT, none], 1)])
+        A, a = torch.block_diag(rows[i], rows[k]), torch.cat([offsets[i], offsets[k]])
+        pair = torch.cat([agents[i][..., part], agents[k][..., part]], -1)
+        pair = substep(pair, system.h * G, A, a, sigma, f"step {t}, link ({i}, {k})")
+        for agent, moved in zip((i, k), pair.chunk(2, -1), strict=True):
+            whole = [agents[agent][..., :p], agents[agent][..., p:]]
+            whole[0 if part.start == 0 else 1] = moved
+            agents[agent] = torch.cat(whole, -1)
+    return torch.stack(agents, -2)
+
+
+def substep(y: Tensor, G: Tensor, A: Tensor, a: Tensor, sigma: Chord, where: str) -> Tensor:
+    """The x with x = y + G A^T chord(A y + a, A x + a)."""
+    z, B = y @ A.mT + a, G @ A.mT
+    # A chord has two ends. The solver moves the one that it knows; the other goes along with a.
+    A, B = torch.cat([A, torch.zeros_like(A)], -2), torch.cat([B, torch.zeros_like(B)], -1)
+    return implicit.solve(y, B, A, torch.cat([a.expand_as(z), z], -1), sigma, where=where)

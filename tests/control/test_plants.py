@@ -1,0 +1,165 @@
+"""Plants and controllers: what they are made of, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import hdnn
+from hdnn import control
+from hdnn.control.links import coloured
+from hdnn.errors import InterconnectionError, ShapeError, SparsityError, StepError
+
+
+def field(plant: control.Plant, z: torch.Tensor) -> torch.Tensor:
+    """z' without inputs, in the states (N, p)."""
+    f = (plant.A.mT @ ((plant.A @ z.unsqueeze(-1)) + plant.a.unsqueeze(-1))).squeeze(-1)
+    moved = ((plant.J - plant.R) @ f.unsqueeze(-1)).squeeze(-1)
+    for (i, k), C in zip(plant.links, plant.couplings, strict=True):
+        moved[i] += C @ f[k]
+        moved[k] -= C.mT @ f[i]
+    return moved
+
+
+def test_robots_are_pulled_to_their_targets_and_damped():
+    plant = control.robots(torch.tensor([[1.0, 2.0]]), mass=2.0, spring=3.0, damping=0.5)
+    q, p = torch.tensor([4.0, -1.0]).double(), torch.tensor([0.6, -0.8]).double()
+    found = field(plant, torch.cat([q, p])[None])[0]
+    pull = -3 * (q - torch.tensor([1.0, 2.0])) - 0.5 * p / 2
+    assert torch.allclose(found, torch.cat([p / 2, pull]))
+    energy = 1.5 * (q - torch.tensor([1.0, 2.0])).square().sum() + p.square().sum() / 4
+    assert torch.allclose(plant.energy(torch.cat([q, p])[None]), energy)
+
+
+def test_oscillators_are_masses_coupled_by_springs():
+    plant = control.oscillators([(2, 0), (0, 1)], mass=2.0, spring=3.0, coupling=5.0, damping=0.4)
+    q, p = torch.tensor([0.3, -0.2, 0.7]).double(), torch.tensor([1.0, 2.0, -1.0]).double()
+    z = torch.zeros(3, plant.states).double()
+    z[:, 0], z[:, 1] = q, p
+    slots = {(0, 1): 2, (0, 2): 3} if plant.links[0] == (0, 1) else {(0, 2): 2, (0, 1): 3}
+    for (i, k), slot in slots.items():
+        z[i, slot] = q[i] - q[k]
+    found = field(plant, z)
+    force = -3 * q - 0.4 * p / 2
+    force -= 5 * torch.stack([2 * q[0] - q[1] - q[2], q[1] - q[0], q[2] - q[0]])
+    assert torch.allclose(found[:, 0], p / 2)
+    assert torch.allclose(found[:, 1], force)
+    for (i, k), slot in slots.items():
+        assert torch.allclose(found[i, slot], (p[i] - p[k]) / 2)
+
+
+def test_a_microgrid_follows_kirchhoff():
+    grid = control.microgrid(
+        [(0, 1)], capacitance=2.0, inductance=4.0, resistance=0.3, load=5.0, agents=3
+    )
+    z = torch.tensor([[1.0, 0.8], [3.0, 0.0], [1.0, 0.0]]).double()
+    v, current = z[:, 0] / 2, 0.8 / 4
+    found = field(grid, z)
+    assert torch.allclose(found[:, 0], -v / 5 + torch.tensor([-current, current, 0]))
+    assert torch.allclose(found[0, 1], v[0] - v[1] - 0.3 * current)
+    assert found[1:, 1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("make", [control.oscillators, control.microgrid])
+def test_coupled_plants_come_to_rest_by_themselves(make):
+    plant = make([(0, 1), (1, 2), (2, 3), (0, 3)])
+    controller = control.Controller(4, 50, states=2, inputs=1, dissipation=1.0)
+    loop = control.ClosedLoop(plant, controller, 0.2)
+    z = torch.zeros(4, plant.states)
+    z[0, 1 if make is control.oscillators else 0] = 1.0
+    trajectory = loop(loop.start(z), horizons=10)
+    energies = torch.stack([loop.energy(y, 0) for y in trajectory])
+    assert bool((energies[1:] <= energies[:-1] + 1e-14).all())
+    assert energies[-1] < 0.01 * energies[0]
+
+
+def test_bad_plants_are_refused_in_a_sentence():
+    A, J, g = torch.eye(2)[None], torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]]), torch.ones(1, 2, 1)
+    R = torch.zeros(1, 2, 2)
+    with pytest.raises(InterconnectionError, match=r"J must be skew-symmetric .* entry of 2"):
+        control.Plant(A, J.abs(), R, g)
+    with pytest.raises(InterconnectionError, match=r"R must be positive semidefinite.* -1"):
+        control.Plant(A, J, -A, g)
+    with pytest.raises(InterconnectionError, match="R must be symmetric"):
+        control.Plant(A, J, J, g)
+    with pytest.raises(ShapeError, match=r"the port g must be \(N, p, m\) .* \(1, 3, 1\)"):
+        control.Plant(A, J, R, torch.ones(1, 3, 1))
+    with pytest.raises(ShapeError, match=r"A must be \(N, r, p\)"):
+        control.Plant(A[0], J, R, g)
+    with pytest.raises(ShapeError, match=r"J must be \(1, 2, 2\) like A"):
+        control.Plant(A, J[0], R, g)
+    with pytest.raises(ShapeError, match=r"a must be \(1, 2\) like A"):
+        control.Plant(A, J, R, g, a=torch.zeros(1, 3))
+    with pytest.raises(ShapeError, match="R has NaN or infinite entries"):
+        control.Plant(A, J, R * torch.nan, g)
+    with pytest.raises(ShapeError, match="A must be a tensor of floating-point numbers"):
+        control.Plant([[1.0]], J, R, g)  # pyright: ignore[reportArgumentType]
+    two = [t.expand(2, *t.shape[1:]) for t in (A, J, R, g)]
+    with pytest.raises(SparsityError, match="each pair of agents once"):
+        control.Plant(*two, links=[(0, 1), (1, 0)], couplings=torch.zeros(2, 2, 2))
+    with pytest.raises(ShapeError, match=r"couplings must be \(1, 2, 2\), a matrix a link"):
+        control.Plant(*two, links=[(0, 1)])
+    with pytest.raises(ShapeError, match=r"targets must be \(N, d\)"):
+        control.robots(torch.zeros(3))
+    with pytest.raises(StepError, match="mass must be finite and > 0"):
+        control.robots(torch.zeros(3, 2), mass=0.0)
+    with pytest.raises(InterconnectionError, match="R must be positive semidefinite"):
+        control.robots(torch.zeros(3, 2), damping=-0.1)
+    with pytest.raises(SparsityError, match=r"pairs of two of the agents 0 \.\. 1, but one is"):
+        control.oscillators([(0, 1), (1, 1)])
+
+
+def test_a_link_may_be_given_from_either_end():
+    A, C = torch.eye(2).expand(2, 2, 2), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    none, g = torch.zeros(2, 2, 2), torch.ones(2, 2, 1)
+    one = control.Plant(A, none, none, g, links=[(1, 0)], couplings=C)
+    other = control.Plant(A, none, none, g, links=[(0, 1)], couplings=-C.mT)
+    assert one.links == other.links == ((0, 1),)
+    assert torch.equal(one.couplings, other.couplings)
+
+
+def test_links_are_pairs_a_matrix_or_a_sparsity():
+    ring = torch.eye(4) + torch.eye(4).roll(1, 0) + torch.eye(4).roll(-1, 0)
+    wanted = {(0, 1), (1, 2), (2, 3), (0, 3)}
+    for links in (sorted(wanted), ring, ring.numpy(), hdnn.Sparsity(R=ring)):
+        assert set(control.Controller(4, 2, links=links).links) == wanted
+    both = hdnn.Sparsity(R=torch.eye(4), S=ring)
+    assert set(control.Controller(4, 2, links=both).links) == wanted
+
+
+def test_edges_of_a_colour_share_no_agent_and_the_order_is_always_the_same():
+    pairs = [(i, k) for i in range(7) for k in range(i + 1, 7)]
+    found = coloured(reversed(pairs))
+    assert found == coloured(pairs)
+    assert sorted(found) == pairs
+    assert coloured([(0, 1), (1, 2), (2, 3)]) == ((0, 1), (2, 3), (1, 2))
+
+
+def test_bad_controllers_are_refused_in_a_sentence():
+    with pytest.raises(ShapeError, match="states must be even"):
+        control.Controller(2, 3, states=3)
+    with pytest.raises(ShapeError, match=r"J must be \(4, 4\), but is \(3, 3\)"):
+        control.Controller(2, 3, J=torch.zeros(3, 3))
+    with pytest.raises(InterconnectionError, match="J must be skew-symmetric"):
+        control.Controller(2, 3, J=torch.eye(4))
+    with pytest.raises(InterconnectionError, match="dissipation must be finite and >= 0"):
+        control.Controller(2, 3, dissipation=-1.0)
+    with pytest.raises(ShapeError, match=r"dissipation must be a number, \(4,\) or \(2, 4\)"):
+        control.Controller(2, 3, dissipation=[1.0, 2.0])
+    with pytest.raises(ShapeError, match="agents must be a whole number >= 1"):
+        control.Controller(0, 3)
+    with pytest.raises(SparsityError, match=r"but one is \(0, 2\)"):
+        control.Controller(2, 3, links=[(0, 2)])
+    with pytest.raises(SparsityError, match=r"links must be \(2, 2\), a row an agent"):
+        control.Controller(2, 3, links=torch.eye(3))
+    with pytest.raises(SparsityError, match="links must be symmetric"):
+        control.Controller(2, 3, links=np.array([[1, 1], [0, 1]]))
+
+
+def test_a_controller_starts_with_the_same_weights_in_all_steps_and_tells_its_sizes():
+    controller = control.Controller(3, 5, links=[(0, 1)])
+    assert bool((controller.K[:1] == controller.K).all())
+    sizes = controller.agents, controller.steps, controller.states, controller.inputs
+    assert sizes == (3, 5, 4, 2)
+    assert repr(controller) == "Controller(3 agents, 5 steps, 4 states, 2 inputs, 1 links)"
