@@ -27,6 +27,7 @@ class BlockSparseNetwork(ODENetwork):
 
     @property
     def scheme(self) -> Scheme:
+        """How a layer steps, and what it needs of K and J."""
         return SCHEMES[self.integrator]
 
     def _set_sparsity(self, given: Any) -> None:
