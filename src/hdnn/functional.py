@@ -27,9 +27,11 @@ from hdnn.base.shapes import Shapes, Step, check_tolerance
 from hdnn.engine import prepared
 from hdnn.engine.call import Call
 from hdnn.integrators import implicit, splitting
+from hdnn.integrators.implicit import SeveralSolutionsWarning
 from hdnn.reference import partial_H
 
 __all__ = [
+    "SeveralSolutionsWarning",
     "discrete_gradient",
     "energy",
     "h1",

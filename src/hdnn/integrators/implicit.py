@@ -30,7 +30,18 @@ MAX_ITER = 50
 
 
 class SeveralSolutionsWarning(UserWarning):
-    """An inverse that is not unique: a layer takes several states y_0 to the same y_1."""
+    """An inverse that is not unique: a layer takes several states y_0 to the same y_1.
+
+    Examples:
+        >>> import warnings, hdnn, torch
+        >>> like = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+        >>> y = 2 * torch.randn(30, 4, **like)
+        >>> net = hdnn.ImplicitH2(4, 1, step=1.0, activation="sin", init="paper", **like)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     start = net.inverse(net(y))
+        >>> caught[0].category.__name__
+        'SeveralSolutionsWarning'
+    """
 
 
 def solve(
