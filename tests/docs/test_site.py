@@ -83,6 +83,16 @@ def test_errors_lead_to_their_pages(site: Path, pages):
         assert f"hdnn.errors.{error}.html#hdnn.errors.{error}" in links
 
 
+def test_every_page_has_a_title_of_its_own(site: Path):
+    titles: dict[str, str] = {}
+    for path in sorted(site.rglob("*.html")):
+        (title,) = re.findall(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.S)[:1]
+        if path.relative_to(site).as_posix() not in SERVER_ONLY:
+            assert titles.setdefault(title, path.name) == path.name
+    name = (site / "api" / "hdnn.H2.html").read_text(encoding="utf-8")
+    assert '<meta name="description" content="Semi-implicit Euler' in name
+
+
 def test_every_picture_has_words_for_those_who_cannot_see_it(pages):
     assert [(path.name, page.wordless) for path, page in pages.items() if page.wordless] == []
 

@@ -184,8 +184,9 @@ def markdown(result: dict[str, Any]) -> str:
             f"{accuracy} | {above} | {paper}"
         )
     head = f"network | parameters | epochs | seeds | test | above {over} | the paper's"
+    longest = max(row["epochs"] for row in result["rows"])
     lines = [
-        f"# Table IV: {result['data']}",
+        f"# Table IV: {result['data']}, {longest} epochs",
         "",
         f"`{result['command']}`,",
         f"{result['device']}.{runner.about_images(result['remark'])}",
