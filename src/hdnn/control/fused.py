@@ -23,6 +23,7 @@ from hdnn.engine.kernels import closed_loop
 from hdnn.errors import ConvergenceError
 
 GROUPS = 8  # of samples that share sums: fixed, so that the bits do not depend on threads
+UNROLLED = 4  # states of a controller up to which loops are compiled for just that number
 COMPILING = "hdnn: compiling the kernels of closed loops for this processor (once, a minute)"
 
 _lock = threading.Lock()
@@ -93,10 +94,10 @@ class _Run(torch.autograd.Function):
             np.empty((keep, steps, edges[1], 2 * c)),
         )
         failed = np.zeros((GROUPS, 4), dtype=np.int64)
-        run, parts = kernels()[0], _sorted(arrays, links)
+        run, parts, size = kernels()[0], _sorted(arrays, links), _size(c)
 
         def group(j: int, low: int, high: int) -> None:
-            run(start[low:high], first, *parts, tuple(k[low:high] for k in kept), failed[j])
+            run(size, start[low:high], first, *parts, tuple(k[low:high] for k in kept), failed[j])
 
         _each_group(B, run, group)
         for kind, t, which, _ in failed:
@@ -122,17 +123,23 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
     _, first, links = ctx.given
     arrays, kept, run = ctx.arrays, ctx.kept, kernels()[1]
     g, parts = grads[0].contiguous().numpy(), _sorted(arrays, links)
+    size = _size(arrays[0].shape[-1])
     B, dy = len(g), np.empty_like(kept[0][:, 0])
     found = [[np.zeros_like(a) for a in arrays] for _ in range(min(B, GROUPS))]
 
     def group(j: int, low: int, high: int) -> None:
         K, b, M, U, u, V, v, W, L, l_, C = found[j]
         to = (K, b), (M, U, u, V, v, W), (L, l_), C, dy[low:high]
-        run(g[low:high], first, *parts, tuple(k[low:high] for k in kept), to)
+        run(size, g[low:high], first, *parts, tuple(k[low:high] for k in kept), to)
 
     _each_group(B, run, group)
     sums = [sum(each[1:], each[0]) for each in zip(*found, strict=True)] if found else arrays
     return torch.from_numpy(dy), *(torch.from_numpy(s) for s in sums), None
+
+
+def _size(c: int) -> Any:
+    """c as the kernel takes it: small ones are compiled each by itself."""
+    return (0,) * c if c <= UNROLLED else np.zeros(c)
 
 
 def _sorted(arrays: list[np.ndarray], links: Any) -> tuple[Any, ...]:

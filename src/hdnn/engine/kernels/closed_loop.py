@@ -25,6 +25,9 @@ LAST = 1e-8
 ROUNDING = 64 * EPS  # a residual relative to its terms that cannot be made smaller
 SMALLEST = 1e-5  # step along the curve of solutions with smaller h, where Newton fails at first
 
+# `size` is a tuple of c entries, so that loops have a length that is known when they are compiled;
+# or an array of that length.
+
 # Rows of scratch memory, of c numbers each: where the chords start and what that sums, the chords,
 # their slopes in both ends, f = K^T chords; the increment, what of it is known, and what is left.
 Z, TERMS, PHI, D, E, F, DELTA, KNOWN, LEFT, SHIFT, STEP, TRIAL, KEPT = range(13)
@@ -50,7 +53,7 @@ def compiled(njit: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 def _chord(m, d):  # pragma: kernel
     """The mean of tanh over m - d .. m + d, and its derivatives in both ends, m + d first."""
-    t = math.tanh(m)
+    t = 1 - 2 / (math.exp(2 * m) + 1)  # quicker than tanh, and right to rounding of 1
     if abs(d) < CLOSE:
         u, s, q = 1 - t * t, t * t, d * d
         t2, t3 = -2 * t * u, u * (6 * s - 2)
@@ -60,38 +63,41 @@ def _chord(m, d):  # pragma: kernel
         in_m = u + q * (t3 / 6 + q * t5 / 120)
         in_d = d * (t2 / 3 + q * (t4 / 30 + q * t6 / 840))
         return value, 0.5 * (in_m + in_d), 0.5 * (in_m - in_d)
-    e = math.tanh(d)
+    e = math.expm1(2 * d)
+    e = e / (e + 2) if abs(d) < 20 else math.copysign(1.0, d)  # tanh d
     x = t * e
     if abs(x) < 0.9:  # cosh(m + d) / cosh(m - d) = (1 + x) / (1 - x)
-        value = 0.5 * math.log1p(2 * x / (1 - x)) / d
-        return value, 0.5 * ((t + e) / (1 + x) - value) / d, 0.5 * (value - (t - e) / (1 - x)) / d
+        half, rest = 0.5 / d, 1 / (1 - x * x)
+        value = half * math.log1p(2 * x * (1 + x) * rest)
+        after, before = (t + e) * (1 - x) * rest, (t - e) * (1 + x) * rest
+        return value, half * (after - value), half * (value - before)
     a, b = abs(m - d), abs(m + d)  # log cosh x = |x| + log(1 + exp(-2 |x|)) - log 2
     value = 0.5 * (b - a + math.log1p(math.exp(-2 * b)) - math.log1p(math.exp(-2 * a))) / d
     after, before = math.tanh(m + d), math.tanh(m - d)
     return value, 0.5 * (after - value) / d, 0.5 * (value - before) / d
 
 
-def _times(A, x, y):  # pragma: kernel
+def _times(size, A, x, y):  # pragma: kernel
     """y = A x."""
-    for i in range(A.shape[0]):
+    for i in range(len(size)):
         s = 0.0
-        for j in range(A.shape[1]):
+        for j in range(len(size)):
             s += A[i, j] * x[j]
         y[i] = s
 
 
-def _times_T(A, x, y):  # pragma: kernel
+def _times_T(size, A, x, y):  # pragma: kernel
     """y = A^T x."""
-    for j in range(A.shape[1]):
+    for j in range(len(size)):
         s = 0.0
-        for i in range(A.shape[0]):
+        for i in range(len(size)):
             s += A[i, j] * x[i]
         y[j] = s
 
 
-def _product(A, B, C):  # pragma: kernel
+def _product(size, A, B, C):  # pragma: kernel
     """C = A B, all square."""
-    c = A.shape[0]
+    c = len(size)
     for i in range(c):
         for j in range(c):
             s = 0.0
@@ -100,9 +106,9 @@ def _product(A, B, C):  # pragma: kernel
             C[i, j] = s
 
 
-def _product_T(A, B, C):  # pragma: kernel
+def _product_T(size, A, B, C):  # pragma: kernel
     """C = A B^T, all square."""
-    c = A.shape[0]
+    c = len(size)
     for i in range(c):
         for j in range(c):
             s = 0.0
@@ -111,18 +117,18 @@ def _product_T(A, B, C):  # pragma: kernel
             C[i, j] = s
 
 
-def _rows(K, delta, v):  # pragma: kernel
+def _rows(size, K, delta, v):  # pragma: kernel
     """The chords from z to z + K delta and their slopes, and f = K^T chords."""
-    _times(K, delta, v[SHIFT])
-    for r in range(K.shape[0]):
+    _times(size, K, delta, v[SHIFT])
+    for r in range(len(size)):
         d = 0.5 * v[SHIFT, r]
         v[PHI, r], v[D, r], v[E, r] = _chord(v[Z, r] + d, d)
-    _times_T(K, v[PHI], v[F])
+    _times_T(size, K, v[PHI], v[F])
 
 
-def _slopes(K, slope, S):  # pragma: kernel
+def _slopes(size, K, slope, S):  # pragma: kernel
     """S = K^T diag(slope) K."""
-    c = K.shape[0]
+    c = len(size)
     for i in range(c):
         for j in range(i + 1):
             s = 0.0
@@ -132,9 +138,9 @@ def _slopes(K, slope, S):  # pragma: kernel
             S[j, i] = s
 
 
-def _solve(A, x):  # pragma: kernel
+def _solve(size, A, x):  # pragma: kernel
     """x becomes A^-1 x by elimination with pivots; A is overwritten."""
-    c = A.shape[0]
+    c = len(size)
     for k in range(c):
         p = k
         for i in range(k + 1, c):
@@ -157,10 +163,10 @@ def _solve(A, x):  # pragma: kernel
         x[k] = s / A[k, k]
 
 
-def _largest(x):  # pragma: kernel
+def _largest(size, x):  # pragma: kernel
     """The largest size of an entry; infinite if one is NaN."""
     most = 0.0
-    for i in range(x.shape[0]):
+    for i in range(len(size)):
         if not abs(x[i]) < np.inf:
             return np.inf
         most = max(most, abs(x[i]))
@@ -170,41 +176,41 @@ def _largest(x):  # pragma: kernel
 # An agent by itself: delta = share (k + M f), f = K^T chord(z, z + K delta)
 
 
-def _own_residual(K, M, share, delta, v):  # pragma: kernel
+def _own_residual(size, K, M, share, delta, v):  # pragma: kernel
     """What is left of delta = share (k + M f), and its largest entry."""
-    _rows(K, delta, v)
-    _times(M, v[F], v[LEFT])
-    for i in range(K.shape[0]):
+    _rows(size, K, delta, v)
+    _times(size, M, v[F], v[LEFT])
+    for i in range(len(size)):
         v[LEFT, i] = delta[i] - share * (v[KNOWN, i] + v[LEFT, i])
-    return _largest(v[LEFT])
+    return _largest(size, v[LEFT])
 
 
-def _own_newton(K, M, share, v, m):  # pragma: kernel
+def _own_newton(size, K, M, share, v, m):  # pragma: kernel
     """A Newton step into v[STEP]; true if it was the last, and delta and f are found."""
-    c, S, J = K.shape[0], m[0], m[1]
-    _slopes(K, v[D], S)
-    _product(M, S, J)
+    c, S, J = len(size), m[0], m[1]
+    _slopes(size, K, v[D], S)
+    _product(size, M, S, J)
     for i in range(c):
         for j in range(c):
             J[i, j] *= -share
         J[i, i] += 1
         v[STEP, i] = -v[LEFT, i]
-    _solve(J, v[STEP])
-    _times(K, v[STEP], v[SHIFT])
-    if not _largest(v[SHIFT]) <= LAST + ROUNDING * _largest(v[TERMS]):
+    _solve(size, J, v[STEP])
+    _times(size, K, v[STEP], v[SHIFT])
+    if not _largest(size, v[SHIFT]) <= LAST + ROUNDING * _largest(size, v[TERMS]):
         return False
     for r in range(c):
         v[PHI, r] += v[D, r] * v[SHIFT, r]
-    _times_T(K, v[PHI], v[F])
-    _times(M, v[F], v[DELTA])
+    _times_T(size, K, v[PHI], v[F])
+    _times(size, M, v[F], v[DELTA])
     for i in range(c):
         v[DELTA, i] = share * (v[KNOWN, i] + v[DELTA, i])
     return True
 
 
-def _rounding(K, M, v):  # pragma: kernel
+def _rounding(size, K, M, v):  # pragma: kernel
     """Whether what is left is rounding only: relative to all terms that it sums."""
-    c = K.shape[0]
+    c = len(size)
     for i in range(c):
         v[STEP, i] = abs(v[DELTA, i]) + abs(v[KNOWN, i])
     for r in range(c):
@@ -212,42 +218,42 @@ def _rounding(K, M, v):  # pragma: kernel
         for j in range(c):
             for i in range(c):
                 v[STEP, i] += abs(M[i, j]) * abs(K[r, j]) * x
-    return _largest(v[LEFT]) <= ROUNDING * _largest(v[STEP])
+    return _largest(size, v[LEFT]) <= ROUNDING * _largest(size, v[STEP])
 
 
-def _own_steps(K, M, share, v, m):  # pragma: kernel
+def _own_steps(size, K, M, share, v, m):  # pragma: kernel
     """Damped Newton steps from v[DELTA] on; whether they arrived."""
-    size = _own_residual(K, M, share, v[DELTA], v)
+    left = _own_residual(size, K, M, share, v[DELTA], v)
     for _ in range(NEWTON):
-        if not size < np.inf:
+        if not left < np.inf:
             return False
-        if _own_newton(K, M, share, v, m):
+        if _own_newton(size, K, M, share, v, m):
             return True
-        t, before = 1.0, size
+        t, before = 1.0, left
         for _ in range(HALVINGS):
-            for i in range(K.shape[0]):
+            for i in range(len(size)):
                 v[TRIAL, i] = v[DELTA, i] + t * v[STEP, i]
-            size = _own_residual(K, M, share, v[TRIAL], v)
-            if size < (1 - 1e-4 * t) * before:
+            left = _own_residual(size, K, M, share, v[TRIAL], v)
+            if left < (1 - 1e-4 * t) * before:
                 break
             t *= 0.5
-        for i in range(K.shape[0]):
+        for i in range(len(size)):
             v[DELTA, i] = v[TRIAL, i]
-        if not size < before:
-            return _rounding(K, M, v)
+        if not left < before:
+            return _rounding(size, K, M, v)
     return False
 
 
-def _found(K, M, v, m):  # pragma: kernel
-    """v[DELTA] from the guess in it; else along the curve of solutions for smaller steps h."""
-    if _own_steps(K, M, 1.0, v, m):
+def _found(size, K, M, v, m):  # pragma: kernel
+    """v[DELTA] from 0 on; else along the curve of solutions for smaller steps h."""
+    if _own_steps(size, K, M, 1.0, v, m):
         return True
     v[KEPT] = 0
     share, step = 0.0, 0.25
     while share < 1:
         aim = min(1.0, share + step)
         v[DELTA] = v[KEPT]
-        if _own_steps(K, M, aim, v, m):
+        if _own_steps(size, K, M, aim, v, m):
             v[KEPT] = v[DELTA]
             share, step = aim, 2 * step
         else:
@@ -261,84 +267,84 @@ def _found(K, M, v, m):  # pragma: kernel
 # quick, but rounding grows with the weights twice: where it fails, both are solved for as one.
 
 
-def _pair_residual(K, L, B, d, v, w):  # pragma: kernel
+def _pair_residual(size, K, L, B, d, v, w):  # pragma: kernel
     """What is left of d = B f_2, where e follows from d; and its largest entry."""
-    _rows(K, d, v)
-    _times_T(B, v[F], w[DELTA])
-    for j in range(B.shape[0]):
+    _rows(size, K, d, v)
+    _times_T(size, B, v[F], w[DELTA])
+    for j in range(len(size)):
         w[DELTA, j] = -w[DELTA, j]
-    _rows(L, w[DELTA], w)
-    _times(B, w[F], v[LEFT])
-    for i in range(B.shape[0]):
+    _rows(size, L, w[DELTA], w)
+    _times(size, B, w[F], v[LEFT])
+    for i in range(len(size)):
         v[LEFT, i] = d[i] - v[LEFT, i]
-    return _largest(v[LEFT])
+    return _largest(size, v[LEFT])
 
 
-def _pair_newton(K, L, B, v, w, m):  # pragma: kernel
+def _pair_newton(size, K, L, B, v, w, m):  # pragma: kernel
     """A Newton step into v[STEP]; true if it was the last, and d, e and both f are found."""
-    c, S, J, P = K.shape[0], m[0], m[1], m[2]
-    _slopes(L, w[D], S)
-    _product(B, S, P)
-    _product_T(P, B, S)
-    _slopes(K, v[D], P)
-    _product(S, P, J)
+    c, S, J, P = len(size), m[0], m[1], m[2]
+    _slopes(size, L, w[D], S)
+    _product(size, B, S, P)
+    _product_T(size, P, B, S)
+    _slopes(size, K, v[D], P)
+    _product(size, S, P, J)
     for i in range(c):
         J[i, i] += 1
         v[STEP, i] = -v[LEFT, i]
-    _solve(J, v[STEP])
-    close = LAST + ROUNDING * max(_largest(v[TERMS]), _largest(w[TERMS]))
-    _times(K, v[STEP], v[SHIFT])
-    if not _largest(v[SHIFT]) <= close:
+    _solve(size, J, v[STEP])
+    close = LAST + ROUNDING * max(_largest(size, v[TERMS]), _largest(size, w[TERMS]))
+    _times(size, K, v[STEP], v[SHIFT])
+    if not _largest(size, v[SHIFT]) <= close:
         return False
     for r in range(c):
         w[STEP, r] = v[PHI, r] + v[D, r] * v[SHIFT, r]
-    _times_T(K, w[STEP], v[TRIAL])  # f_1
-    _times_T(B, v[TRIAL], w[TRIAL])  # -e
+    _times_T(size, K, w[STEP], v[TRIAL])  # f_1
+    _times_T(size, B, v[TRIAL], w[TRIAL])  # -e
     for j in range(c):
         w[STEP, j] = -w[TRIAL, j] - w[DELTA, j]
-    _times(L, w[STEP], w[SHIFT])
-    if not _largest(w[SHIFT]) <= close:
+    _times(size, L, w[STEP], w[SHIFT])
+    if not _largest(size, w[SHIFT]) <= close:
         return False
     for r in range(c):
         w[PHI, r] += w[D, r] * w[SHIFT, r]
-    _times_T(L, w[PHI], w[F])
-    _times(B, w[F], w[STEP])  # d
+    _times_T(size, L, w[PHI], w[F])
+    _times(size, B, w[F], w[STEP])  # d
     for i in range(c):
         v[LEFT, i] = w[STEP, i] - v[DELTA, i] - v[STEP, i]
-    _times(K, v[LEFT], v[SHIFT])
-    if not _largest(v[SHIFT]) <= close:
+    _times(size, K, v[LEFT], v[SHIFT])
+    if not _largest(size, v[SHIFT]) <= close:
         return False
     for j in range(c):
         v[F, j], v[DELTA, j], w[DELTA, j] = v[TRIAL, j], w[STEP, j], -w[TRIAL, j]
     return True
 
 
-def _pair_steps(K, L, B, v, w, m):  # pragma: kernel
+def _pair_steps(size, K, L, B, v, w, m):  # pragma: kernel
     """Damped Newton steps from v[DELTA] on; whether they arrived."""
-    size = _pair_residual(K, L, B, v[DELTA], v, w)
+    left = _pair_residual(size, K, L, B, v[DELTA], v, w)
     for _ in range(NEWTON):
-        if not size < np.inf:
+        if not left < np.inf:
             return False
-        if _pair_newton(K, L, B, v, w, m):
+        if _pair_newton(size, K, L, B, v, w, m):
             return True
-        t, before = 1.0, size
+        t, before = 1.0, left
         for _ in range(HALVINGS):
-            for i in range(K.shape[0]):
+            for i in range(len(size)):
                 v[TRIAL, i] = v[DELTA, i] + t * v[STEP, i]
-            size = _pair_residual(K, L, B, v[TRIAL], v, w)
-            if size < (1 - 1e-4 * t) * before:
+            left = _pair_residual(size, K, L, B, v[TRIAL], v, w)
+            if left < (1 - 1e-4 * t) * before:
                 break
             t *= 0.5
-        if not size < before:
+        if not left < before:
             return False
-        for i in range(K.shape[0]):
+        for i in range(len(size)):
             v[DELTA, i] = v[TRIAL, i]
     return False
 
 
-def _joined(K, L, B, v, w, whole):  # pragma: kernel
+def _joined(size, K, L, B, v, w, whole):  # pragma: kernel
     """Both agents as one equation of 2 c unknowns."""
-    c, (K2, M, u, m) = K.shape[0], whole
+    c, (K2, M, u, m) = len(size), whole
     K2[:], M[:], u[DELTA], u[KNOWN] = 0, 0, 0, 0
     for i in range(c):
         u[Z, i], u[Z, c + i] = v[Z, i], w[Z, i]
@@ -346,7 +352,7 @@ def _joined(K, L, B, v, w, whole):  # pragma: kernel
         for j in range(c):
             K2[i, j], K2[c + i, c + j] = K[i, j], L[i, j]
             M[i, c + j], M[c + j, i] = B[i, j], -B[i, j]
-    solved = _found(K2, M, u, m)
+    solved = _found(u[KEPT], K2, M, u, m)
     for i in range(c):
         v[DELTA, i], w[DELTA, i] = u[DELTA, i], u[DELTA, c + i]
     return solved
@@ -355,27 +361,28 @@ def _joined(K, L, B, v, w, whole):  # pragma: kernel
 # Substeps: states are changed in place. y is all agents' (N, p + c).
 
 
-def _start(K, b, x, v):  # pragma: kernel
+def _start(size, K, b, x, v):  # pragma: kernel
     """Where the chords start, z = K x + b, and the sizes of what it sums."""
-    for r in range(K.shape[0]):
-        s, size = b[r], abs(b[r])
-        for j in range(K.shape[0]):
+    for r in range(len(size)):
+        s, terms = b[r], abs(b[r])
+        for j in range(len(size)):
             s += K[r, j] * x[j]
-            size += abs(K[r, j] * x[j])
-        v[Z, r], v[TERMS, r] = s, size
+            terms += abs(K[r, j] * x[j])
+        v[Z, r], v[TERMS, r] = s, terms
 
 
-def _own_step(y, i, weights, own, guess, v, m, room):  # pragma: kernel
+def _own_step(size, y, i, weights, own, v, m, room):  # pragma: kernel
     """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved."""
     K, b = weights
     M, U, u, V, c0, W = own
-    c, p = K.shape[1], V.shape[1]
-    _start(K[i], b[i], y[i, p:], v)
-    _times(U[i], y[i], v[KNOWN])
+    c, p = len(size), V.shape[1]
+    _start(size, K[i], b[i], y[i, p:], v)
     for j in range(c):
-        v[KNOWN, j] += u[i, j]
-        v[DELTA, j] = guess[j]
-    if not _found(K[i], M[i], v, m):
+        v[KNOWN, j] = u[i, j]
+        for r in range(p):
+            v[KNOWN, j] += U[i, j, r] * y[i, r]
+        v[DELTA, j] = 0.0
+    if not _found(size, K[i], M[i], v, m):
         return False
     for r in range(p):
         s = c0[i, r]
@@ -387,24 +394,22 @@ def _own_step(y, i, weights, own, guess, v, m, room):  # pragma: kernel
     for r in range(p):
         y[i, r] += room[r]
     for j in range(c):
-        guess[j] = v[DELTA, j]
         y[i, p + j] += v[DELTA, j]
     return True
 
 
-def _pair_step(y, i, k, weights, B, guess, v, w, m, whole):  # pragma: kernel
+def _pair_step(size, y, i, k, weights, B, v, w, m, whole):  # pragma: kernel
     """The controllers of agents i and k along their edge. Whether it was solved."""
     K, b = weights
-    c = K.shape[1]
+    c = len(size)
     p = y.shape[1] - c
-    _start(K[i], b[i], y[i, p:], v)
-    _start(K[k], b[k], y[k, p:], w)
+    _start(size, K[i], b[i], y[i, p:], v)
+    _start(size, K[k], b[k], y[k, p:], w)
     for j in range(c):
-        v[DELTA, j] = guess[j]
-    if not (_pair_steps(K[i], K[k], B, v, w, m) or _joined(K[i], K[k], B, v, w, whole)):
+        v[DELTA, j] = 0.0
+    if not (_pair_steps(size, K[i], K[k], B, v, w, m) or _joined(size, K[i], K[k], B, v, w, whole)):
         return False
     for j in range(c):
-        guess[j] = v[DELTA, j]
         y[i, p + j] += v[DELTA, j]
         y[k, p + j] += w[DELTA, j]
     return True
@@ -423,7 +428,7 @@ def _linear_step(y, i, k, L, c0, kept):  # pragma: kernel
         y[k, r] += q
 
 
-def _forward(y0, first, weights, own, plant, links, kept, failed):  # pragma: kernel
+def _forward(size, y0, first, weights, own, plant, links, kept, failed):  # pragma: kernel
     """All steps of all samples from step `first` on; writes what is kept, or what failed.
 
     weights: K (T, N, c, c) and b; own: the matrices of agents by themselves; plant and links:
@@ -443,12 +448,9 @@ def _forward(y0, first, weights, own, plant, links, kept, failed):  # pragma: ke
         np.zeros((3, two, two)),
     )
     room, y = np.zeros(2 * p), np.zeros((N, n))
-    own_guess, guess = np.zeros((N, c)), np.zeros((E_, c))
     for s in range(B):
         y[:] = y0[s]
         states[s, 0] = y
-        own_guess[:] = 0
-        guess[:] = 0
         for t in range(mids.shape[1]):
             now, turn = (K[min(first + t, T - 1)], b[min(first + t, T - 1)]), (first + t) % 2
             for q in range(P + E_ + 1):
@@ -457,7 +459,7 @@ def _forward(y0, first, weights, own, plant, links, kept, failed):  # pragma: ke
                     if turn:
                         mids[s, t] = y
                     for i in range(N):
-                        if not _own_step(y, i, now, own, own_guess[i], v, m, room):
+                        if not _own_step(size, y, i, now, own, v, m, room):
                             failed[:] = (1, t, i, s)
                             return
                     if not turn:
@@ -473,7 +475,7 @@ def _forward(y0, first, weights, own, plant, links, kept, failed):  # pragma: ke
                     if keep:
                         before[s, t, e, :c] = y[i, p:]
                         before[s, t, e, c:] = y[k, p:]
-                    if not _pair_step(y, i, k, now, C[e], guess[e], v, w, m, whole):
+                    if not _pair_step(size, y, i, k, now, C[e], v, w, m, whole):
                         failed[:] = (2, t, e, s)
                         return
             states[s, t + 1] = y
@@ -482,10 +484,10 @@ def _forward(y0, first, weights, own, plant, links, kept, failed):  # pragma: ke
 # Backwards: g is the gradient in the states after a substep, and becomes that before it
 
 
-def _to_weights(K, x, v, gamma, g, dK, db):  # pragma: kernel
+def _to_weights(size, K, x, v, gamma, g, dK, db):  # pragma: kernel
     """From gamma, the gradient in f = K^T chords, to K, b and the start x of the chords."""
-    c = K.shape[0]
-    _times(K, gamma, v[SHIFT])
+    c = len(size)
+    _times(size, K, gamma, v[SHIFT])
     for r in range(c):
         start, end = v[E, r] * v[SHIFT, r], v[D, r] * v[SHIFT, r]
         db[r] += start + end
@@ -494,7 +496,7 @@ def _to_weights(K, x, v, gamma, g, dK, db):  # pragma: kernel
             g[j] += K[r, j] * start
 
 
-def _own_adjoint(i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # pragma: kernel
+def _own_adjoint(size, i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # pragma: kernel
     """Of the substep of agent i by itself from y to x."""
     (K, b), (M, U, _, V, _, W), (dK, db), (dM, dU, du, dV, dv, dW) = (
         weights,
@@ -502,14 +504,17 @@ def _own_adjoint(i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # p
         to_weights,
         to_own,
     )
-    c, p, A, S = K.shape[1], V.shape[1], m[0], m[1]
-    _start(K[i], b[i], y[p:], v)
+    c, p, A, S = len(size), V.shape[1], m[0], m[1]
+    _start(size, K[i], b[i], y[p:], v)
     for j in range(c):
         v[DELTA, j] = x[p + j] - y[p + j]
-    _rows(K[i], v[DELTA], v)
-    _slopes(K[i], v[D], S)
-    _times_T(W[i], g, v[TRIAL])
-    _times(S, v[TRIAL], v[STEP])
+    _rows(size, K[i], v[DELTA], v)
+    _slopes(size, K[i], v[D], S)
+    for j in range(c):
+        v[TRIAL, j] = 0.0
+        for r in range(p):
+            v[TRIAL, j] += W[i, r, j] * g[r]
+    _times(size, S, v[TRIAL], v[STEP])
     for j in range(c):  # (I - S M^T) STEP = g + S W^T g
         for k in range(c):
             s = 0.0
@@ -518,7 +523,7 @@ def _own_adjoint(i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # p
             A[j, k] = -s
         A[j, j] += 1
         v[STEP, j] += g[p + j]
-    _solve(A, v[STEP])
+    _solve(size, A, v[STEP])
     for j in range(c):
         s = v[TRIAL, j]
         du[i, j] += v[STEP, j]
@@ -545,42 +550,42 @@ def _own_adjoint(i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # p
         g[r] += room[r]
     for j in range(c):
         g[p + j] = v[STEP, j]
-    _to_weights(K[i], y[p:], v, v[LEFT], g[p:], dK[i], db[i])
+    _to_weights(size, K[i], y[p:], v, v[LEFT], g[p:], dK[i], db[i])
 
 
-def _pair_adjoint(i, k, y, x, g, weights, B, to_weights, dB, v, w, m):  # pragma: kernel
+def _pair_adjoint(size, i, k, y, x, g, weights, B, to_weights, dB, v, w, m):  # pragma: kernel
     """Of the substep of the controllers of agents i and k, which were in y, and are now in x."""
     (K, b), (dK, db) = weights, to_weights
-    c, S, P, A = K.shape[1], m[0], m[1], m[2]
+    c, S, P, A = len(size), m[0], m[1], m[2]
     p = g.shape[1] - c
-    _start(K[i], b[i], y[:c], v)
-    _start(K[k], b[k], y[c:], w)
+    _start(size, K[i], b[i], y[:c], v)
+    _start(size, K[k], b[k], y[c:], w)
     for j in range(c):
         v[DELTA, j], w[DELTA, j] = x[i, p + j] - y[j], x[k, p + j] - y[c + j]
-    _rows(K[i], v[DELTA], v)
-    _rows(K[k], w[DELTA], w)
-    _slopes(K[i], v[D], A)
-    _product(A, B, P)
-    _times(P, g[k, p:], v[LEFT])
-    _slopes(K[k], w[D], S)
-    _product_T(S, B, A)
-    _product(P, A, S)
+    _rows(size, K[i], v[DELTA], v)
+    _rows(size, K[k], w[DELTA], w)
+    _slopes(size, K[i], v[D], A)
+    _product(size, A, B, P)
+    _times(size, P, g[k, p:], v[LEFT])
+    _slopes(size, K[k], w[D], S)
+    _product_T(size, S, B, A)
+    _product(size, P, A, S)
     for j in range(c):  # (I + S_1 B S_2 B^T) STEP = g_1 - S_1 B g_2
         S[j, j] += 1
         v[STEP, j] = g[i, p + j] - v[LEFT, j]
-    _solve(S, v[STEP])
-    _times(A, v[STEP], w[STEP])
+    _solve(size, S, v[STEP])
+    _times(size, A, v[STEP], w[STEP])
     for j in range(c):
         w[STEP, j] += g[k, p + j]
-    _times(B, w[STEP], v[LEFT])
-    _times_T(B, v[STEP], w[LEFT])
+    _times(size, B, w[STEP], v[LEFT])
+    _times_T(size, B, v[STEP], w[LEFT])
     for j in range(c):
         v[LEFT, j] = -v[LEFT, j]
         g[i, p + j], g[k, p + j] = v[STEP, j], w[STEP, j]
         for q in range(c):
             dB[j, q] += v[STEP, j] * w[F, q] - v[F, j] * w[STEP, q]
-    _to_weights(K[i], y[:c], v, v[LEFT], g[i, p:], dK[i], db[i])
-    _to_weights(K[k], y[c:], w, w[LEFT], g[k, p:], dK[k], db[k])
+    _to_weights(size, K[i], y[:c], v, v[LEFT], g[i, p:], dK[i], db[i])
+    _to_weights(size, K[k], y[c:], w, w[LEFT], g[k, p:], dK[k], db[k])
     for j in range(c):
         x[i, p + j], x[k, p + j] = y[j], y[c + j]
 
@@ -605,7 +610,7 @@ def _linear_adjoint(i, k, y, x, g, L, dL, d0):  # pragma: kernel
         x[i, r], x[k, r] = y[r], y[p + r]
 
 
-def _backward(grads, first, weights, own, plant, links, kept, found):  # pragma: kernel
+def _backward(size, grads, first, weights, own, plant, links, kept, found):  # pragma: kernel
     """From the gradients in all states to those in the first, and in weights and matrices.
 
     Gradients are added to what `found` holds, in the order of weights, own, plant and links; its
@@ -631,7 +636,9 @@ def _backward(grads, first, weights, own, plant, links, kept, found):  # pragma:
                     if turn:
                         y, after = mids[s, t], states[s, t + 1]
                     for i in range(N):
-                        _own_adjoint(i, y[i], after[i], g[i], now, own, to_now, to_own, v, m, room)
+                        _own_adjoint(
+                            size, i, y[i], after[i], g[i], now, own, to_now, to_own, v, m, room
+                        )
                 elif e <= P:
                     e -= 1
                     i, k, z = plant_edges[e, 0], plant_edges[e, 1], plant_before[s, t, e]
@@ -639,6 +646,6 @@ def _backward(grads, first, weights, own, plant, links, kept, found):  # pragma:
                 else:
                     e -= P + 1
                     i, k, z = edges[e, 0], edges[e, 1], before[s, t, e]
-                    _pair_adjoint(i, k, z, x, g, now, C[e], to_now, dC[e], v, w, m)
+                    _pair_adjoint(size, i, k, z, x, g, now, C[e], to_now, dC[e], v, w, m)
             g += grads[s, t]
         dy[s] = g
