@@ -1,31 +1,17 @@
-"""The site in a browser, opened from the file system and without a network.
-
-A Chromium is taken from the environment variable CHROMIUM or from the PATH.
-"""
+"""The site in a browser, opened from the file system and without a network."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import axe as axe_core
+from chromium import browser as browser
+from chromium import needs_chromium, visits
 
-playwright = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = (
-    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-)
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="there is no Chromium: install one, or name it in CHROMIUM"
-)
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
+pytestmark = needs_chromium
 PAGES = (
     *("index.html", "play.html", "why.html", "start.html", "api/index.html", "api/networks.html"),
     *("api/hdnn.H2.html", "tutorials/first-network.html", "results/index.html", "changelog.html"),
@@ -33,40 +19,15 @@ PAGES = (
 )
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=60_000)
-        yield found
-        found.close()
-
-
 @pytest.fixture
 def visit(browser, site: Path):
-    """Opens a page without a network; whatever it complains of or asks for is a mistake."""
-    contexts, faults = [], []
+    """Opens a page of the site."""
+    with visits(browser, site.as_uri()) as opens:
 
-    def visited(page: str, **options: Any):
-        options = {"viewport": {"width": 1200, "height": 900}, **options}
-        context = browser.new_context(offline=True, **options)
-        contexts.append(context)
-        opened = context.new_page()
-        opened.set_default_timeout(60_000)
-        opened.on("console", lambda message: faults.append(message.text))
-        opened.on("pageerror", lambda error: faults.append(str(error)))
-        opened.on("request", lambda request: asked(request.url))
-        opened.on("requestfailed", lambda request: faults.append(f"no {request.url}"))
-        opened.goto((site / page).as_uri())
-        return opened
+        def visited(page: str, **options: Any):
+            return opens((site / page).as_uri(), **options)
 
-    def asked(url: str) -> None:
-        if not url.startswith((site.as_uri(), "blob:", "data:", "about:")):
-            faults.append(f"a request of {url}")
-
-    yield visited
-    for context in contexts:
-        context.close()
-    assert faults == []
+        yield visited
 
 
 @pytest.mark.parametrize("name", PAGES)

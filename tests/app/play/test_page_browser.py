@@ -1,13 +1,8 @@
-"""The playground in a browser: training, drawing, files, links, keyboard, small screens.
-
-A Chromium is taken from the environment variable CHROMIUM or from the PATH.
-"""
+"""The playground in a browser: training, drawing, files, links, keyboard, small screens."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +11,11 @@ import torch
 
 import axe as axe_core
 import hdnn
+from chromium import browser as browser
+from chromium import needs_chromium, visits
 from hdnn.app.play import build
 
-playwright = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = (
-    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-)
-pytestmark = pytest.mark.skipif(
-    not CHROMIUM, reason="there is no Chromium: install one, or name it in CHROMIUM"
-)
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
+pytestmark = needs_chromium
 CELLS = 100  # of a picture at rest, along each side
 EDGE = 1.2 * 1.08  # of the picture of the Swiss roll
 QUICK = "layers=4&points=400&seed=1"
@@ -51,14 +37,6 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=60_000)
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
 def address(tmp_path_factory):
     path = tmp_path_factory.mktemp("play") / "page.html"
     path.write_text(build.page(), encoding="utf-8")
@@ -67,29 +45,13 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser, address):
-    """Opens the page without a network; whatever it complains of or asks for is a mistake."""
-    contexts, faults = [], []
+    """Opens the page with settings."""
+    with visits(browser, address) as opens:
 
-    def visited(settings: str = "", **options: Any):
-        options = {"viewport": {"width": 1200, "height": 900}, **options}
-        context = browser.new_context(offline=True, accept_downloads=True, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(30_000)
-        page.on("console", lambda message: faults.append(message.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda request: asked(request.url))
-        page.goto(f"{address}#{settings}")
-        return page
+        def visited(settings: str = "", **options: Any):
+            return opens(f"{address}#{settings}", **options)
 
-    def asked(url: str) -> None:
-        if url.partition("#")[0] != address and not url.startswith(("blob:", "data:")):
-            faults.append(f"a request of {url}")
-
-    yield visited
-    for context in contexts:
-        context.close()
-    assert faults == []
+        yield visited
 
 
 def steps(page) -> int:
