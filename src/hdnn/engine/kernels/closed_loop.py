@@ -18,7 +18,7 @@ import numpy as np
 
 EPS = 2.0**-52
 CLOSE = 0.01  # half the distance of two points up to which slopes are taken from a series
-NEWTON, HALVINGS = 40, 16
+NEWTON, HALVINGS = 100, 60  # large weights make long steps, and bends that need short ones
 # A Newton step that moves no argument of a chord by more than this is the last one: what it leaves
 # is its square, far below rounding.
 LAST = 1e-8
