@@ -69,6 +69,7 @@ def test_search_finds_pages_that_are_there(visit, name: str, words: str, wanted:
     found = page.locator(f".md-search-result__link[href*='/api/{wanted}.html']").first
     found.click()
     page.wait_for_url(f"**/api/{wanted}.html*")
+    assert wanted.rpartition(".")[2] in page.title()
     assert wanted in page.inner_text("h1")
 
 
@@ -90,6 +91,7 @@ def test_the_playground_trains_inside_the_site(visit):
     inside.locator("#start").click()
     inside.locator("#status", has_text="Step 1").wait_for()
     inside.locator("#start").click()
+    assert "Step" in inside.locator("#status").inner_text()
 
 
 def test_the_playground_has_the_colours_that_the_reader_chose(visit):
