@@ -765,6 +765,13 @@ def test_compiled_under_autocast_an_X_is_not_read_as_what_it_is_not():
         torch.testing.assert_close(compiled(y), net(y))
 
 
+def test_a_compiler_that_cannot_tell_exports_takes_no_fused_stack(monkeypatch):
+    monkeypatch.delattr(torch.compiler, "is_exporting", raising=False)  # PyTorch before 2.7
+    call = Call(None, "canonical", False, torch.ones(7, 4), (), None, 0.1, None)
+    with pytest.raises(OptionError, match=r"inside torch\.compile of a PyTorch before 2\.7"):
+        compiled.choose(call, "fused", None)
+
+
 def test_a_compiled_stack_takes_checkpoints_where_states_are_many(monkeypatch):
     torch._dynamo.reset()
     prepared._known.clear()

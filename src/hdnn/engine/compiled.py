@@ -19,6 +19,7 @@ from hdnn.engine.backprop import Stored, between
 from hdnn.engine.call import Call, coefficients, with_V
 from hdnn.engine.kernels.protocol import Stack
 from hdnn.engine.tracing import transformed
+from hdnn.errors import OptionError
 
 
 def choose(call: Call, engine: str | None, backprop: str | None) -> Callable[[Call], Tensor] | None:
@@ -26,6 +27,11 @@ def choose(call: Call, engine: str | None, backprop: str | None) -> Callable[[Ca
 
     Exporters always see each layer.
     """
+    if engine == "fused" and not hasattr(torch.compiler, "is_exporting"):
+        raise OptionError(
+            'engine="fused" cannot run inside torch.compile of a PyTorch before 2.7; use '
+            'engine="auto", which compiles the layers one by one there.'
+        )
     settings = Settings(engine=engine or "auto", backprop=backprop or "auto")
     traced = _exporting() or transformed() or not activations.is_registered(call.sigma)
     plan = dispatch.plan_of_call(settings, call, traced=traced)
