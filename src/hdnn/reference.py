@@ -411,13 +411,9 @@ def discrete_gradient(
         >>> torch.allclose(z.norm(), y.norm())  # H = |y|^2 / 2
         True
     """
-    z, B = y @ K.mT + b, ((-h if inverse else h) * times_J(K, J)).mT
-    # A chord has two ends. The solver moves the one that it knows; the other goes along with b.
-    A, B = torch.cat([K, torch.zeros_like(K)], -2), torch.cat([B, torch.zeros_like(B)], -1)
-    a = torch.cat([b.expand_as(z), z], -1)
-    undo = (y, -B, A) if inverse else None
-    where = f"discrete_gradient, layer {j}"
-    return implicit.solve(y, B, A, a, Chord(sigma), where=where, undo=undo, **newton)
+    B, where = ((-h if inverse else h) * times_J(K, J)).mT, f"discrete_gradient, layer {j}"
+    solved = {"where": where, "inverse": inverse, **newton}
+    return implicit.solve_chord(y, B, K, b, Chord(sigma), **solved)
 
 
 # How a stack runs

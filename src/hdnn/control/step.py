@@ -82,7 +82,8 @@ def by_themselves(system: System, y: Tensor, t: int) -> Tensor:
         A = torch.block_diag(system.A[i], K[i])
         a = torch.cat([system.a[i], b[i]])
         where = f"step {t}, agent {i}"
-        moved.append(substep(y[..., i, :], system.h * own[i], A, a, sigma, where))
+        B = (system.h * own[i]) @ A.mT
+        moved.append(implicit.solve_chord(y[..., i, :], B, A, a, sigma, where=where))
     return torch.stack(moved, -2)
 
 
@@ -101,17 +102,10 @@ def along_edges(system: System, y: Tensor, t: int) -> Tensor:
         G = torch.cat([torch.cat([none, C], 1), torch.cat([-C.mT, none], 1)])
         A, a = torch.block_diag(rows[i], rows[k]), torch.cat([offsets[i], offsets[k]])
         pair = torch.cat([agents[i][..., part], agents[k][..., part]], -1)
-        pair = substep(pair, system.h * G, A, a, sigma, f"step {t}, link ({i}, {k})")
+        B, where = (system.h * G) @ A.mT, f"step {t}, link ({i}, {k})"
+        pair = implicit.solve_chord(pair, B, A, a, sigma, where=where)
         for agent, moved in zip((i, k), pair.chunk(2, -1), strict=True):
             whole = [agents[agent][..., :p], agents[agent][..., p:]]
             whole[0 if part.start == 0 else 1] = moved
             agents[agent] = torch.cat(whole, -1)
     return torch.stack(agents, -2)
-
-
-def substep(y: Tensor, G: Tensor, A: Tensor, a: Tensor, sigma: Chord, where: str) -> Tensor:
-    """The x with x = y + G A^T chord(A y + a, A x + a)."""
-    z, B = y @ A.mT + a, G @ A.mT
-    # A chord has two ends. The solver moves the one that it knows; the other goes along with a.
-    A, B = torch.cat([A, torch.zeros_like(A)], -2), torch.cat([B, torch.zeros_like(B)], -1)
-    return implicit.solve(y, B, A, torch.cat([a.expand_as(z), z], -1), sigma, where=where)

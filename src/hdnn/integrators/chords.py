@@ -10,6 +10,7 @@ would lose digits; far points by s, where a rule would not be exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ NEAR = 0.5  # half the distance of two points from which on the difference of s 
 # Up to there Gauss's rule of ten points is exact to rounding for what is smooth as these are. For
 # others it is compared with a smaller rule: where they differ, there is a kink between the points.
 SMOOTH = ("tanh", "sigmoid", "softplus", "gelu", "silu", "sin")
-RULES = [np.polynomial.legendre.leggauss(nodes) for nodes in (10, 7)]
+NODES = (10, 7)
 AGREE = 1e-11
 
 
@@ -153,7 +154,8 @@ def _mean(sigma: Activation, name: str, m: Tensor, d: Tensor) -> tuple[Tensor, T
     near = d.abs() < NEAR
     step, function = torch.where(near, d, 0), getattr(sigma, name)
     found = []
-    for points, weights in RULES[: 1 if sigma.name in SMOOTH else 2]:
+    for nodes in NODES[: 1 if sigma.name in SMOOTH else 2]:
+        points, weights = _gauss(nodes)
         t = 0.5 * (1 + points)
         rate = 0.5 * weights * (t if name == "slope" else 1)
         x, rate = (torch.from_numpy(v).to(m).view(-1, *[1] * m.ndim) for v in (points, rate))
@@ -162,6 +164,12 @@ def _mean(sigma: Activation, name: str, m: Tensor, d: Tensor) -> tuple[Tensor, T
         tol = max(AGREE, 16 * torch.finfo(m.dtype).eps)
         near &= (found[0] - found[1]).abs() <= tol * (1 + found[0].abs())
     return near, found[0]
+
+
+@cache
+def _gauss(nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points and weights of Gauss's rule; not at import, as NumPy loads its polynomials for it."""
+    return np.polynomial.legendre.leggauss(nodes)
 
 
 def _size(x: Tensor) -> Tensor:

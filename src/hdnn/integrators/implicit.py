@@ -80,6 +80,29 @@ def solve(
     return run(c, B, A, a, activation.name, tol, max_iter, where, *layer)
 
 
+def solve_chord(
+    y: Tensor,
+    B: Tensor,
+    A: Tensor,
+    a: Tensor,
+    chord: Chord,
+    *,
+    where: str,
+    inverse: bool = False,
+    **newton: Any,
+) -> Tensor:
+    """The x (*batch, k) with x = y + B chord(A y + a, A x + a); A (r, k), B (k, r), a (r,).
+
+    `inverse` makes it the inverse of the layer with -B.
+    """
+    z = y @ A.mT + a
+    # A chord has two ends. The solver moves the one that it knows; the other goes along with a.
+    A, B = torch.cat([A, torch.zeros_like(A)], -2), torch.cat([B, torch.zeros_like(B)], -1)
+    undo = (y, -B, A) if inverse else None
+    a = torch.cat([a.expand_as(z), z], -1)
+    return solve(y, B, A, a, chord, where=where, undo=undo, **newton)
+
+
 @torch.library.custom_op("hdnn::solve_implicit", mutates_args=())
 def _solve(
     c: Tensor,
