@@ -2,22 +2,33 @@
 
 A `Plant` and its `Controller` exchange energy through ports, and neighbours do so along the links
 of a graph. A `ClosedLoop` simulates them by steps whose energy balance is exact, so that no weights
-and no step size can make it unstable; `costs` are what a training minimises.
+and no step size can make it unstable. A `LoopProblem` says where agents start and what their `Cost`
+is, and a `LoopTraining` minimises it.
 """
 
 from hdnn.control import costs
 from hdnn.control.certificate import Balance, LoopCertificate
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
+from hdnn.control.objective import Cost
 from hdnn.control.plants import Plant, microgrid, oscillators, robots
+from hdnn.control.problems import LoopProblem, load_problem
+from hdnn.control.scenarios import crossing, crowd
+from hdnn.control.training import LoopTraining
 
 __all__ = [
     "Balance",
     "ClosedLoop",
     "Controller",
+    "Cost",
     "LoopCertificate",
+    "LoopProblem",
+    "LoopTraining",
     "Plant",
     "costs",
+    "crossing",
+    "crowd",
+    "load_problem",
     "microgrid",
     "oscillators",
     "robots",

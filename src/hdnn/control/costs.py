@@ -8,14 +8,30 @@ import torch
 from torch import Tensor
 
 from hdnn.control.controller import Controller
-from hdnn.errors import DataError, OptionError, ShapeError, as_float, positive_float, quoted
+from hdnn.control.loop import ClosedLoop
+from hdnn.errors import (
+    DataError,
+    OptionError,
+    ShapeError,
+    as_float,
+    int_from,
+    positive_float,
+    quoted,
+)
 
-__all__ = ["barrier", "check_apart", "collisions", "effort", "smoothness", "tracking"]
+__all__ = ["barrier", "check_apart", "collisions", "effort", "end", "smoothness", "tracking"]
 
 Pairs = Sequence[tuple[int, int]]
 
 
-def tracking(trajectory: Tensor, targets: Tensor, *, step: float, discount: float = 0.95) -> Tensor:
+def tracking(
+    trajectory: Tensor,
+    targets: Tensor,
+    *,
+    step: float,
+    discount: float = 0.95,
+    horizon: int | None = None,
+) -> Tensor:
     """How far the agents are from their targets: `h sum_j discount^(T - t_j) |x_j - target|^2`.
 
     Args:
@@ -23,12 +39,13 @@ def tracking(trajectory: Tensor, targets: Tensor, *, step: float, discount: floa
         targets: `(N, k)`, for the first k states of each agent.
         step: h; T is the time at the end.
         discount: what a unit of time before the end multiplies the cost by, above 0 and at most 1.
+        horizon: the step at which T lies, by default the last; what comes later counts in full.
 
     Returns:
         The mean over all samples.
 
     Raises:
-        ShapeError: if there is not a target for each agent.
+        ShapeError: if there is not a target for each agent, or the horizon is not >= 1.
         StepError: if the step is not > 0.
         OptionError: if the discount is out of range.
 
@@ -47,7 +64,8 @@ def tracking(trajectory: Tensor, targets: Tensor, *, step: float, discount: floa
             f"{tuple(targets.shape)}."
         )
     apart = trajectory[..., : targets.shape[1]] - targets.to(trajectory)
-    left = h * torch.arange(len(trajectory) - 1, -1, -1).to(trajectory)
+    last = len(trajectory) - 1 if horizon is None else int_from(1, "horizon", horizon)
+    left = h * (last - torch.arange(len(trajectory))).clamp(min=0).to(trajectory)
     squares = apart.square().sum((-2, -1)).reshape(len(left), -1).mean(1)
     return h * (rate**left * squares).sum()
 
@@ -108,10 +126,32 @@ def barrier(
         tensor(88.8724)
     """
     h, far = positive_float("step", step), positive_float("distance", distance) ** 2
-    squares = _squares(trajectory, dimensions, pairs)
+    squares = between(trajectory, dimensions, pairs)
     price = 1 / (squares + 1e-3) - 1 / (far + 1e-3)
     price = torch.where(squares < far, price, torch.zeros_like(price)).sum(-1)
     return h * price.reshape(len(price), -1).mean(1).sum()
+
+
+def end(loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+    """The energy in the last state, by the last weights: it bounds all that follows.
+
+    Args:
+        loop: whose energy.
+        trajectory: states `(steps + 1, *batch, N, n)`.
+
+    Returns:
+        The mean over all samples.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> plant = control.robots(torch.tensor([[1.0, 0.0]]))
+        >>> loop = control.ClosedLoop(plant, control.Controller(1, steps=10))
+        >>> trajectory = loop(loop.start(torch.zeros(3, 1, 4)))
+        >>> bool(control.costs.end(loop, trajectory) < control.costs.end(loop, trajectory[:1]))
+        True
+    """
+    return loop.energy(trajectory[-1], max(len(trajectory) - 2, 0)).mean()
 
 
 def smoothness(controller: Controller) -> Tensor:
@@ -157,7 +197,7 @@ def collisions(
         (tensor([False]), tensor([True]))
     """
     far = positive_float("distance", distance) ** 2
-    return (_squares(trajectory, dimensions, pairs) < far).any(-1).any(0)
+    return (between(trajectory, dimensions, pairs) < far).any(-1).any(0)
 
 
 def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> None:
@@ -180,7 +220,7 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
         hdnn.errors.DataError: agents 0 and 1 start in a collision: ...
     """
     far = positive_float("distance", distance) ** 2
-    squares = _squares(y, dimensions, None)
+    squares = between(y, dimensions, None)
     near = (squares < far).nonzero()
     if len(near):
         i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1)[:, near[0, -1]].tolist()
@@ -191,7 +231,7 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
         )
 
 
-def _squares(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
+def between(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
     """Squared distances of pairs of agents, `(*batch, pairs)`."""
     if pairs is None:
         i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1, device=y.device)

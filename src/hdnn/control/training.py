@@ -1,0 +1,274 @@
+"""Training of closed loops: Adam on the cost of a horizon, from fresh starts in each iteration."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hdnn.base.files import as_path
+from hdnn.base.progress import ProgressLine
+from hdnn.control import costs
+from hdnn.control.certificate import LoopCertificate
+from hdnn.control.problems import LoopProblem, load_problem
+from hdnn.errors import CheckpointError, TrainingError, flag, int_from, positive_float, positive_int
+from hdnn.training import checkpoint, identity
+from hdnn.training.interrupt import DeferredInterrupt
+from hdnn.training.schedule import cosine
+
+SAVE_EVERY = 2.0  # seconds between checkpoints
+WARM_UP = 10  # iterations in which the rate rises
+LOWEST = 0.02  # of the rate, at the end
+TERMS = ("state", "effort", "barrier", "smoothness", "end")
+
+
+class LoopTraining:
+    """Train the controllers of a problem, in place; `run` does it, or goes on with it.
+
+    In each iteration the loop is simulated over one horizon from a batch of fresh random starts,
+    and Adam takes a step. The rate rises for 10 iterations, then falls to 2% as a cosine. Starts
+    follow from the seed and the number of the iteration; those in which agents would collide from
+    the start are drawn again.
+
+    With a folder, a training that was interrupted or killed goes on to the very bits that it would
+    have had: `LoopTraining.resume(folder).run()`. It also keeps the problem with its weights there,
+    for `load_problem`, and a log with a line an iteration.
+
+    Args:
+        problem: whose controllers.
+        iterations: how many.
+        batch: starts an iteration.
+        rate: the largest rate of Adam.
+        seed: of the starts.
+        folder: where to keep all that is needed to go on; by default nowhere.
+        resume: go on with the training in `folder`, or begin there if it is empty.
+
+    Raises:
+        ShapeError: if iterations, batch or seed are no whole numbers in range.
+        StepError: if the rate is not > 0.
+        CheckpointError: if the folder cannot be used, holds a training and is not to be resumed, or
+            holds another one.
+
+    Examples:
+        >>> from hdnn import control
+        >>> problem = control.crossing("ring", steps=10)
+        >>> training = control.LoopTraining(problem, iterations=3, batch=2)
+        >>> history = training.run(progress=False)
+        >>> training.done, len(history["cost"])
+        (3, 3)
+        >>> training.certify().holds
+        True
+    """
+
+    def __init__(
+        self,
+        problem: LoopProblem,
+        *,
+        iterations: int = 300,
+        batch: int = 16,
+        rate: float = 0.1,
+        seed: int = 0,
+        folder: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.problem, self.loop = problem, problem.loop
+        self.iterations = positive_int("iterations", iterations)
+        self.batch, self.seed = positive_int("batch", batch), int_from(0, "seed", seed)
+        self.rate = positive_float("rate", rate)
+        self.weights = [p for p in self.loop.parameters() if p.requires_grad]
+        if not self.weights:
+            raise TrainingError(
+                "all weights of the controllers are frozen; nothing can be trained."
+            )
+        self.optimizer = torch.optim.Adam(self.weights, lr=self.rate)
+        self.history: dict[str, list[float]] = {
+            name: [] for name in ("cost", *TERMS, "distance", "rate")
+        }
+        self.done, self.seconds = 0, 0.0
+        self.options = {**self._chosen(), **_identity(problem)}
+        self.folder = checkpoint.open_folder(folder, flag("resume", resume))
+        if self.folder is not None:
+            with checkpoint.locked(self.folder):
+                saved = checkpoint.read(self.folder, self.options)
+                if saved is None:
+                    self._save()
+                else:
+                    self._restore(saved)
+
+    @classmethod
+    def resume(cls, folder: str | os.PathLike[str]) -> Self:
+        """The training that a folder holds, with its problem, as it was when last saved.
+
+        Args:
+            folder: the folder.
+
+        Returns:
+            A training; `run` goes on with it.
+
+        Raises:
+            CheckpointError: if the folder holds no training, or if it is damaged.
+        """
+        path = as_path(folder)
+        problem, saved = load_problem(path), checkpoint.read(path, {})
+        if saved is None:
+            raise CheckpointError(f"{path} holds no training; begin one with LoopTraining(..).")
+        with checkpoint.understood(saved.path):
+            chosen = {
+                name: saved.state["options"][name]
+                for name in ("iterations", "batch", "rate", "seed")
+            }
+        training = cls(problem, **chosen)
+        training.options, training.folder = saved.state["options"], path
+        training._restore(saved)
+        return training
+
+    def run(
+        self,
+        progress: bool = True,
+        *,
+        until: int | None = None,
+        callback: Callable[[Self], bool | None] | None = None,
+    ) -> dict[str, list[float]]:
+        """Train to the end, or up to an iteration.
+
+        Args:
+            progress: show one line while a person waits at a terminal.
+            until: the number of iterations after which to return; by default all.
+            callback: called with this training after each iteration; the run ends if it returns
+                True, and another run goes on from there.
+
+        Returns:
+            The history, a number an iteration: the cost and its terms (each times its weight), the
+            smallest distance between two agents that may collide, and the rate.
+
+        Raises:
+            TrainingError: if the cost is not finite.
+            ConvergenceError: if a step of the loop has no solution.
+        """
+        last = self.iterations if until is None else int_from(0, "until", until)
+        line, start, saved = ProgressLine(progress), time.perf_counter(), time.monotonic()
+        spent = self.seconds
+        try:
+            with checkpoint.locked(self.folder), DeferredInterrupt(0.0) as interrupt:
+                log = checkpoint.Log(self.folder, self.done)
+                wish = False
+                while self.done < min(last, self.iterations) and not (wish or interrupt.came):
+                    self._iterate()
+                    self.seconds = spent + time.perf_counter() - start
+                    log.write({"iteration": self.done, **self._now(), "seconds": self.seconds})
+                    line.show(self._line())
+                    wish = bool(callback and callback(self))
+                    if time.monotonic() - saved > SAVE_EVERY:
+                        self._save()
+                        saved = time.monotonic()
+                self._save()
+                if interrupt.came:
+                    raise KeyboardInterrupt
+        finally:
+            line.close()
+            self.optimizer.zero_grad(set_to_none=True)
+        return self.history
+
+    def starts(self, iteration: int) -> Tensor:
+        """The states that an iteration starts from, `(batch, N, n)`; its number counts from 0."""
+        return self.problem.starts(self.batch, seed=self.seed, draw=iteration)
+
+    def certify(self, samples: int = 16, horizons: int = 2) -> LoopCertificate:
+        """The certificate of the loop as it is now, from starts that the training does not take.
+
+        Args:
+            samples: how many starts.
+            horizons: over how many.
+
+        Returns:
+            A certificate; print it to read it.
+        """
+        y = self.problem.starts(samples, seed=self.seed, draw=self.iterations)
+        return self.loop.certify(y, horizons)
+
+    def _iterate(self) -> None:
+        rate = self.rate * factor(self.done, self.iterations)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        trajectory = self.loop(self.starts(self.done))
+        terms = self.problem.cost.terms(self.loop, trajectory)
+        cost = torch.stack([*terms.values()]).sum()
+        found = float(cost.detach())
+        if not math.isfinite(found):
+            raise TrainingError(
+                f"the cost is not finite in iteration {self.done + 1}: the training has diverged; "
+                "lower the rate, or the weights of the cost."
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        cost.backward()
+        self.optimizer.step()
+        nearest = _nearest(self.problem, trajectory)
+        numbers = {
+            "cost": found,
+            **{n: float(t.detach()) for n, t in terms.items()},
+            "distance": nearest,
+        }
+        for name, value in {**numbers, "rate": rate}.items():
+            self.history[name].append(value)
+        self.done += 1
+
+    def _line(self) -> str:
+        cost, nearest = self.history["cost"][-1], self.history["distance"][-1]
+        where = f"iteration {self.done}/{self.iterations}"
+        return f"{where}, cost {cost:.4g}, nearest {nearest:.2f}, {self.seconds:.0f} s"
+
+    def _now(self) -> dict[str, float]:
+        return {name: values[-1] for name, values in self.history.items()}
+
+    def _chosen(self) -> dict[str, Any]:
+        names = ("iterations", "batch", "rate", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        state = {"options": self.options, "epoch": self.done, "seconds": self.seconds}
+        # Starts are drawn by number, so that there is no random state to be kept.
+        unused = torch.Generator().get_state()
+        state["history"] = self.history
+        checkpoint.save(self.folder, self.loop, self.optimizer, unused, state)
+        self.problem.save(self.folder)
+
+    def _restore(self, saved: checkpoint.Saved) -> None:
+        kinds = {"epoch": int, "seconds": float, "history": dict}
+        checkpoint.check_state(saved, kinds, self.iterations)
+        with checkpoint.understood(saved.path):
+            if saved.state["history"].keys() != self.history.keys():
+                raise ValueError("its history has other names")
+        state, _ = checkpoint.restore(saved, self.loop, self.optimizer)
+        self.done, self.seconds = state["epoch"], state["seconds"]
+        self.history = state["history"]
+
+
+def factor(done: int, iterations: int) -> float:
+    """What the rate is multiplied by when so many iterations are done."""
+    falling = LOWEST + (1 - LOWEST) * cosine(done / iterations)
+    return min(1.0, (done + 1) / WARM_UP) * falling
+
+
+def _nearest(problem: LoopProblem, trajectory: Tensor) -> float:
+    """The smallest distance of two agents that the cost compares; infinite for one agent."""
+    squares = costs.between(trajectory.detach(), problem.cost.dimensions, problem.cost.pairs)
+    return float(squares.amin()) ** 0.5 if squares.numel() else math.inf
+
+
+def _identity(problem: LoopProblem) -> dict[str, Any]:
+    """All of a problem that decides the bits of its training."""
+    tensors = [problem.z, problem.xi, *problem.loop.state_dict().values()]
+    return {
+        "cost": problem.cost.to_dict(),
+        "radius": problem.radius,
+        "collision": problem.collision,
+        "start": identity.digest(tensors),
+        **identity.of_model(problem.loop),
+    }
