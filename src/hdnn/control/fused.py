@@ -1,14 +1,15 @@
-"""A closed loop as one kernel: what is linear is eliminated here, by PyTorch and its gradients."""
+"""A closed loop as one kernel over all steps, or phase by phase for a process with some agents."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from hdnn.errors import ConvergenceError
 
 GROUPS = 8  # of samples that share sums: fixed, so that the bits do not depend on threads
 UNROLLED = 4  # states of a controller up to which loops are compiled for just that number
+GIVEN = ("A", "a", "J", "R", "g", "couplings", "J_c", "R_c")  # of no gradients here
+GRADED = (0, 1, 2, 5)  # the matrices of agents by themselves that change with the weights
 COMPILING = "hdnn: compiling the kernels of closed loops for this processor (once, a minute)"
 
 _lock = threading.Lock()
@@ -35,46 +38,148 @@ def why_not(y: Tensor, system: System) -> str:
         return "it needs numba; pip install 'hdnn[fast]'"
     if y.device.type != "cpu" or system.K.dtype != torch.float64:
         return f"it is for float64 on a CPU, but states are {system.K.dtype} on {y.device.type}"
+    if any(getattr(system, name).requires_grad for name in GIVEN):
+        return "it has gradients of the controllers' weights only, not of plants, J or R"
     return ""
 
 
 def trajectory(system: System, y: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
     """As `hdnn.control.step.trajectory`."""
-    links = _indices(system.plant_links), _indices(system.links)
-    own, plant = _own(system), _plant_edges(system)
-    tensors = (system.K, system.b, *own, *plant, system.h * system.C)
-    found: Any = _Run.apply(y, *tensors, (steps, first, links))
+    weights = system.K, system.b, system.G, system.C
+    found: Any = _Run.apply(y, *weights, (system, steps, first))
     return found[0].transpose(0, 1), found[1].transpose(0, 1)
 
 
-def _own(system: System) -> tuple[Tensor, ...]:
-    """An agent by itself once its linear rows are solved for: M, U, u, V, v, W of the kernel."""
-    p = system.A.shape[2]
-    G = system.h * system.own
-    G_zz, G_zc, G_cz, G_cc = G[:, :p, :p], G[:, :p, p:], G[:, p:, :p], G[:, p:, p:]
-    Q, q = system.A.mT @ system.A, system.A.mT @ system.a.unsqueeze(-1)
-    eye = torch.eye(p, dtype=Q.dtype)
-    solved = torch.linalg.solve(eye - 0.5 * G_zz @ Q, torch.cat([G_zz, G_zc], -1))
-    V, W = solved[..., :p], solved[..., p:]
-    U = G_cz @ (eye + 0.5 * Q @ V)
-    M = G_cc + 0.5 * G_cz @ Q @ W
-    return M, U @ Q, (U @ q).squeeze(-1), V @ Q, (V @ q).squeeze(-1), W
+class Phases:
+    """One phase of a step at a time, for some of the agents: what a process does that has them.
+
+    A phase is: agents by themselves, one colour of the plants' edges, or one colour of the
+    controllers' edges. Agents in a phase do not depend on each other, and the bits of each do not
+    depend on which others are in the call: all phases one by one, in any split of the agents, give
+    the states and gradients of `trajectory` to the last bit. A process has its own agents and those
+    at the other ends of their edges, and both ends compute an edge:
+
+        phases = Phases(system, batch)  # of these agents, numbered from 0; edges in their order
+        kept = []
+        for t in range(steps):
+            order = ["own", *plant_colours, *colours]  # reversed where t is odd
+            for phase in order:
+                ..  # get from neighbours the states that this phase needs, into y (B, N, n)
+                kept.append(phases.own(y, t, agents))  # agents: an array of their numbers
+                kept.append(phases.plant_edges(y, t, which))  # which: numbers of edges
+                kept.append(phases.edges(y, t, which))
+        for each in reversed(kept):
+            ..  # get from neighbours the gradients that this phase needs, into g (B, N, n)
+            phases.adjoint(each, g)
+        gradients = phases.gradients()  # of K, b, G, C
+
+    y and g are NumPy arrays that change in place. Agents of others go wrong in y and g wherever an
+    edge of theirs is not computed here, which is why they are exchanged before each phase. The
+    gradient of K and b is complete for agents all of whose edges are computed here, and that of C
+    for each edge.
+
+    Args:
+        system: the agents of this process and those at the other ends of their edges.
+        batch: how many samples.
+        names: the numbers of the agents as errors tell them; by default 0, 1, ..
+    """
+
+    def __init__(self, system: System, batch: int, names: Sequence[int] | None = None) -> None:
+        self.system, self.groups = system, min(batch, GROUPS)
+        self.names = list(names) if names is not None else list(range(len(system.A)))
+        self.parts, self.rest = _eliminated(system)
+        (K, b), own, _, (_, C) = self.parts
+        self.ends = np.array([high for _, _, high in _bounds(batch)], dtype=np.int64)
+        shapes = (K, b, *(own[k] for k in GRADED), C)
+        self.found = [np.zeros((self.groups, *a.shape)) for a in shapes]
+
+    def own(self, y: np.ndarray, t: int, agents: Sequence[int] | np.ndarray) -> Phase:
+        """These agents by themselves in step t."""
+        which, own = _whole(agents), self.parts[1]
+        kept = _two(len(y), len(which), y.shape[2])
+        failed = np.zeros(3, dtype=np.int64)
+        now, size = self._now(t), self._size
+        kernels()["own"](size, y, which, now, own, kept, failed)
+        self._check(failed, t)
+        return Phase("own", t, which, kept)
+
+    def plant_edges(self, y: np.ndarray, t: int, which: Sequence[int] | np.ndarray) -> Phase:
+        """These edges of plants, which share no agent, in step t."""
+        edges, (pairs, L, l_) = _whole(which), self.parts[2]
+        kernels()["plant_edges"](y, edges, pairs, L, l_)
+        return Phase("plant_edges", t, edges, ())
+
+    def edges(self, y: np.ndarray, t: int, which: Sequence[int] | np.ndarray) -> Phase:
+        """These edges of controllers, which share no agent, in step t."""
+        edges, (pairs, C), (K, _) = _whole(which), self.parts[3], self.parts[0]
+        kept = _two(len(y), len(edges), 2 * K.shape[-1])
+        failed = np.zeros(3, dtype=np.int64)
+        kernels()["edges"](self._size, y, edges, pairs, self._now(t), C, kept, failed)
+        self._check(failed, t)
+        return Phase("edges", t, edges, kept)
+
+    def adjoint(self, phase: Phase, g: np.ndarray) -> None:
+        """From gradients after a phase to those before it, in place; those of weights are added."""
+        run, size, now = kernels()[f"{phase.kind}_adjoint"], self._size, self._now(phase.t)
+        which, kept = phase.which, phase.kept
+        at = self._at(phase.t)
+        dK, db, dM, dU, du, dW, dC = self.found
+        to_now = dK[:, at], db[:, at]
+        if phase.kind == "plant_edges":
+            run(g, which, *self.parts[2][:2])
+        elif phase.kind == "own":
+            found = to_now, (dM, dU, du, dW)
+            run(size, g, which, now, self.parts[1], kept, self.ends, found)
+        else:
+            pairs, C = self.parts[3]
+            run(size, g, which, pairs, now, C, kept, self.ends, (to_now, dC))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of K, b, G and C, of all that was run backwards so far."""
+        return _of_weights(self.system, [*self.found], self.rest)
+
+    @property
+    def _size(self) -> Any:
+        return _size(self.parts[0][0].shape[-1])
+
+    def _at(self, t: int) -> int:
+        return min(t, len(self.parts[0][0]) - 1)
+
+    def _now(self, t: int) -> tuple[np.ndarray, np.ndarray]:
+        (K, b), at = self.parts[0], self._at(t)
+        return K[at], b[at]
+
+    def _check(self, failed: np.ndarray, t: int) -> None:
+        if failed[0]:
+            _fail(int(failed[0]), t, int(failed[2]), self.system.links, self.names)
 
 
-def _plant_edges(system: System) -> tuple[Tensor, Tensor]:
-    """Both ends of an edge of plants: their increment is L z + l."""
-    i, k = _indices(system.plant_links).T
-    C, p = system.h * system.couplings, system.A.shape[2]
-    none = torch.zeros_like(C)
-    G = torch.cat([torch.cat([none, C], -1), torch.cat([-C.mT, none], -1)], -2)
-    Q, q = system.A.mT @ system.A, (system.A.mT @ system.a.unsqueeze(-1)).squeeze(-1)
-    Q = torch.cat([torch.cat([Q[i], none], -1), torch.cat([none, Q[k]], -1)], -2)
-    L = torch.linalg.solve(torch.eye(2 * p, dtype=Q.dtype) - 0.5 * G @ Q, G)
-    return L @ Q, (L @ torch.cat([q[i], q[k]], -1).unsqueeze(-1)).squeeze(-1)
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """What was run, and what its adjoint needs."""
+
+    kind: str
+    t: int
+    which: np.ndarray
+    kept: tuple[np.ndarray, ...]
 
 
-def _indices(links: Edges) -> np.ndarray:
-    return np.array(links, dtype=np.int64).reshape(-1, 2)
+def colours(links: Edges) -> list[list[int]]:
+    """The numbers of edges phase by phase: those of one share no agent, and all keep their order.
+
+    Examples:
+        >>> colours(((0, 1), (2, 3), (1, 2)))
+        [[0, 1], [2]]
+    """
+    found: list[list[int]] = []
+    busy: set[int] = set()
+    for e, pair in enumerate(links):
+        if not found or busy & {*pair}:
+            found.append([])
+            busy = set()
+        found[-1].append(e)
+        busy |= {*pair}
+    return found
 
 
 class _Run(torch.autograd.Function):
@@ -82,33 +187,27 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        *tensors, (steps, first, links) = given
-        start, *arrays = (t.detach().contiguous().numpy() for t in (y, *tensors))
-        (B, N, n), c = start.shape, arrays[0].shape[-1]
-        edges = [len(each) for each in links]
+        system, steps, first = given[-1]
+        start = _array(y)
+        parts, rest = _eliminated(system)
+        (B, N, n), c = start.shape, system.K.shape[-1]
         keep = B if any(ctx.needs_input_grad) else 0
         kept = (
             np.empty((B, steps + 1, N, n)),
             np.empty((B, steps, N, n)),
-            np.empty((keep, steps, edges[0], 2 * (n - c))),
-            np.empty((keep, steps, edges[1], 2 * c)),
+            np.empty((keep, steps, len(system.links), 2 * c)),
         )
-        failed = np.zeros((GROUPS, 4), dtype=np.int64)
-        run, parts, size = kernels()[0], _sorted(arrays, links), _size(c)
+        failed = np.zeros((GROUPS, 3), dtype=np.int64)
+        run, size = kernels()["forward"], _size(c)
 
         def group(j: int, low: int, high: int) -> None:
             run(size, start[low:high], first, *parts, tuple(k[low:high] for k in kept), failed[j])
 
         _each_group(B, run, group)
-        for kind, t, which, _ in failed:
+        for kind, t, which in failed.tolist():
             if kind:
-                i, k = links[1][which] if kind == 2 else (which, which)
-                where = f"link ({i}, {k})" if kind == 2 else f"agent {i}"
-                raise ConvergenceError(
-                    f"step {first + t}, {where}: the step has no solution that floating-point "
-                    "numbers can hold: a state or weight is NaN, infinite or far too large."
-                )
-        ctx.given, ctx.arrays, ctx.kept = (steps, first, links), arrays, kept
+                _fail(kind, first + t, which, system.links, range(N))
+        ctx.given, ctx.parts, ctx.kept = (system, first, rest), parts, kept
         states, ends = torch.from_numpy(kept[0]), torch.from_numpy(kept[1])
         ctx.mark_non_differentiable(ends)
         return states, ends
@@ -120,21 +219,81 @@ class _Run(torch.autograd.Function):
 
 @once_differentiable
 def _gradients(ctx: Any, *grads: Any) -> Any:
-    _, first, links = ctx.given
-    arrays, kept, run = ctx.arrays, ctx.kept, kernels()[1]
-    g, parts = grads[0].contiguous().numpy(), _sorted(arrays, links)
-    size = _size(arrays[0].shape[-1])
+    (system, first, rest), parts, kept = ctx.given, ctx.parts, ctx.kept
+    (K, b), own, _, (_, C) = parts
+    g, run, size = _array(grads[0]), kernels()["backward"], _size(K.shape[-1])
     B, dy = len(g), np.empty_like(kept[0][:, 0])
-    found = [[np.zeros_like(a) for a in arrays] for _ in range(min(B, GROUPS))]
+    shapes = (K, b, *(own[k] for k in GRADED), C)
+    found = [np.zeros((min(B, GROUPS), *a.shape)) for a in shapes]
 
     def group(j: int, low: int, high: int) -> None:
-        K, b, M, U, u, V, v, W, L, l_, C = found[j]
-        to = (K, b), (M, U, u, V, v, W), (L, l_), C, dy[low:high]
+        dK, db, dM, dU, du, dW, dC = (each[j] for each in found)
+        to = (dK, db), (dM, dU, du, dW), dC, dy[low:high]
         run(size, g[low:high], first, *parts, tuple(k[low:high] for k in kept), to)
 
     _each_group(B, run, group)
-    sums = [sum(each[1:], each[0]) for each in zip(*found, strict=True)] if found else arrays
-    return torch.from_numpy(dy), *(torch.from_numpy(s) for s in sums), None
+    to_weights = _of_weights(system, found, rest)
+    return torch.from_numpy(dy), *to_weights.values(), None
+
+
+def _fail(kind: int, t: int, which: int, links: Edges, names: Sequence[int]) -> NoReturn:
+    if kind == 2:
+        i, k = links[which]
+        where = f"link ({names[i]}, {names[k]})"
+    else:
+        where = f"agent {names[which]}"
+    raise ConvergenceError(
+        f"step {t}, {where}: the step has no solution that floating-point "
+        "numbers can hold: a state or weight is NaN, infinite or far too large."
+    )
+
+
+def _eliminated(system: System) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+    """Weights, own matrices, plant edges and edges as the kernel takes them; what G is used by."""
+    plant = tuple(_array(getattr(system, name)) for name in ("A", "a", "J", "R", "g"))
+    J_c, R_c, G = (_array(t) for t in (system.J_c, system.R_c, system.G))
+    (N, _, p), (c, m) = plant[0].shape, G.shape[1:]
+    links, pairs = _indices(system.links), _indices(system.plant_links)
+    own = tuple(np.empty((N, *s)) for s in ((c, c), (c, p), (c,), (p, p), (p,), (p, c)))
+    rest = tuple(np.empty((N, *s)) for s in ((m, m), (m, p), (m,), (p, m)))
+    linear = np.empty((len(pairs), 2 * p, 2 * p)), np.empty((len(pairs), 2 * p))
+    couplings, run = _array(system.couplings), kernels()["eliminate"]
+    run(system.h, plant, (J_c, R_c, G), (pairs, couplings), own, rest, linear)
+    weights = _array(system.K), _array(system.b)
+    return (weights, own, (pairs, *linear), (links, system.h * _array(system.C))), rest
+
+
+def _of_weights(system: System, found: list[np.ndarray], rest: Any) -> dict[str, Tensor]:
+    """Gradients of K, b, G, C from those that the groups of samples found."""
+    K, b, *to_own, C = (_summed(each) for each in found)
+    G = np.empty(system.G.shape)
+    kernels()["eliminate_adjoint"](system.h, _array(system.G), rest, tuple(to_own), G)
+    found_ = {"K": K, "b": b, "G": G, "C": system.h * C}
+    return {name: torch.from_numpy(each) for name, each in found_.items()}
+
+
+def _summed(each: np.ndarray) -> np.ndarray:
+    """The sum over groups, one after the other, so that its bits do not depend on shapes."""
+    total = each[0].copy()
+    for part in each[1:]:
+        total += part
+    return total
+
+
+def _array(given: Tensor) -> np.ndarray:
+    return given.detach().contiguous().numpy()
+
+
+def _indices(links: Edges) -> np.ndarray:
+    return np.array(links, dtype=np.int64).reshape(-1, 2)
+
+
+def _whole(which: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(which, dtype=np.int64)
+
+
+def _two(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.empty(shape), np.empty(shape)
 
 
 def _size(c: int) -> Any:
@@ -142,23 +301,22 @@ def _size(c: int) -> Any:
     return (0,) * c if c <= UNROLLED else np.zeros(c)
 
 
-def _sorted(arrays: list[np.ndarray], links: Any) -> tuple[Any, ...]:
-    """Weights, own matrices, plant edges and edges as the kernel takes them."""
-    K, b, M, U, u, V, v, W, L, l_, C = arrays
-    return (K, b), (M, U, u, V, v, W), (links[0], L, l_), (links[1], C)
-
-
-def kernels() -> tuple[Any, Any]:
-    """Forwards and backwards; numba compiles them when they are first called."""
+def kernels() -> dict[str, Any]:
+    """By name; numba compiles each when it is first called."""
     with _lock:
         return closed_loop.compiled(jit.compiled)
 
 
+def _bounds(B: int) -> list[tuple[int, int, int]]:
+    """Groups of samples: number, first sample, end."""
+    groups = min(B, GROUPS)
+    return [(j, B * j // groups, B * (j + 1) // groups) for j in range(groups)]
+
+
 def _each_group(B: int, kernel: Any, run: Callable[[int, int, int], None]) -> None:
     """Run groups of samples, shared out to as many threads as PyTorch may use."""
-    groups = min(B, GROUPS)
-    bounds = [(j, B * j // groups, B * (j + 1) // groups) for j in range(groups)]
-    threads = min(groups, torch.get_num_threads())
+    bounds = _bounds(B)
+    threads = min(len(bounds), torch.get_num_threads())
 
     def share(first: int) -> None:
         for bound in bounds[first::threads]:

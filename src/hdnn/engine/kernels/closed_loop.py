@@ -37,18 +37,20 @@ PARTS = (
     *("_chord", "_times", "_times_T", "_product", "_rows", "_slopes", "_solve", "_largest"),
     *("_product_T", "_own_residual", "_own_newton", "_rounding", "_own_steps", "_found"),
     *("_pair_residual", "_pair_newton", "_pair_steps", "_joined", "_start", "_own_step"),
-    *("_pair_step", "_linear_step", "_to_weights"),
+    *("_pair_step", "_linear_step", "_to_weights", "_room"),
     *("_own_adjoint", "_pair_adjoint", "_linear_adjoint"),
 )
+WHOLE = ("eliminate", "eliminate_adjoint", "forward", "backward")
+PHASES = ("own", "plant_edges", "edges", "own_adjoint", "plant_edges_adjoint", "edges_adjoint")
 
 
 @cache
-def compiled(njit: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Forwards and backwards, compiled."""
+def compiled(njit: Callable[[Any], Any]) -> dict[str, Any]:
+    """Whole runs, and phases of steps one by one, compiled."""
     here = globals()
     for name in PARTS:
         here[name] = njit(here[name])
-    return njit(_forward), njit(_backward)
+    return {name: njit(here[name]) for name in (*WHOLE, *PHASES)}
 
 
 def _chord(m, d):  # pragma: kernel
@@ -371,36 +373,47 @@ def _start(size, K, b, x, v):  # pragma: kernel
         v[Z, r], v[TERMS, r] = s, terms
 
 
-def _own_step(size, y, i, weights, own, v, m, room):  # pragma: kernel
+def _room(c, p):  # pragma: kernel
+    """Scratch memory of steps: of one agent, another, matrices, both as one, and plants."""
+    two = 2 * c
+    whole = (
+        np.zeros((two, two)),
+        np.zeros((two, two)),
+        np.zeros((ROWS, two)),
+        np.zeros((3, two, two)),
+    )
+    return np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c)), whole, np.zeros(2 * p)
+
+
+def _own_step(size, y, i, now, own, room):  # pragma: kernel
     """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved."""
-    K, b = weights
-    M, U, u, V, c0, W = own
+    (K, b), (M, U, u, V, c0, W), (v, _, m, _, line) = now, own, room
     c, p = len(size), V.shape[1]
-    _start(size, K[i], b[i], y[i, p:], v)
+    _start(size, K[i], b[i], y[p:], v)
     for j in range(c):
         v[KNOWN, j] = u[i, j]
         for r in range(p):
-            v[KNOWN, j] += U[i, j, r] * y[i, r]
+            v[KNOWN, j] += U[i, j, r] * y[r]
         v[DELTA, j] = 0.0
     if not _found(size, K[i], M[i], v, m):
         return False
     for r in range(p):
         s = c0[i, r]
         for j in range(p):
-            s += V[i, r, j] * y[i, j]
+            s += V[i, r, j] * y[j]
         for j in range(c):
             s += W[i, r, j] * v[F, j]
-        room[r] = s
+        line[r] = s
     for r in range(p):
-        y[i, r] += room[r]
+        y[r] += line[r]
     for j in range(c):
-        y[i, p + j] += v[DELTA, j]
+        y[p + j] += v[DELTA, j]
     return True
 
 
-def _pair_step(size, y, i, k, weights, B, v, w, m, whole):  # pragma: kernel
+def _pair_step(size, y, i, k, now, B, room):  # pragma: kernel
     """The controllers of agents i and k along their edge. Whether it was solved."""
-    K, b = weights
+    (K, b), (v, w, m, whole, _) = now, room
     c = len(size)
     p = y.shape[1] - c
     _start(size, K[i], b[i], y[i, p:], v)
@@ -415,70 +428,17 @@ def _pair_step(size, y, i, k, weights, B, v, w, m, whole):  # pragma: kernel
     return True
 
 
-def _linear_step(y, i, k, L, c0, kept):  # pragma: kernel
+def _linear_step(y, i, k, L, c0, room):  # pragma: kernel
     """The plants of agents i and k along their edge: (z_i, z_k) += L (z_i, z_k) + c0."""
-    p = c0.shape[0] // 2
-    kept[:p], kept[p:] = y[i, :p], y[k, :p]
+    p, line = c0.shape[0] // 2, room[4]
+    line[:p], line[p:] = y[i, :p], y[k, :p]
     for r in range(p):
         s, q = c0[r], c0[p + r]
         for j in range(2 * p):
-            s += L[r, j] * kept[j]
-            q += L[p + r, j] * kept[j]
+            s += L[r, j] * line[j]
+            q += L[p + r, j] * line[j]
         y[i, r] += s
         y[k, r] += q
-
-
-def _forward(size, y0, first, weights, own, plant, links, kept, failed):  # pragma: kernel
-    """All steps of all samples from step `first` on; writes what is kept, or what failed.
-
-    weights: K (T, N, c, c) and b; own: the matrices of agents by themselves; plant and links:
-    edges (E, 2) and matrices. kept: states (B, steps + 1, N, n), the other end of the agents' own
-    substeps (B, steps, N, n), and both ends of edges before their substeps, if there is room.
-    """
-    (K, b), (plant_edges, L, c0), (edges, C) = weights, plant, links
-    states, mids, plant_before, before = kept
-    (B, N, n), (T, c), keep = y0.shape, (K.shape[0], K.shape[2]), before.shape[0] > 0
-    p, P, E_ = n - c, plant_edges.shape[0], edges.shape[0]
-    v, w, m = np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c))
-    two = 2 * c  # unknowns of both agents of an edge together
-    whole = (
-        np.zeros((two, two)),
-        np.zeros((two, two)),
-        np.zeros((ROWS, two)),
-        np.zeros((3, two, two)),
-    )
-    room, y = np.zeros(2 * p), np.zeros((N, n))
-    for s in range(B):
-        y[:] = y0[s]
-        states[s, 0] = y
-        for t in range(mids.shape[1]):
-            now, turn = (K[min(first + t, T - 1)], b[min(first + t, T - 1)]), (first + t) % 2
-            for q in range(P + E_ + 1):
-                e = P + E_ - q if turn else q  # 0: agents by themselves; then edges
-                if e == 0:
-                    if turn:
-                        mids[s, t] = y
-                    for i in range(N):
-                        if not _own_step(size, y, i, now, own, v, m, room):
-                            failed[:] = (1, t, i, s)
-                            return
-                    if not turn:
-                        mids[s, t] = y
-                elif e <= P:
-                    i, k = plant_edges[e - 1, 0], plant_edges[e - 1, 1]
-                    _linear_step(y, i, k, L[e - 1], c0[e - 1], room)
-                    if keep:
-                        plant_before[s, t, e - 1] = room
-                else:
-                    e -= P + 1
-                    i, k = edges[e, 0], edges[e, 1]
-                    if keep:
-                        before[s, t, e, :c] = y[i, p:]
-                        before[s, t, e, c:] = y[k, p:]
-                    if not _pair_step(size, y, i, k, now, C[e], v, w, m, whole):
-                        failed[:] = (2, t, e, s)
-                        return
-            states[s, t + 1] = y
 
 
 # Backwards: g is the gradient in the states after a substep, and becomes that before it
@@ -496,14 +456,10 @@ def _to_weights(size, K, x, v, gamma, g, dK, db):  # pragma: kernel
             g[j] += K[r, j] * start
 
 
-def _own_adjoint(size, i, y, x, g, weights, own, to_weights, to_own, v, m, room):  # pragma: kernel
+def _own_adjoint(size, i, y, x, g, now, own, to_now, to_own, room):  # pragma: kernel
     """Of the substep of agent i by itself from y to x."""
-    (K, b), (M, U, _, V, _, W), (dK, db), (dM, dU, du, dV, dv, dW) = (
-        weights,
-        own,
-        to_weights,
-        to_own,
-    )
+    (K, b), (M, U, _, V, _, W) = now, own
+    (dK, db), (dM, dU, du, dW), (v, _, m, _, line) = to_now, to_own, room
     c, p, A, S = len(size), V.shape[1], m[0], m[1]
     _start(size, K[i], b[i], y[p:], v)
     for j in range(c):
@@ -534,9 +490,6 @@ def _own_adjoint(size, i, y, x, g, weights, own, to_weights, to_own, v, m, room)
             dU[i, j, k] += v[STEP, j] * y[k]
         v[LEFT, j] = s
     for r in range(p):
-        dv[i, r] += g[r]
-        for j in range(p):
-            dV[i, r, j] += g[r] * y[j]
         for j in range(c):
             dW[i, r, j] += g[r] * v[F, j]
     for r in range(p):
@@ -545,23 +498,23 @@ def _own_adjoint(size, i, y, x, g, weights, own, to_weights, to_own, v, m, room)
             s += V[i, k, r] * g[k]
         for k in range(c):
             s += U[i, k, r] * v[STEP, k]
-        room[r] = s
+        line[r] = s
     for r in range(p):
-        g[r] += room[r]
+        g[r] += line[r]
     for j in range(c):
         g[p + j] = v[STEP, j]
     _to_weights(size, K[i], y[p:], v, v[LEFT], g[p:], dK[i], db[i])
 
 
-def _pair_adjoint(size, i, k, y, x, g, weights, B, to_weights, dB, v, w, m):  # pragma: kernel
-    """Of the substep of the controllers of agents i and k, which were in y, and are now in x."""
-    (K, b), (dK, db) = weights, to_weights
+def _pair_adjoint(size, i, k, y, x, g, now, B, to_now, dB, room):  # pragma: kernel
+    """Of the substep of the controllers of agents i and k from y to x."""
+    (K, b), (dK, db), (v, w, m, _, _) = now, to_now, room
     c, S, P, A = len(size), m[0], m[1], m[2]
     p = g.shape[1] - c
     _start(size, K[i], b[i], y[:c], v)
     _start(size, K[k], b[k], y[c:], w)
     for j in range(c):
-        v[DELTA, j], w[DELTA, j] = x[i, p + j] - y[j], x[k, p + j] - y[c + j]
+        v[DELTA, j], w[DELTA, j] = x[j] - y[j], x[c + j] - y[c + j]
     _rows(size, K[i], v[DELTA], v)
     _rows(size, K[k], w[DELTA], w)
     _slopes(size, K[i], v[D], A)
@@ -586,66 +539,309 @@ def _pair_adjoint(size, i, k, y, x, g, weights, B, to_weights, dB, v, w, m):  # 
             dB[j, q] += v[STEP, j] * w[F, q] - v[F, j] * w[STEP, q]
     _to_weights(size, K[i], y[:c], v, v[LEFT], g[i, p:], dK[i], db[i])
     _to_weights(size, K[k], y[c:], w, w[LEFT], g[k, p:], dK[k], db[k])
-    for j in range(c):
-        x[i, p + j], x[k, p + j] = y[j], y[c + j]
 
 
-def _linear_adjoint(i, k, y, x, g, L, dL, d0):  # pragma: kernel
-    """Of the substep of the plants of agents i and k, which were in y, and are now in x."""
-    p = d0.shape[0] // 2
+def _linear_adjoint(g, i, k, L, room):  # pragma: kernel
+    """Of the substep of the plants of agents i and k: g += L^T g."""
+    p, line = L.shape[0] // 2, room[4]
+    for j in range(2 * p):
+        s = 0.0
+        for r in range(p):
+            s += L[r, j] * g[i, r] + L[p + r, j] * g[k, r]
+        line[j] = s
     for r in range(p):
-        d0[r] += g[i, r]
-        d0[p + r] += g[k, r]
-        for j in range(2 * p):
-            dL[r, j] += g[i, r] * y[j]
-            dL[p + r, j] += g[k, r] * y[j]
-        x[i, r], x[k, r] = 0.0, 0.0
-    for r in range(p):
+        g[i, r] += line[r]
+        g[k, r] += line[p + r]
+
+
+# Agents by themselves and edges of plants, once what is linear is solved for. With the energy
+# |A z + a|^2 / 2 = z^T Q z / 2 + q^T z + .. and F = h (J - R): P = (I - F Q / 2)^-1 g, likewise V
+# from F; M = h (J_c - R_c) - G Y G^T, U = G Z, u = G z, W = -h P G^T. `rest` is Y, Z, z, P.
+
+
+def eliminate(h, plant, controller, edges, own, rest, linear):  # pragma: kernel
+    """Write `own`: M, U, u, V, v, W; `rest`; and `linear`, the increments L and l of edges."""
+    (A, a, J, R, g), (J_c, R_c, G), (M, U, u, V, v, W) = plant, controller, own
+    (Y, Z, z, P), (pairs, couplings), (L, l_) = rest, edges, linear
+    (N, rows, p), (c, m) = A.shape, G.shape[1:]
+    Q, q, x = np.zeros((N, p, p)), np.zeros((N, p)), np.zeros(p)
+    X, F, T = np.zeros((p, p)), np.zeros((p, p)), np.zeros((m, p))
+    for i in range(N):
         for j in range(p):
-            x[i, r] += L[j, r] * g[i, j] + L[p + j, r] * g[k, j]
-            x[k, r] += L[j, p + r] * g[i, j] + L[p + j, p + r] * g[k, j]
-    for r in range(p):
-        g[i, r] += x[i, r]
-        g[k, r] += x[k, r]
-        x[i, r], x[k, r] = y[r], y[p + r]
+            for r in range(rows):
+                q[i, j] += A[i, r, j] * a[i, r]
+                for k in range(p):
+                    Q[i, j, k] += A[i, r, j] * A[i, r, k]
+        for col in range(p + m):
+            for j in range(p):
+                for k in range(p):
+                    s = 0.0
+                    for r in range(p):
+                        s += h * (J[i, j, r] - R[i, j, r]) * Q[i, r, k]
+                    X[j, k] = -0.5 * s
+                X[j, j] += 1
+                x[j] = h * (J[i, j, col] - R[i, j, col]) if col < p else g[i, j, col - p]
+            _solve(x, X, x)
+            for j in range(p):
+                if col < p:
+                    F[j, col] = x[j]
+                else:
+                    P[i, j, col - p] = x[j]
+        for j in range(p):
+            v[i, j] = 0.0
+            for r in range(p):
+                v[i, j] += F[j, r] * q[i, r]
+            for k in range(p):
+                V[i, j, k] = 0.0
+                for r in range(p):
+                    V[i, j, k] += F[j, r] * Q[i, r, k]
+        for d in range(m):  # T = h g^T (I + Q F / 2)
+            for k in range(p):
+                s = g[i, k, d]
+                for j in range(p):
+                    for r in range(p):
+                        s += 0.5 * g[i, j, d] * Q[i, j, r] * F[r, k]
+                T[d, k] = h * s
+        for d in range(m):
+            z[i, d] = 0.0
+            for k in range(p):
+                z[i, d] += T[d, k] * q[i, k]
+                Z[i, d, k] = 0.0
+                for r in range(p):
+                    Z[i, d, k] += T[d, r] * Q[i, r, k]
+            for e in range(m):
+                s = 0.0
+                for j in range(p):
+                    for r in range(p):
+                        s += g[i, j, d] * Q[i, j, r] * P[i, r, e]
+                Y[i, d, e] = 0.5 * h * h * s
+        for j in range(c):
+            u[i, j] = 0.0
+            for d in range(m):
+                u[i, j] += G[i, j, d] * z[i, d]
+            for k in range(c):
+                s = h * J_c[j, k]
+                if j == k:
+                    s -= h * R_c[i, j]
+                for d in range(m):
+                    for e in range(m):
+                        s -= G[i, j, d] * Y[i, d, e] * G[i, k, e]
+                M[i, j, k] = s
+            for k in range(p):
+                U[i, j, k], W[i, k, j] = 0.0, 0.0
+                for d in range(m):
+                    U[i, j, k] += G[i, j, d] * Z[i, d, k]
+                    W[i, k, j] -= h * P[i, k, d] * G[i, j, d]
+    X, x, B = np.zeros((2 * p, 2 * p)), np.zeros(2 * p), np.zeros((2 * p, 2 * p))
+    for e in range(len(pairs)):  # B: h times the coupling, times Q
+        i, k = pairs[e, 0], pairs[e, 1]
+        for j in range(p):
+            l_[e, j], l_[e, p + j] = 0.0, 0.0
+            for r in range(p):
+                l_[e, j] += h * couplings[e, j, r] * q[k, r]
+                l_[e, p + j] -= h * couplings[e, r, j] * q[i, r]
+                B[j, p + r], B[p + j, r] = 0.0, 0.0
+                for d in range(p):
+                    B[j, p + r] += h * couplings[e, j, d] * Q[k, d, r]
+                    B[p + j, r] -= h * couplings[e, d, j] * Q[i, d, r]
+        for col in range(2 * p + 1):
+            for j in range(2 * p):
+                for r in range(2 * p):
+                    X[j, r] = -0.5 * B[j, r]
+                X[j, j] += 1
+                x[j] = B[j, col] if col < 2 * p else l_[e, j]
+            _solve(x, X, x)
+            for j in range(2 * p):
+                if col < 2 * p:
+                    L[e, j, col] = x[j]
+                else:
+                    l_[e, j] = x[j]
 
 
-def _backward(size, grads, first, weights, own, plant, links, kept, found):  # pragma: kernel
+def eliminate_adjoint(h, G, rest, to_own, dG):  # pragma: kernel
+    """From the gradients of M, U, u and W to that of G."""
+    (Y, Z, z, P), (dM, dU, du, dW) = rest, to_own
+    N, c, m = G.shape
+    for i in range(N):
+        for j in range(c):
+            for d in range(m):
+                s = du[i, j] * z[i, d]
+                for k in range(P.shape[1]):
+                    s += dU[i, j, k] * Z[i, d, k] - h * dW[i, k, j] * P[i, k, d]
+                for k in range(c):
+                    for e in range(m):
+                        s -= dM[i, j, k] * G[i, k, e] * Y[i, d, e]
+                        s -= dM[i, k, j] * G[i, k, e] * Y[i, e, d]
+                dG[i, j, d] = s
+
+
+# Whole runs. Sums over samples and time are taken step by step, and in a step phase by phase, so
+# that phases that are run one by one give the same bits.
+
+
+def forward(size, y0, first, weights, own, plant, links, kept, failed):  # pragma: kernel
+    """All steps of all samples from step `first` on; writes what is kept, or what failed.
+
+    weights: K (T, N, c, c) and b; own: the matrices of agents by themselves; plant and links:
+    edges (E, 2) and matrices. kept: states (B, steps + 1, N, n), the other end of the agents' own
+    substeps (B, steps, N, n), and controllers at both ends of edges before their substeps, if
+    there is room.
+    """
+    (K, b), (plant_pairs, L, c0), (pairs, C) = weights, plant, links
+    states, mids, before = kept
+    (B, N, n), (T, c), keep = y0.shape, (K.shape[0], K.shape[2]), before.shape[0] > 0
+    p, P, E_ = n - c, plant_pairs.shape[0], pairs.shape[0]
+    room, y = _room(c, p), y0.copy()
+    states[:, 0] = y
+    for t in range(mids.shape[1]):
+        at, turn = min(first + t, T - 1), (first + t) % 2
+        now = K[at], b[at]
+        for phase in range(P + E_ + 1):
+            e = P + E_ - phase if turn else phase  # 0: agents by themselves; then edges
+            if e == 0:
+                if turn:
+                    mids[:, t] = y
+                for i in range(N):
+                    for s in range(B):
+                        if not _own_step(size, y[s, i], i, now, own, room):
+                            failed[:] = (1, t, i)
+                            return
+                if not turn:
+                    mids[:, t] = y
+            elif e <= P:
+                i, k = plant_pairs[e - 1, 0], plant_pairs[e - 1, 1]
+                for s in range(B):
+                    _linear_step(y[s], i, k, L[e - 1], c0[e - 1], room)
+            else:
+                e -= P + 1
+                i, k = pairs[e, 0], pairs[e, 1]
+                for s in range(B):
+                    if keep:
+                        before[s, t, e, :c], before[s, t, e, c:] = y[s, i, p:], y[s, k, p:]
+                    if not _pair_step(size, y[s], i, k, now, C[e], room):
+                        failed[:] = (2, t, e)
+                        return
+        states[:, t + 1] = y
+
+
+def backward(size, grads, first, weights, own, plant, links, kept, found):  # pragma: kernel
     """From the gradients in all states to those in the first, and in weights and matrices.
 
-    Gradients are added to what `found` holds, in the order of weights, own, plant and links; its
-    last part are those in the first states, (B, N, n), which are written.
+    Gradients are added to what `found` holds: of K and b, of M, U, u and W, and of the matrices of
+    links; its last part are those in the first states, (B, N, n), which are written.
     """
-    (K, b), (plant_edges, L, _), (edges, C) = weights, plant, links
-    states, mids, plant_before, before = kept
-    (dK, db), to_own, (dL, d0), dC, dy = found
+    (K, b), (plant_pairs, L, _), (pairs, C) = weights, plant, links
+    states, mids, before = kept
+    (dK, db), to_own, dC, g = found
     (B, _, N, n), (T, c), steps = states.shape, (K.shape[0], K.shape[2]), mids.shape[1]
-    p, P, E_ = n - c, plant_edges.shape[0], edges.shape[0]
-    v, w, m, room = np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c)), np.zeros(p)
-    x, g = np.zeros((N, n)), np.zeros((N, n))
-    for s in range(B):
-        g[:] = grads[s, steps]
-        for t in range(steps - 1, -1, -1):
-            at, turn = min(first + t, T - 1), (first + t) % 2
-            now, to_now = (K[at], b[at]), (dK[at], db[at])
-            x[:] = mids[s, t] if turn else states[s, t + 1]
-            for q in range(P + E_, -1, -1):
-                e = P + E_ - q if turn else q
-                if e == 0:
-                    y, after = states[s, t], mids[s, t]
-                    if turn:
-                        y, after = mids[s, t], states[s, t + 1]
-                    for i in range(N):
-                        _own_adjoint(
-                            size, i, y[i], after[i], g[i], now, own, to_now, to_own, v, m, room
-                        )
-                elif e <= P:
-                    e -= 1
-                    i, k, z = plant_edges[e, 0], plant_edges[e, 1], plant_before[s, t, e]
-                    _linear_adjoint(i, k, z, x, g, L[e], dL[e], d0[e])
-                else:
-                    e -= P + 1
-                    i, k, z = edges[e, 0], edges[e, 1], before[s, t, e]
-                    _pair_adjoint(size, i, k, z, x, g, now, C[e], to_now, dC[e], v, w, m)
-            g += grads[s, t]
-        dy[s] = g
+    p, P, E_ = n - c, plant_pairs.shape[0], pairs.shape[0]
+    room, x, after = _room(c, p), np.zeros((B, N, n)), np.zeros(2 * c)
+    g[:] = grads[:, steps]
+    for t in range(steps - 1, -1, -1):
+        at, turn = min(first + t, T - 1), (first + t) % 2
+        now, to_now = (K[at], b[at]), (dK[at], db[at])
+        x[:] = mids[:, t] if turn else states[:, t + 1]
+        for phase in range(P + E_, -1, -1):
+            e = P + E_ - phase if turn else phase
+            if e == 0:
+                for i in range(N):
+                    for s in range(B):
+                        start, mid, end = states[s, t, i], mids[s, t, i], states[s, t + 1, i]
+                        y, z = (mid, end) if turn else (start, mid)
+                        _own_adjoint(size, i, y, z, g[s, i], now, own, to_now, to_own, room)
+            elif e <= P:
+                i, k = plant_pairs[e - 1, 0], plant_pairs[e - 1, 1]
+                for s in range(B):
+                    _linear_adjoint(g[s], i, k, L[e - 1], room)
+            else:
+                e -= P + 1
+                i, k = pairs[e, 0], pairs[e, 1]
+                for s in range(B):
+                    y = before[s, t, e]
+                    after[:c], after[c:] = x[s, i, p:], x[s, k, p:]
+                    _pair_adjoint(size, i, k, y, after, g[s], now, C[e], to_now, dC[e], room)
+                    x[s, i, p:], x[s, k, p:] = y[:c], y[c:]
+        g += grads[:, t]
+
+
+# Phases of a step one by one, for some of the agents or edges. y and g are (B, N, n). Samples of a
+# group share sums: `found` has a part for each group, which ends before sample `ends[j]`.
+
+
+def own(size, y, agents, now, matrices, kept, failed):  # pragma: kernel
+    """Agents by themselves; keeps their states before and after, (B, A, n) each."""
+    before, after = kept
+    c = len(size)
+    room = _room(c, y.shape[2] - c)
+    for a in range(len(agents)):
+        i = agents[a]
+        for s in range(len(y)):
+            before[s, a] = y[s, i]
+            if not _own_step(size, y[s, i], i, now, matrices, room):
+                failed[:] = (1, 0, i)
+                return
+            after[s, a] = y[s, i]
+
+
+def own_adjoint(size, g, agents, now, matrices, kept, ends, found):  # pragma: kernel
+    """Of `own`: g changes in place, sums are added to `found`."""
+    (before, after), ((dK, db), (dM, dU, du, dW)) = kept, found
+    c = len(size)
+    room = _room(c, g.shape[2] - c)
+    for a in range(len(agents)):
+        i, j = agents[a], 0
+        for s in range(len(g)):
+            if s >= ends[j]:
+                j += 1
+            y, x, to_own = before[s, a], after[s, a], (dM[j], dU[j], du[j], dW[j])
+            _own_adjoint(size, i, y, x, g[s, i], now, matrices, (dK[j], db[j]), to_own, room)
+
+
+def plant_edges(y, which, pairs, L, c0):  # pragma: kernel
+    """Plants at both ends of the edges `which`."""
+    room = _room(0, L.shape[1] // 2)
+    for e in which:
+        i, k = pairs[e, 0], pairs[e, 1]
+        for s in range(len(y)):
+            _linear_step(y[s], i, k, L[e], c0[e], room)
+
+
+def plant_edges_adjoint(g, which, pairs, L):  # pragma: kernel
+    """Of `plant_edges`: g changes in place."""
+    room = _room(0, L.shape[1] // 2)
+    for e in which:
+        i, k = pairs[e, 0], pairs[e, 1]
+        for s in range(len(g)):
+            _linear_adjoint(g[s], i, k, L[e], room)
+
+
+def edges(size, y, which, pairs, now, C, kept, failed):  # pragma: kernel
+    """Controllers at both ends of the edges `which`; keeps them before and after, (B, E, 2 c)."""
+    before, after = kept
+    c = len(size)
+    p = y.shape[2] - c
+    room = _room(c, p)
+    for a in range(len(which)):
+        e = which[a]
+        i, k = pairs[e, 0], pairs[e, 1]
+        for s in range(len(y)):
+            before[s, a, :c], before[s, a, c:] = y[s, i, p:], y[s, k, p:]
+            if not _pair_step(size, y[s], i, k, now, C[e], room):
+                failed[:] = (2, 0, e)
+                return
+            after[s, a, :c], after[s, a, c:] = y[s, i, p:], y[s, k, p:]
+
+
+def edges_adjoint(size, g, which, pairs, now, C, kept, ends, found):  # pragma: kernel
+    """Of `edges`: g changes in place, sums are added to `found`."""
+    (before, after), ((dK, db), dC) = kept, found
+    c = len(size)
+    room = _room(c, g.shape[2] - c)
+    for a in range(len(which)):
+        e, j = which[a], 0
+        i, k = pairs[e, 0], pairs[e, 1]
+        for s in range(len(g)):
+            if s >= ends[j]:
+                j += 1
+            y, x, to_now = before[s, a], after[s, a], (dK[j], db[j])
+            _pair_adjoint(size, i, k, y, x, g[s], now, C[e], to_now, dC[j, e], room)

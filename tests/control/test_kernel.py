@@ -1,0 +1,139 @@
+"""Phases of a step one by one give the bits of whole runs, in any split of the agents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import closed_loops
+from closed_loops import random_loop
+from hdnn.control import fused
+from hdnn.control.step import System
+from hdnn.engine import jit
+from hdnn.errors import ConvergenceError
+
+pytestmark = pytest.mark.skipif(not jit.installed(), reason="needs numba")
+
+WEIGHTS = ("K", "b", "G", "C")
+
+
+class Process:
+    """Some of the agents, and those at the other ends of their edges, in numbers of its own."""
+
+    def __init__(self, system: System, mine: list[int], batch: int) -> None:
+        self.mine = mine
+        pairs = system.links, system.plant_links
+        self.edges, self.plant_edges = (
+            [e for e, pair in enumerate(links) if {*pair} & {*mine}] for links in pairs
+        )
+        near = {i for e in self.edges for i in system.links[e]}
+        near |= {i for e in self.plant_edges for i in system.plant_links[e]}
+        self.all = sorted({*mine} | near, reverse=True)  # any order will do
+        at = {i: j for j, i in enumerate(self.all)}
+        agents, edges = torch.tensor(self.all), torch.tensor(self.edges, dtype=torch.long)
+        cut = {name: getattr(system, name)[agents] for name in ("A", "a", "J", "R", "g", "G")}
+        cut |= {"K": system.K[:, agents], "b": system.b[:, agents], "C": system.C[edges]}
+        cut |= {"R_c": system.R_c[agents], "J_c": system.J_c, "h": system.h}
+        cut["couplings"] = system.couplings[torch.tensor(self.plant_edges, dtype=torch.long)]
+        cut["links"] = tuple((at[i], at[k]) for i, k in (system.links[e] for e in self.edges))
+        ends = (system.plant_links[e] for e in self.plant_edges)
+        cut["plant_links"] = tuple((at[i], at[k]) for i, k in ends)
+        self.own = [at[i] for i in mine]
+        self.phases = fused.Phases(System(**cut), batch, self.all)
+        self.kept: list[fused.Phase] = []
+
+    def step(self, kind: str, which: list[int], y: np.ndarray, t: int) -> np.ndarray:
+        mine = np.ascontiguousarray(y[:, self.all])
+        if kind == "own":
+            kept = self.phases.own(mine, t, self.own)
+        else:
+            known = getattr(self, kind)
+            chosen = [known.index(e) for e in which if e in known]
+            kept = getattr(self.phases, kind)(mine, t, chosen)
+        self.kept.append(kept)
+        return mine[:, self.own]
+
+    def back(self, g: np.ndarray) -> np.ndarray:
+        mine = np.ascontiguousarray(g[:, self.all])
+        self.phases.adjoint(self.kept.pop(), mine)
+        return mine[:, self.own]
+
+
+@given(
+    closed_loops.seeds,
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 11]),
+    st.sampled_from([4, 5]),
+    st.integers(0, 1),
+)
+@settings(deadline=None, max_examples=15)
+def test_phases_give_the_bits_of_a_whole_run_in_any_split(seed, N, ranks, batch, c, first):
+    loop, normal = random_loop(seed, N, 1.0, 0.2, T=3, c=c, engine="fused")
+    system, steps = loop.system(), 4
+    start = normal(batch, N, 3 + c).requires_grad_()
+    states = fused.trajectory(system, start, steps, first)[0]
+    weight = normal(*states.shape)
+    weights = [getattr(system, name) for name in WEIGHTS]
+    wanted = torch.autograd.grad((states * weight).sum(), [start, *weights])
+
+    split = np.random.default_rng(seed).integers(0, ranks, N)
+    groups = [np.flatnonzero(split == rank).tolist() for rank in range(ranks)]
+    processes = [Process(system, mine, batch) for mine in groups if mine]
+    plan = [("own", list(range(N)))]
+    plan += [("plant_edges", which) for which in fused.colours(system.plant_links)]
+    plan += [("edges", which) for which in fused.colours(system.links)]
+    y, grads = start.detach().numpy().copy(), weight.numpy()
+    for t in range(first, first + steps):
+        for kind, which in reversed(plan) if t % 2 else plan:
+            new = [each.step(kind, which, y, t) for each in processes]
+            for process, mine in zip(processes, new, strict=True):
+                y[:, process.mine] = mine
+        assert np.array_equal(y, states[t - first + 1].detach().numpy())
+    g = grads[steps].copy()
+    for t in reversed(range(steps)):
+        for _ in plan:
+            new = [each.back(g) for each in processes]
+            for process, mine in zip(processes, new, strict=True):
+                g[:, process.mine] = mine
+        g += grads[t]
+    assert np.array_equal(g, wanted[0].numpy())
+    for process in processes:
+        found = process.phases.gradients()
+        for name, want in zip(WEIGHTS, wanted[1:], strict=True):
+            dim = 1 if name in ("K", "b") else 0
+            ours, theirs = process.own, process.mine
+            if name == "C":
+                ours, theirs = list(range(len(process.edges))), process.edges
+            got = found[name].index_select(dim, torch.tensor(ours, dtype=torch.long))
+            assert torch.equal(got, want.index_select(dim, torch.tensor(theirs, dtype=torch.long)))
+
+
+def test_a_phase_without_a_solution_names_the_agents_as_others_know_them():
+    loop, _ = random_loop(4, 2, 0.5, 0.1, T=3)
+    loop.controller.links = ((0, 1),)
+    loop.controller.C = torch.nn.Parameter(torch.ones(1, 2, 2, dtype=torch.float64))
+    with torch.no_grad():
+        loop.controller.K[2, 1] = torch.nan
+    phases = fused.Phases(loop.system(), 1, [7, 30])
+    y = np.ones((1, 2, 5))
+    phases.own(y, 1, [0, 1])
+    phases.own(y, 2, [0])
+    with pytest.raises(ConvergenceError, match=r"step 5, agent 30: .* NaN"):
+        phases.own(y.copy(), 5, [0, 1])
+    with pytest.raises(ConvergenceError, match=r"step 2, link \(7, 30\): .* NaN"):
+        phases.edges(y, 2, [0])
+
+
+def test_colours_are_runs_of_edges_that_share_no_agent():
+    loop, _ = random_loop(4, 4, 0.5, 0.1)
+    links = loop.controller.links
+    found = fused.colours(links)
+    assert [e for which in found for e in which] == list(range(len(links)))
+    for which in found:
+        ends = [i for e in which for i in links[e]]
+        assert len(ends) == len({*ends})
+    assert fused.colours(()) == []
