@@ -126,10 +126,11 @@ def barrier(
         tensor(88.8724)
     """
     h, far = positive_float("step", step), positive_float("distance", distance) ** 2
-    squares = between(trajectory, dimensions, pairs)
-    price = 1 / (squares + 1e-3) - 1 / (far + 1e-3)
-    price = torch.where(squares < far, price, torch.zeros_like(price)).sum(-1)
-    return h * price.reshape(len(price), -1).mean(1).sum()
+    q, (i, k) = _positions(trajectory, dimensions), _ends(trajectory, pairs)
+    pair, at = (_squares(q.detach(), i, k) < far).nonzero().T  # most are far from each other
+    squares = (q[:, i[pair], at] - q[:, k[pair], at]).square().sum(0)
+    price = (1 / (squares + 1e-3) - 1 / (far + 1e-3)).sum()
+    return h * price / max(1, q.shape[2] // len(trajectory))
 
 
 def end(loop: ClosedLoop, trajectory: Tensor) -> Tensor:
@@ -233,9 +234,22 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
 
 def between(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
     """Squared distances of pairs of agents, `(*batch, pairs)`."""
+    found = _squares(_positions(y, dimensions), *_ends(y, pairs))
+    return found.T.reshape(*y.shape[:-2], len(found))
+
+
+def _positions(y: Tensor, dimensions: int) -> Tensor:
+    """Coordinates first and samples last, so that what belongs to an agent lies side by side."""
+    return y[..., :dimensions].reshape(-1, y.shape[-2], dimensions).permute(2, 1, 0).contiguous()
+
+
+def _ends(y: Tensor, pairs: Pairs | None) -> Tensor:
+    """The first and the second agent of each pair."""
     if pairs is None:
-        i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1, device=y.device)
-    else:
-        i, k = torch.tensor([*pairs], device=y.device).reshape(-1, 2).T
-    q = y[..., :dimensions]
-    return (q[..., i, :] - q[..., k, :]).square().sum(-1)
+        return torch.triu_indices(y.shape[-2], y.shape[-2], 1, device=y.device)
+    return torch.tensor([*pairs], device=y.device, dtype=torch.long).reshape(-1, 2).T
+
+
+def _squares(q: Tensor, i: Tensor, k: Tensor) -> Tensor:
+    """Squared distances `(pairs, samples)`."""
+    return (q[:, i] - q[:, k]).square().sum(0)

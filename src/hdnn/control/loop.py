@@ -166,14 +166,14 @@ class ClosedLoop(nn.Module):
         """
         controller, T = self.controller, self.controller.steps
         xi = trajectory[:-1, ..., self.plant.states :]
-        lead = [1] * (xi.ndim - 3)
-        at = torch.arange(len(xi), device=xi.device).clamp(max=T - 1)
         K, b = controller.K, controller.b
         if len(xi) != T:
+            at = torch.arange(len(xi), device=xi.device).clamp(max=T - 1)
             K, b = K[at], b[at]
-        K, b = K.view(len(xi), *lead, *K.shape[1:]), b.view(len(xi), *lead, *b.shape[1:])
-        slopes = torch.tanh((K @ xi.unsqueeze(-1)).squeeze(-1) + b)
-        return -(controller.G.mT @ (K.mT @ slopes.unsqueeze(-1))).squeeze(-1)
+        samples = xi.flatten(1, -3) if xi.ndim > 3 else xi.unsqueeze(1)
+        slopes = torch.tanh(K @ samples.permute(0, 2, 3, 1) + b.unsqueeze(-1))
+        u = -((K @ controller.G).mT @ slopes).permute(0, 3, 1, 2)
+        return u.reshape(*xi.shape[:-1], controller.inputs)
 
     def balance(self, y: Tensor, horizons: int = 1) -> Balance:
         """The energy of every step before and after it, and what was dissipated.

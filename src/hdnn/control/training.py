@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdnn.base.files import as_path
 from hdnn.base.progress import ProgressLine
+from hdnn.base.threads import threads_for
 from hdnn.control import costs
 from hdnn.control.certificate import LoopCertificate
 from hdnn.control.problems import LoopProblem, load_problem
@@ -195,25 +196,24 @@ class LoopTraining:
         rate = self.rate * factor(self.done, self.iterations)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        trajectory = self.loop(self.starts(self.done))
-        terms = self.problem.cost.terms(self.loop, trajectory)
-        cost = torch.stack([*terms.values()]).sum()
-        found = float(cost.detach())
-        if not math.isfinite(found):
-            raise TrainingError(
-                f"the cost is not finite in iteration {self.done + 1}: the training has diverged; "
-                "lower the rate, or the weights of the cost."
-            )
         self.optimizer.zero_grad(set_to_none=True)
-        cost.backward()
+        trajectory = self.loop(self.starts(self.done))
+        states = trajectory.detach().requires_grad_()
+        with threads_for(states[0].numel(), states.device.type):  # the kernel takes all there are
+            terms = self.problem.cost.terms(self.loop, states)
+            cost = torch.stack([*terms.values()]).sum()
+            found = float(cost.detach())
+            if not math.isfinite(found):
+                raise TrainingError(
+                    f"the cost is not finite in iteration {self.done + 1}: the training has "
+                    "diverged; lower the rate, or the weights of the cost."
+                )
+            cost.backward()
+            nearest = _nearest(self.problem, states)
+        trajectory.backward(states.grad)
         self.optimizer.step()
-        nearest = _nearest(self.problem, trajectory)
-        numbers = {
-            "cost": found,
-            **{n: float(t.detach()) for n, t in terms.items()},
-            "distance": nearest,
-        }
-        for name, value in {**numbers, "rate": rate}.items():
+        parts = {name: float(term.detach()) for name, term in terms.items()}
+        for name, value in {"cost": found, **parts, "distance": nearest, "rate": rate}.items():
             self.history[name].append(value)
         self.done += 1
 

@@ -1,0 +1,174 @@
+"""Training of closed loops: gradients, exact resume, interruptions, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hdnn import control
+from hdnn.control.training import factor
+from hdnn.errors import CheckpointError, ShapeError, StepError, TrainingError
+
+KILLED = """
+import sys
+from hdnn import control
+from hdnn.control import training
+training.SAVE_EVERY = 0.0
+problem = control.crossing("ring", steps=4)
+whole = control.LoopTraining(problem, iterations=100000, batch=2, folder=sys.argv[1])
+whole.run(callback=lambda t: print(t.done, flush=True))
+"""
+
+
+def crossing(engine: str | None = None) -> control.LoopProblem:
+    return control.crossing("ring", steps=4, engine=engine)
+
+
+def weights(training: control.LoopTraining) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in training.loop.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_an_iteration_is_a_step_of_adam_on_the_cost():
+    training, plain = (control.LoopTraining(crossing(), iterations=2, batch=3) for _ in range(2))
+    training.run()
+    optimizer = torch.optim.Adam(plain.loop.parameters())
+    for k in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * factor(k, 2)
+        optimizer.zero_grad()
+        cost = plain.problem.cost(plain.loop, plain.loop(plain.starts(k)))
+        assert training.history["cost"][k] == pytest.approx(float(cost.detach()), rel=1e-12)
+        cost.backward()
+        optimizer.step()
+    for a, b in zip(weights(training), weights(plain), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_both_engines_train_alike():
+    fused, plain = (
+        control.LoopTraining(crossing(engine), iterations=2, batch=2)
+        for engine in ("fused", "reference")
+    )
+    for training in (fused, plain):
+        training.run()
+    assert fused.history["cost"] == pytest.approx(plain.history["cost"], rel=1e-9)
+    for a, b in zip(weights(fused), weights(plain), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_the_rate_rises_and_falls():
+    rates = [factor(k, 300) for k in range(300)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0, abs=0.01)
+    assert rates[-1] == pytest.approx(0.02, abs=0.001)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+def test_a_training_lowers_the_cost():
+    training = control.LoopTraining(crossing(), iterations=15, batch=4)
+    history = training.run(progress=False)
+    assert history["cost"][-1] < history["cost"][0]
+    terms = ("state", "effort", "barrier", "smoothness", "end")
+    for k, cost in enumerate(history["cost"]):
+        assert sum(history[name][k] for name in terms) == pytest.approx(cost)
+    assert all(distance > 0 for distance in history["distance"])
+    certificate = training.certify()
+    assert certificate.holds
+    assert certificate.bound > 0
+
+
+def test_a_run_in_parts_has_the_bits_of_one(tmp_path: Path):
+    whole = control.LoopTraining(crossing(), iterations=6, batch=3, seed=5)
+    whole.run()
+    parts = control.LoopTraining(crossing(), iterations=6, batch=3, seed=5, folder=tmp_path)
+    parts.run(until=2)
+    parts.run(callback=lambda training: training.done == 3)
+    assert parts.done == 3
+    again = control.LoopTraining.resume(tmp_path)
+    assert (again.done, again.batch, again.seed) == (3, 3, 5)
+    again.run(until=4)
+    last = control.LoopTraining(
+        crossing(), iterations=6, batch=3, seed=5, folder=tmp_path, resume=True
+    )
+    assert last.done == 4
+    last.run()
+    assert same(weights(last), weights(whole))
+    assert last.history == whole.history
+    kept = control.load_problem(tmp_path)
+    assert same([p.detach() for p in kept.loop.parameters()], weights(whole))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["cost"] for line in lines] == whole.history["cost"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_a_training_goes_on_after_it_was_killed(tmp_path: Path, kind: signal.Signals):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while int(process.stdout.readline()) < 3:
+        pass
+    time.sleep(float(os.urandom(1)[0]) / 1e4)
+    process.send_signal(kind)
+    _, errors = process.communicate(timeout=60)
+    assert ("KeyboardInterrupt" in errors) == (kind == signal.SIGINT)
+    training = control.LoopTraining.resume(tmp_path)
+    assert training.done >= 2
+    last = training.done + 2
+    training.run(until=last)
+    whole = control.LoopTraining(crossing(), iterations=100000, batch=2)
+    whole.run(until=last)
+    assert same(weights(training), weights(whole))
+    assert training.history == whole.history
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_bad_options_are_refused_in_a_sentence(tmp_path: Path):
+    problem = crossing()
+    with pytest.raises(ShapeError, match="iterations must be a whole number >= 1, but got 0"):
+        control.LoopTraining(problem, iterations=0)
+    with pytest.raises(ShapeError, match="batch must be a whole number >= 1"):
+        control.LoopTraining(problem, batch=0)
+    with pytest.raises(StepError, match="rate must be finite and > 0"):
+        control.LoopTraining(problem, rate=-0.1)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        control.LoopTraining.resume(tmp_path)
+    problem.save(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no training"):
+        control.LoopTraining.resume(tmp_path)
+    control.LoopTraining(problem, iterations=2, folder=tmp_path)
+    with pytest.raises(CheckpointError, match="holds a training already"):
+        control.LoopTraining(problem, iterations=2, folder=tmp_path)
+    with pytest.raises(CheckpointError, match="its iterations is 2, not 3"):
+        control.LoopTraining(problem, iterations=3, folder=tmp_path, resume=True)
+    other = control.crossing("ring", 1, steps=4)
+    with pytest.raises(CheckpointError, match="its start is"):
+        control.LoopTraining(other, iterations=2, folder=tmp_path, resume=True)
+    file = tmp_path / "checkpoint.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-20000] + bytes([content[-20000] ^ 1]) + content[-19999:])
+    with pytest.raises(CheckpointError, match="damaged"):
+        control.LoopTraining.resume(tmp_path)
+    problem.loop.requires_grad_(False)
+    with pytest.raises(TrainingError, match="all weights of the controllers are frozen"):
+        control.LoopTraining(problem)
+
+
+def test_a_cost_that_is_not_finite_ends_the_training():
+    problem = crossing()
+    problem.cost = control.Cost(state=1e30, end=1e30)
+    problem.z = problem.z * 1e150
+    with pytest.raises(TrainingError, match="the cost is not finite in iteration 1"):
+        control.LoopTraining(problem).run()
