@@ -21,7 +21,7 @@ TOP_LEVEL = 16  # files
 # A quick start is worth an import inside a function there, and nowhere else.
 PROGRAM = ("hdnn.__main__", "hdnn.app")
 # Programs that are started by name in a process of their own.
-STARTED = {"hdnn.distributed.worker", "hdnn.experiments"}
+STARTED = {"hdnn.control.worker", "hdnn.distributed.worker", "hdnn.experiments"}
 LONG: dict[str, str] = {}
 # Kernels and whole files of them: a kernel is one function, whatever it needs.
 KERNELS = "hdnn.engine.kernels"

@@ -13,6 +13,7 @@ from hdnn.control.loop import ClosedLoop
 from hdnn.control.objective import Cost
 from hdnn.control.plants import Plant, microgrid, oscillators, robots
 from hdnn.control.problems import LoopProblem, load_problem
+from hdnn.control.processes import ProcessRun, train_on_processes
 from hdnn.control.scenarios import crossing, crowd
 from hdnn.control.training import LoopTraining
 
@@ -25,6 +26,7 @@ __all__ = [
     "LoopProblem",
     "LoopTraining",
     "Plant",
+    "ProcessRun",
     "costs",
     "crossing",
     "crowd",
@@ -32,4 +34,5 @@ __all__ = [
     "microgrid",
     "oscillators",
     "robots",
+    "train_on_processes",
 ]

@@ -1,0 +1,352 @@
+"""The training of a closed loop as one process sees it that has some of the agents.
+
+Every process owns agents and holds ghosts of those that they hear at other processes. In a step its
+agents move by themselves; then edges, colour by colour. Before a colour both ends of an edge
+between two processes send their states to each other, and both compute the edge: the same bits from
+the same numbers, of which each keeps its own agent's. Backwards it is the same with gradients.
+Weights of ghosts are sent once an iteration, and so are the positions that the barrier compares.
+
+Agents are summed up for the history alone, in an order of their own. So the bits of a training do
+not depend on how agents are shared out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdnn.base.threads import one_thread
+from hdnn.control import fused
+from hdnn.control.fused import Phase, Phases
+from hdnn.control.links import Edges
+from hdnn.control.problems import LoopProblem
+from hdnn.control.shared_costs import AgentCosts
+from hdnn.control.shares import Colour, Share
+from hdnn.control.step import System
+from hdnn.control.training import TERMS, factor
+from hdnn.distributed.graph.plan import Part, Plan, Round
+from hdnn.distributed.messages.handshake import shake_hands
+from hdnn.distributed.messages.tree import Spanning
+from hdnn.distributed.training.training import NodeAdam
+from hdnn.distributed.transport import Transport
+from hdnn.errors import OptionError, TrainingError, int_from, positive_float, positive_int
+from hdnn.training import identity
+
+EVERY = 10  # iterations after which the history is summed up along the tree
+OWN = "own"  # the phase of agents by themselves
+
+
+class SharedTraining:
+    """A training of which this process has one part; `run` does it, together with the others.
+
+    Args:
+        problem: all of it, with its first weights.
+        plan: which process owns which agent.
+        transport: to the other processes.
+        iterations: how many.
+        batch: starts an iteration.
+        rate: the largest rate of Adam.
+        seed: of the starts.
+        tell: called by the root with a dict, every few iterations.
+
+    Raises:
+        ShapeError: if iterations, batch or seed are no whole numbers in range.
+        StepError: if the rate is not > 0.
+        OptionError: if the kernels of closed loops cannot run here.
+        DistributedError: if other processes have another problem, other options or versions, or are
+            lost.
+    """
+
+    def __init__(
+        self,
+        problem: LoopProblem,
+        plan: Plan,
+        transport: Transport,
+        *,
+        iterations: int = 300,
+        batch: int = 16,
+        rate: float = 0.1,
+        seed: int = 0,
+        tell: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        options = checked(iterations, batch, rate, seed)
+        self.iterations, self.batch, self.rate, self.seed = options.values()
+        check(problem)
+        self.problem, self.transport, self.tell = problem, transport, tell
+        self.part = Part(plan, transport.part)
+        self.share, self.tree = Share(problem, self.part), Spanning(self.part, transport)
+        self.own = len(self.share.own)
+        about = identity.digest([problem.z, problem.xi, *problem.loop.state_dict().values()])
+        given = [about, problem.cost, problem.loop.step, problem.radius, problem.collision]
+        shake_hands(transport, plan, {"options": options, "data": given}, name_of(plan))
+        self._take()
+        self.costs = AgentCosts(problem, self.share, self.weights)
+        self.done, self.seconds = 0, 0.0
+        self.shares: list[Tensor] = []  # what each agent cost in iterations not yet summed up
+        self.history: dict[str, list[float]] = {name: [] for name in ("cost", *TERMS, "rate")}
+
+    def _take(self) -> None:
+        """This process's part of the plant and of the weights, in which agents lead."""
+        loop, share = self.problem.loop, self.share
+        plant, controller, agents = loop.plant, loop.controller, [*share.agents]
+        self.fixed: dict[str, Any] = {
+            **{name: getattr(plant, name)[agents] for name in ("A", "a", "J", "R", "g")},
+            "couplings": plant.couplings[share.plant.which],
+            "plant_links": share.plant.ends,
+            "J_c": controller.J,
+            "R_c": controller.R[agents],
+            "links": share.controllers.ends,
+            "h": loop.step,
+        }
+        K, b = (t.detach().transpose(0, 1)[agents] for t in (controller.K, controller.b))
+        G, C = controller.G.detach()[agents], controller.C.detach()[share.controllers.which]
+        self.weights = {"K": K.contiguous(), "b": b.contiguous(), "G": G, "C": C}
+        own = {name: self.weights[name][: self.own] for name in ("K", "b", "G")}
+        self.adam = NodeAdam({**own, "C": C})
+
+    def run(self) -> dict[str, list[float]]:
+        """Train to the end.
+
+        Returns:
+            The cost of each iteration, its terms, and the rate: those of all agents together.
+
+        Raises:
+            TrainingError: if a cost is not finite.
+            ConvergenceError: if a step of the loop has no solution.
+            DistributedError: if another process is lost, or cannot go on.
+        """
+        start = time.perf_counter()
+        with one_thread():
+            while self.done < self.iterations:
+                self._iterate()
+                if len(self.shares) == EVERY or self.done == self.iterations:
+                    self._sum_up()
+                    self.seconds = time.perf_counter() - start
+                    if self.tell is not None and self.tree.is_root:
+                        now = {name: values[-1] for name, values in self.history.items()}
+                        self.tell({"iteration": self.done, "seconds": self.seconds, **now})
+        return self.history
+
+    def _iterate(self) -> None:
+        y = self.problem.starts(self.batch, seed=self.seed, draw=self.done)[:, [*self.share.own]]
+        self._hear_weights()
+        K, b, G, C = self.weights.values()
+        system = System(**self.fixed, K=K.transpose(0, 1), b=b.transpose(0, 1), G=G, C=C)
+        phases = Phases(system, self.batch, self.share.agents)
+        trajectory, tape = self._forward(phases, y)
+        gradients, slopes = self._priced(trajectory)
+        self._backward(phases, tape, slopes)
+        found = phases.gradients()
+        found |= {name: found[name].transpose(0, 1) for name in ("K", "b")}
+        for name, gradient in gradients.items():
+            gradient += found[name][: self.own]
+        rate = self.rate * factor(self.done, self.iterations)
+        self.adam.step({**gradients, "C": found["C"]}, rate)
+        self.history["rate"].append(rate)
+        self.done += 1
+
+    # One horizon
+
+    def _phases(self, t: int) -> Iterator[tuple[str, Colour | None]]:
+        """The phases of step t in their order."""
+        share = self.share
+        order: list[tuple[str, Colour | None]] = [
+            (OWN, None),
+            *(("plant_edges", colour) for colour in share.plant.colours),
+            *(("edges", colour) for colour in share.controllers.colours),
+        ]
+        yield from reversed(order) if t % 2 else order
+
+    def _forward(self, phases: Phases, start: Tensor) -> tuple[Tensor, list[_Done]]:
+        """The states of own agents, `(own, steps + 1, B, n)`, and what backwards needs."""
+        steps, own = self.weights["K"].shape[1], range(self.own)
+        y = start.new_zeros(len(start), len(self.share.agents), start.shape[2])
+        y[:, : self.own] = start
+        states, tape = start.new_empty(self.own, steps + 1, *start.shape[::2]), []
+        states[:, 0], array = start.transpose(0, 1), y.numpy()
+        for t in range(steps):
+            for kind, colour in self._phases(t):
+                if colour is None:
+                    tape.append(_Done(t, kind, None, [phases.own(array, t, own)]))
+                    continue
+                run, heard = getattr(phases, kind), self._hear(y, colour, kind)
+                inner = [run(array, t, colour.inner)] if len(colour.inner) else []
+                heard()
+                crossing = [run(array, t, colour.crossing)] if len(colour.crossing) else []
+                tape.append(_Done(t, kind, colour, [*inner, *crossing]))
+            states[:, t + 1] = y[:, : self.own].transpose(0, 1)
+        return states, tape
+
+    def _backward(self, phases: Phases, tape: list[_Done], slopes: Tensor) -> None:
+        """From gradients in all states, `(own, steps + 1, B, n)`, to those that phases keep."""
+        slopes = slopes.transpose(0, 2).contiguous()  # (B, steps + 1, own, n)
+        g = slopes.new_zeros(len(slopes), len(self.share.agents), slopes.shape[3])
+        g[:, : self.own], array = slopes[:, -1], g.numpy()
+        while tape:
+            step = tape.pop()
+            if step.colour is None:
+                phases.adjoint(step.phases[0], array)
+            else:
+                heard, inner = self._hear(g, step.colour, step.kind), len(step.colour.inner) > 0
+                for phase in step.phases[:inner]:
+                    phases.adjoint(phase, array)
+                heard()
+                for phase in step.phases[inner:]:
+                    phases.adjoint(phase, array)
+            if not tape or tape[-1].t < step.t:
+                g[:, : self.own] += slopes[:, step.t]
+
+    # What it costs
+
+    def _priced(self, trajectory: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Gradients of own agents' weights and states."""
+        d = self.problem.cost.dimensions
+        positions = trajectory.new_zeros(len(self.share.agents), *trajectory.shape[1:3], d)
+        positions[: self.own] = trajectory[..., :d]
+        heard = self._exchange(positions, self.share.positions)
+        slopes = torch.empty_like(trajectory)
+        gradients = {n: torch.empty_like(self.weights[n][: self.own]) for n in ("K", "b", "G")}
+        terms = trajectory.new_empty(self.own, len(TERMS))
+        for k in range(self.own):
+            terms[k], found = self.costs.own(k, trajectory[k])
+            slopes[k] = found["y"].squeeze(-2)
+            gradients["K"][k], gradients["b"][k] = found["K"].squeeze(1), found["b"].squeeze(1)
+            gradients["G"][k] = found["G"].squeeze(0)
+        heard()
+        price, slope = self.costs.near(positions)
+        terms[:, TERMS.index("barrier")] += price
+        slopes[..., :d] += slope[: self.own]
+        if not bool(torch.isfinite(terms).all()):
+            raise TrainingError(
+                f"the cost is not finite in iteration {self.done + 1}: the training has diverged; "
+                "lower the rate, or the weights of the cost."
+            )
+        self.shares.append(terms)
+        return gradients, slopes
+
+    def _sum_up(self) -> None:
+        """The history of the last iterations, summed over all agents along the tree."""
+        total = self.tree.sum(torch.stack(self.shares, 1))
+        for row in total.tolist():
+            for name, value in zip(TERMS, row, strict=True):
+                self.history[name].append(value)
+            self.history["cost"].append(math.fsum(row))
+        self.shares = []
+
+    # Messages
+
+    def _hear(self, y: Tensor, colour: Colour, kind: str) -> Callable[[], None]:
+        """Begin to hear ghosts' columns of y, for plants or for controllers; call it to wait."""
+        p = self.fixed["A"].shape[2]
+        columns = y[..., :p] if kind == "plant_edges" else y[..., p:]
+        return self._exchange(columns.transpose(0, 1), colour.messages)
+
+    def _hear_weights(self) -> None:
+        """Weights of controllers at other processes, as they are now."""
+        K, b = self.weights["K"], self.weights["b"]
+        flat = torch.cat([K.flatten(1), b.flatten(1)], 1)
+        self._exchange(flat, self.share.weights)()
+        sizes = [K[0].numel(), b[0].numel()]
+        for weight, found in zip((K, b), flat.split(sizes, 1), strict=True):
+            weight[self.own :] = found[self.own :].reshape(weight[self.own :].shape)
+
+    def _exchange(self, rows: Tensor, messages: Round) -> Callable[[], None]:
+        """Send rows of own agents and begin to receive those of ghosts; call it to wait."""
+        if not messages.out:
+            return lambda: None
+        out = [(r, rows[places].contiguous()) for r, places in messages.out]
+        into = [(r, rows.new_empty(len(places), *rows.shape[1:])) for r, places in messages.into]
+        pending = self.transport.start(out, into)
+
+        def wait() -> None:
+            pending.wait()
+            for (_, places), (_, found) in zip(messages.into, into, strict=True):
+                rows[places] = found
+
+        return wait
+
+    # At the end
+
+    def collect(self) -> None:
+        """Bring all weights to the root, and write them into its problem."""
+        plan, links = self.part.plan, self.problem.loop.controller.links
+        parts = [Part(plan, number).nodes for number in range(plan.parts)]
+        lines = [_owned(links, plan.owner, number) for number in range(plan.parts)]
+        here = {e: k for k, e in enumerate(self.share.controllers.which)}
+        rows = [self.weights[name][: self.own].flatten(1) for name in ("K", "b", "G")]
+        agents = self.tree.gather(torch.cat(rows, 1), [*map(len, parts)])
+        C = self.weights["C"][[here[e] for e in lines[self.part.number]]]
+        edges = self.tree.gather(C, [*map(len, lines)])
+        if agents is None or edges is None:
+            return
+        order = [agent for number in self.tree.order for agent in parts[number]]
+        controller, place = self.problem.loop.controller, torch.tensor(order).argsort()
+        sizes = [row.shape[1] for row in rows]
+        with torch.no_grad():
+            for name, found in zip(("K", "b", "G"), agents[place].split(sizes, 1), strict=True):
+                weight = getattr(controller, name)
+                lead = weight if name == "G" else weight.transpose(0, 1)
+                lead.copy_(found.reshape(lead.shape))
+            order = [e for number in self.tree.order for e in lines[number]]
+            controller.C[torch.tensor(order, dtype=torch.int64)] = edges
+
+    def traffic(self) -> list[tuple[int, int, int, int]]:
+        """`(from, to, messages, bytes)` of all processes that talked; the root's only."""
+        sent, plan = self.transport.traffic, self.part.plan
+        own = [(r, sent.messages[r], sent.bytes[r]) for r in sorted(sent.messages)]
+        counts = [len(plan.peers(number)) for number in range(plan.parts)]
+        whole = self.tree.gather(torch.tensor(own, dtype=torch.int64).reshape(-1, 3), counts)
+        if whole is None:
+            return []
+        senders = [number for number in self.tree.order for _ in range(counts[number])]
+        return [(s, *row) for s, row in zip(senders, whole.tolist(), strict=True)]
+
+
+class _Done(NamedTuple):
+    """Phases that were run in step t, of a colour or of agents by themselves."""
+
+    t: int
+    kind: str
+    colour: Colour | None
+    phases: list[Phase]
+
+
+def check(problem: LoopProblem) -> None:
+    """Raise unless processes can train this problem here."""
+    loop = problem.loop
+    missing = fused.why_not(problem.z, loop.system())
+    if missing:
+        raise OptionError(f"processes train closed loops by kernels: {missing}.")
+    if not all(weight.requires_grad for weight in loop.controller.parameters()):
+        raise TrainingError("processes train all weights of controllers, but some are frozen.")
+
+
+def checked(iterations: Any, batch: Any, rate: Any, seed: Any) -> dict[str, Any]:
+    """The options of a training, if they are in range."""
+    return {
+        "iterations": positive_int("iterations", iterations),
+        "batch": positive_int("batch", batch),
+        "rate": positive_float("rate", rate),
+        "seed": int_from(0, "seed", seed),
+    }
+
+
+def name_of(plan: Plan) -> Callable[[int], str]:
+    """How to call a process: by its agents."""
+
+    def name(part: int) -> str:
+        agents = plan.nodes_of[part]
+        shown = ", ".join(map(str, agents[:4])) + (", .." if len(agents) > 4 else "")
+        return f"the process of agent{'s' if len(agents) > 1 else ''} {shown}"
+
+    return name
+
+
+def _owned(links: Edges, owner: Sequence[int], number: int) -> list[int]:
+    """The edges of controllers that a process tells the root about."""
+    return [e for e, (i, _) in enumerate(links) if owner[i] == number]
