@@ -430,7 +430,7 @@ def main() -> int:
     parser.add_argument("--choose", action="store_true", help="measure what auto decides by, only")
     parser.add_argument("--widths", action="store_true", help="wide stacks on a GPU, only")
     parser.add_argument(
-        "--compiled", action="store_true", help="with them, the compiled loop: a minute more"
+        "--compiled", action="store_true", help="with them, the compiled loop: some minutes more"
     )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
