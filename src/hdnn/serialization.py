@@ -17,6 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from hdnn import models
 from hdnn._version import __version__
 from hdnn.base import tensorfile
+from hdnn.base.devices import as_device
 from hdnn.base.files import as_path, reason_of, write_atomically
 from hdnn.base.tensorfile import read as read
 from hdnn.errors import CheckpointError, HDNNError
@@ -108,6 +109,7 @@ def load(
     Raises:
         CheckpointError: if the file is not there, is damaged, was not written by hdnn, or was
             written by a newer version.
+        OptionError: if there is no such device here.
 
     Examples:
         >>> import torch
@@ -121,7 +123,7 @@ def load(
         Traceback (most recent call last):
         hdnn.errors.CheckpointError: other.safetensors does not exist; check its name and folder.
     """
-    path = as_path(path)
+    path, device = as_path(path), None if device is None else as_device(device)
     with tensorfile.opened(path) as file:
         config = _config(file)
         try:

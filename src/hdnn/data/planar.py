@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hdnn.base.devices import as_device
 from hdnn.errors import DataError, choose
 
 __all__ = ["PlanarData", "double_circles", "double_moons", "load", "swiss_roll"]
@@ -226,6 +227,7 @@ def _make(
 ) -> PlanarData:
     """Run through each arc at s = i/k, i = 0..k-1, add uniform noise, shuffle, split."""
     _check(name, points, seed, dtype)
+    device = as_device(device)
     rounded_down, rest = divmod(points, len(arcs))
     xs, ts = [], []
     for index, (curve, label) in enumerate(arcs):

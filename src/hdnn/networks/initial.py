@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hdnn.base.devices import as_device
 from hdnn.errors import OptionError, ShapeError, choose
 
 INITS = ("paper", "scaled")
@@ -31,11 +32,7 @@ class Initial:
         self.scale = 1.0 if init == "paper" else features**-0.5
         self.generator = generator
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        try:
-            # get_default_device() of PyTorch 2.6 overlooks `with torch.device(..)`.
-            self.device = torch.empty(0).device if device is None else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(f'device {device!r} is not known; try "cpu" or "cuda".') from error
+        self.device = as_device(device)
         if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ShapeError(
                 f"dtype must be a floating-point type such as torch.float32, but got {dtype}."

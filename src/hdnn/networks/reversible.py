@@ -71,7 +71,7 @@ class Reversible(nn.Module):
         check: bool = True,
     ) -> None:
         super().__init__()
-        if isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable):
+        if not isinstance(blocks, Iterable):
             raise OptionError(
                 f"Reversible takes a list of blocks, but got one {type(blocks).__name__}."
             )

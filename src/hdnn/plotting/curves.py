@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hdnn.errors import ShapeError, require
+from hdnn.errors import DataError, ShapeError, require
 from hdnn.plotting.figures import (
     BLACK,
     BLUE,
@@ -159,6 +159,9 @@ def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
     Returns:
         The Axes of the last one; `ax.figure.savefig(path)` writes the picture.
 
+    Raises:
+        DataError: if there is none.
+
     Examples:
         >>> import hdnn
         >>> nets = hdnn.H2(features=4, layers=8), hdnn.H1(features=4, layers=8)
@@ -167,6 +170,8 @@ def certificates_norms(certificates: Sequence[Certificate]) -> Axes:
         2
     """
     count = len(certificates)
+    if not count:
+        raise DataError("there is no certificate to draw.")
     panels = new_figure(1.0 + 4.2 * count, 3.8).subplots(1, count, squeeze=False)[0]
     for k, (one, ax) in enumerate(zip(certificates, panels, strict=True), 1):
         certificate_norms(one, ax)
