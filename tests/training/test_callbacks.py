@@ -479,3 +479,12 @@ def test_the_program_trains_saves_and_certifies_implicit_networks_by_default(
     assert metrics["certificate"]["holds"] is True
     net = kinds.load_model(Run(tmp_path / "run")).net
     assert net.always_solvable or float(net.coupling().max()) < 1
+
+
+@pytest.mark.parametrize("callbacks", [3, None, [3], "stop"])
+def test_callbacks_that_cannot_be_called_are_refused_before_work_starts(callbacks):
+    model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 2), hdnn.SigmoidHead(4))
+    before = model.net.K_p.clone()
+    with pytest.raises(hdnn.errors.TrainingError, match="callback"):
+        hdnn.training.fit(model, torch.randn(8, 2), torch.arange(8) % 2, callbacks=callbacks)
+    assert torch.equal(model.net.K_p, before)

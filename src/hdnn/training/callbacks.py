@@ -17,7 +17,7 @@ from typing import Any, Self, TypeGuard
 from torch import Tensor
 
 from hdnn.base.files import as_path
-from hdnn.errors import TrainingError, choose, flag, require
+from hdnn.errors import TrainingError, choose, flag, quoted, require
 from hdnn.model import Model
 from hdnn.networks import HamiltonianNet
 from hdnn.training import identity
@@ -289,7 +289,7 @@ def begun(
 
     With a patience, the held-out loss is watched where there is one, else that of the training.
     """
-    chosen, net = list(callbacks), model.net
+    chosen, net = _listed(callbacks), model.net
     if patience is not None:
         monitor = "validation_loss" if held_out else "loss"
         chosen.append(EarlyStopping(patience, monitor, tol, restore=held_out))
@@ -306,6 +306,18 @@ def begun(
     for one in chosen:
         if isinstance(one, WellPosed):
             one.begin(model)
+    return chosen
+
+
+def _listed(callbacks: Any) -> list[Callback]:
+    if not isinstance(callbacks, Iterable):
+        raise TrainingError(f"callbacks must be a list, but got {quoted(callbacks)}.")
+    chosen: list[Any] = list(callbacks)
+    for one in chosen:
+        if not callable(one):
+            raise TrainingError(
+                f"a callback is called with a Moment after each step, but {quoted(one)} cannot be."
+            )
     return chosen
 
 
