@@ -38,6 +38,7 @@ class ProcessRun:
         owner: the process of each agent.
         traffic: `(from, to, messages, bytes)` of all processes that talked.
         seconds: from the first iteration to the last.
+        processor_seconds: of all processes together, for the same.
 
     Examples:
         >>> from hdnn import control
@@ -50,6 +51,7 @@ class ProcessRun:
     owner: list[int]
     traffic: list[tuple[int, int, int, int]]
     seconds: float
+    processor_seconds: float
 
     @property
     def talked(self) -> set[tuple[int, int]]:
@@ -123,7 +125,7 @@ def train_on_processes(
     try:
         if plan.parts == 1:
             return part_of(problem, plan, Local(), options, show)
-        _compile(problem)
+        compile_kernels(problem)
         with tempfile.TemporaryDirectory() as name:
             home = Path(name)
             problem.save(home)
@@ -158,10 +160,12 @@ def part_of(
     tell: Callable[[dict[str, Any]], None],
 ) -> ProcessRun:
     """Train as one of the processes; the root's problem and its result have all of it."""
+    compile_kernels(problem)
     training = SharedTraining(problem, plan, transport, **options, tell=tell)
     history = training.run()
     training.collect()
-    return ProcessRun(history, [*plan.owner], training.traffic(), training.seconds)
+    taken = training.seconds, training.processors()
+    return ProcessRun(history, [*plan.owner], training.traffic(), *taken)
 
 
 def read_task(home: Path) -> tuple[LoopProblem, dict[str, Any]]:
@@ -181,8 +185,8 @@ def write_result(home: Path, problem: LoopProblem, run: ProcessRun) -> None:
     write_atomically(home / RESULT, json.dumps(vars(run)).encode())
 
 
-def _compile(problem: LoopProblem) -> None:
-    """Have the kernels compiled and kept before processes need them, each of which would do it."""
+def compile_kernels(problem: LoopProblem) -> None:
+    """Have the kernels ready: compiled by the process that starts others, then read from a file."""
     with torch.no_grad():
         phases, y = Phases(problem.loop.system(), 1), problem.start()[None].numpy()
     done = [phases.own(y, 0, [0])]

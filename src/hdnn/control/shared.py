@@ -86,7 +86,7 @@ class SharedTraining:
         shake_hands(transport, plan, {"options": options, "data": given}, name_of(plan))
         self._take()
         self.costs = AgentCosts(problem, self.share, self.weights)
-        self.done, self.seconds = 0, 0.0
+        self.done, self.seconds, self.processor = 0, 0.0, 0.0
         self.shares: list[Tensor] = []  # what each agent cost in iterations not yet summed up
         self.history: dict[str, list[float]] = {name: [] for name in ("cost", *TERMS, "rate")}
 
@@ -120,7 +120,7 @@ class SharedTraining:
             ConvergenceError: if a step of the loop has no solution.
             DistributedError: if another process is lost, or cannot go on.
         """
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         with one_thread():
             while self.done < self.iterations:
                 self._iterate()
@@ -130,6 +130,7 @@ class SharedTraining:
                     if self.tell is not None and self.tree.is_root:
                         now = {name: values[-1] for name, values in self.history.items()}
                         self.tell({"iteration": self.done, "seconds": self.seconds, **now})
+        self.processor = time.process_time() - processor
         return self.history
 
     def _iterate(self) -> None:
@@ -294,6 +295,12 @@ class SharedTraining:
                 lead.copy_(found.reshape(lead.shape))
             order = [e for number in self.tree.order for e in lines[number]]
             controller.C[torch.tensor(order, dtype=torch.int64)] = edges
+
+    def processors(self) -> float:
+        """The processor time that all processes took for `run`, in seconds."""
+        taken = torch.zeros(self.own, dtype=torch.float64)
+        taken[0] = self.processor
+        return float(self.tree.sum(taken.unsqueeze(1)))
 
     def traffic(self) -> list[tuple[int, int, int, int]]:
         """`(from, to, messages, bytes)` of all processes that talked; the root's only."""
