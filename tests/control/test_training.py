@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import closed_loops
 from hdnn import control
+from hdnn.control import costs, fused_cost
 from hdnn.control.training import factor
 from hdnn.errors import CheckpointError, ShapeError, StepError, TrainingError
 
@@ -66,6 +70,50 @@ def test_both_engines_train_alike():
     assert fused.history["cost"] == pytest.approx(plain.history["cost"], rel=1e-9)
     for a, b in zip(weights(fused), weights(plain), strict=True):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+@given(closed_loops.seeds, st.integers(1, 4), st.sampled_from([2, 5]), st.integers(1, 3))
+@settings(max_examples=25)
+def test_the_kernel_of_costs_is_the_cost_and_its_gradients(seed: int, N: int, c: int, B: int):
+    loop, normal = closed_loops.random_loop(seed, N, 1.0, 0.1, c=c)
+    pairs = [(i, k) for i in range(N) for k in range(i)][::2] if seed % 2 else None
+    cost = control.Cost(barrier=2.0, distance=2.0, end=3.0, smoothness=0.5, pairs=pairs)
+    y = normal(4, B, N, 3 + c).requires_grad_()
+    assert not fused_cost.why_not(loop, cost, y)
+    found, terms = fused_cost.priced(loop, cost, y), cost.terms(loop, y)
+    sum(terms.values(), torch.zeros(())).backward()
+    for name, term in terms.items():
+        assert found.terms[name] == pytest.approx(float(term.detach()), rel=1e-12, abs=1e-12), name
+    assert y.grad is not None
+    torch.testing.assert_close(found.states, y.grad, rtol=1e-10, atol=1e-10)
+    for name, gradient in found.weights.items():
+        right = getattr(loop.controller, name).grad
+        torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-10)
+    squares = costs.between(y.detach(), 2, pairs)
+    nearest = float(squares.amin()) ** 0.5 if squares.numel() else float("inf")
+    assert found.nearest == pytest.approx(nearest)
+
+
+def test_costs_that_the_kernel_is_not_for_take_the_plain_way():
+    class Twice(control.Cost):
+        def terms(self, loop: control.ClosedLoop, trajectory: torch.Tensor):
+            return {n: 2 * term for n, term in super().terms(loop, trajectory).items()}
+
+    once, twice = crossing(), crossing()
+    twice.cost = Twice()
+    found = [control.LoopTraining(p, iterations=1, batch=2).run()["cost"] for p in (once, twice)]
+    assert found[1][0] == pytest.approx(2 * found[0][0], rel=1e-12)
+
+
+def test_one_agent_alone_can_be_trained_and_frozen_weights_stay():
+    plant = control.robots(torch.tensor([[1.0, 0.0]]))
+    loop = control.ClosedLoop(plant, control.Controller(1, steps=4))
+    loop.controller.G.requires_grad_(False)
+    before = loop.controller.G.detach().clone(), loop.controller.K.detach().clone()
+    history = control.LoopTraining(control.LoopProblem(loop, torch.zeros(1, 4)), iterations=2).run()
+    assert "distance" not in history
+    assert torch.equal(loop.controller.G, before[0])
+    assert not torch.equal(loop.controller.K, before[1])
 
 
 def test_the_rate_rises_and_falls():

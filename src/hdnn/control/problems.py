@@ -144,7 +144,9 @@ class LoopProblem:
 
     def _moves(self, count: int, seed: int, draw: int, attempt: int, shape: str) -> Tensor:
         """How far each agent of each sample is moved, `(count, N, d)`."""
-        found, d = np.empty((count, self.agents, self.cost.dimensions)), self.cost.dimensions
+        found, d = np.zeros((count, self.agents, self.cost.dimensions)), self.cost.dimensions
+        if not self.radius:
+            return torch.from_numpy(found)
         for i in range(self.agents):
             source = np.random.Generator(np.random.Philox(key=seed, counter=[0, attempt, draw, i]))
             if shape == "square":

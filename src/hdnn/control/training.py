@@ -14,8 +14,10 @@ from torch import Tensor
 from hdnn.base.files import as_path
 from hdnn.base.progress import ProgressLine
 from hdnn.base.threads import threads_for
-from hdnn.control import costs
+from hdnn.control import costs, fused_cost
 from hdnn.control.certificate import LoopCertificate
+from hdnn.control.fused_cost import Priced
+from hdnn.control.objective import WEIGHTS
 from hdnn.control.problems import LoopProblem, load_problem
 from hdnn.errors import CheckpointError, TrainingError, flag, int_from, positive_float, positive_int
 from hdnn.training import checkpoint, identity
@@ -25,7 +27,7 @@ from hdnn.training.schedule import cosine
 SAVE_EVERY = 2.0  # seconds between checkpoints
 WARM_UP = 10  # iterations in which the rate rises
 LOWEST = 0.02  # of the rate, at the end
-TERMS = ("state", "effort", "barrier", "smoothness", "end")
+TERMS = WEIGHTS
 
 
 class LoopTraining:
@@ -87,9 +89,9 @@ class LoopTraining:
                 "all weights of the controllers are frozen; nothing can be trained."
             )
         self.optimizer = torch.optim.Adam(self.weights, lr=self.rate)
-        self.history: dict[str, list[float]] = {
-            name: [] for name in ("cost", *TERMS, "distance", "rate")
-        }
+        pairs = problem.agents > 1 if problem.cost.pairs is None else bool(problem.cost.pairs)
+        names = ("cost", *TERMS, *["distance"] * pairs, "rate")
+        self.history: dict[str, list[float]] = {name: [] for name in names}
         self.done, self.seconds = 0, 0.0
         self.options = {**self._chosen(), **_identity(problem)}
         self.folder = checkpoint.open_folder(folder, flag("resume", resume))
@@ -145,7 +147,7 @@ class LoopTraining:
 
         Returns:
             The history, a number an iteration: the cost and its terms (each times its weight), the
-            smallest distance between two agents that may collide, and the rate.
+            smallest distance between two agents that the cost compares, and the rate.
 
         Raises:
             TrainingError: if the cost is not finite.
@@ -198,29 +200,45 @@ class LoopTraining:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         trajectory = self.loop(self.starts(self.done))
-        states = trajectory.detach().requires_grad_()
-        with threads_for(states[0].numel(), states.device.type):  # the kernel takes all there are
-            terms = self.problem.cost.terms(self.loop, states)
-            cost = torch.stack([*terms.values()]).sum()
-            found = float(cost.detach())
-            if not math.isfinite(found):
-                raise TrainingError(
-                    f"the cost is not finite in iteration {self.done + 1}: the training has "
-                    "diverged; lower the rate, or the weights of the cost."
-                )
-            cost.backward()
-            nearest = _nearest(self.problem, states)
-        trajectory.backward(states.grad)
+        price = self._priced(trajectory)
+        trajectory.backward(price.states)
         self.optimizer.step()
-        parts = {name: float(term.detach()) for name, term in terms.items()}
-        for name, value in {"cost": found, **parts, "distance": nearest, "rate": rate}.items():
-            self.history[name].append(value)
+        numbers = {"cost": sum(price.terms.values()), **price.terms, "rate": rate}
+        for name, values in self.history.items():
+            values.append(price.nearest if name == "distance" else numbers[name])
         self.done += 1
 
+    def _priced(self, trajectory: Tensor) -> Priced:
+        """The cost of a trajectory; its gradients in the weights are left with these."""
+        loop, cost = self.loop, self.problem.cost
+        if not fused_cost.why_not(loop, cost, trajectory):
+            price = fused_cost.priced(loop, cost, trajectory)
+            self._check(sum(price.terms.values()))
+            for name, gradient in price.weights.items():
+                weight = getattr(loop.controller, name)
+                weight.grad = gradient if weight.requires_grad else None
+            return price
+        states = trajectory.detach().requires_grad_()
+        with threads_for(states[0].numel(), states.device.type):
+            terms = cost.terms(loop, states)
+            whole = torch.stack([*terms.values()]).sum()
+            self._check(float(whole.detach()))
+            whole.backward()
+            found = {name: float(term.detach()) for name, term in terms.items()}
+            slopes = torch.zeros_like(states) if states.grad is None else states.grad
+            return Priced(found, slopes, {}, _nearest(self.problem, states))
+
+    def _check(self, cost: float) -> None:
+        if not math.isfinite(cost):
+            raise TrainingError(
+                f"the cost is not finite in iteration {self.done + 1}: the training has diverged; "
+                "lower the rate, or the weights of the cost."
+            )
+
     def _line(self) -> str:
-        cost, nearest = self.history["cost"][-1], self.history["distance"][-1]
-        where = f"iteration {self.done}/{self.iterations}"
-        return f"{where}, cost {cost:.4g}, nearest {nearest:.2f}, {self.seconds:.0f} s"
+        where, cost = f"iteration {self.done}/{self.iterations}", self.history["cost"][-1]
+        near = "".join(f"nearest {x[-1]:.2f}, " for n, x in self.history.items() if n == "distance")
+        return f"{where}, cost {cost:.4g}, {near}{self.seconds:.0f} s"
 
     def _now(self) -> dict[str, float]:
         return {name: values[-1] for name, values in self.history.items()}
