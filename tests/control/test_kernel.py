@@ -1,4 +1,4 @@
-"""Phases of a step one by one give the bits of whole runs, in any split of the agents."""
+"""The kernel of closed loops: its phases give the bits of whole runs; any weights will do."""
 
 from __future__ import annotations
 
@@ -137,3 +137,15 @@ def test_colours_are_runs_of_edges_that_share_no_agent():
         ends = [i for e in which for i in links[e]]
         assert len(ends) == len({*ends})
     assert fused.colours(()) == []
+
+
+def test_a_thousand_random_controllers_of_any_size_keep_the_balance():
+    rng, worst = np.random.default_rng(0), 0.0
+    for seed in range(1000):
+        scale, h = 10 ** rng.uniform(-2, 3), 10 ** rng.uniform(-3, 0)
+        N = int(rng.integers(1, 4))
+        loop, normal = random_loop(seed, N, scale, h, T=2, c=4, engine="fused")
+        balance = loop.balance(3 * normal(1, N, 7))
+        worst = max(worst, float(balance.violation.amax()))
+        assert float(balance.lost.amin()) >= 0
+    assert worst < 1e-12

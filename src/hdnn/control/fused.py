@@ -254,7 +254,8 @@ def _eliminated(system: System) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]
     J_c, R_c, G = (_array(t) for t in (system.J_c, system.R_c, system.G))
     (N, _, p), (c, m) = plant[0].shape, G.shape[1:]
     links, pairs = _indices(system.links), _indices(system.plant_links)
-    own = tuple(np.empty((N, *s)) for s in ((c, c), (c, p), (c,), (p, p), (p,), (p, c)))
+    n, reduced = p + c, ((c, c), (c, p), (c,), (p, p), (p,), (p, c))
+    own = tuple(np.empty((N, *s)) for s in (*reduced, (n, n), (p, p), (p,)))
     rest = tuple(np.empty((N, *s)) for s in ((m, m), (m, p), (m,), (p, m)))
     linear = np.empty((len(pairs), 2 * p, 2 * p)), np.empty((len(pairs), 2 * p))
     couplings, run = _array(system.couplings), kernels()["eliminate"]

@@ -23,7 +23,8 @@ NEWTON, HALVINGS = 100, 60  # large weights make long steps, and bends that need
 # is its square, far below rounding.
 LAST = 1e-8
 ROUNDING = 64 * EPS  # a residual relative to its terms that cannot be made smaller
-SMALLEST = 1e-5  # step along the curve of solutions with smaller h, where Newton fails at first
+BALANCE = 64 * EPS  # what a substep may change the energy by, relative to its terms
+SMALLEST = 1e-10  # step along the curve of solutions with smaller h, where Newton fails at first
 
 # `size` is a tuple of c entries, so that loops have a length that is known when they are compiled;
 # or an array of that length.
@@ -35,9 +36,17 @@ ROWS = 13
 
 PARTS = (
     *("_chord", "_times", "_times_T", "_product", "_rows", "_slopes", "_solve", "_largest"),
-    *("_product_T", "_own_residual", "_own_newton", "_rounding", "_own_steps", "_found"),
+    *(
+        "_product_T",
+        "_own_residual",
+        "_own_newton",
+        "_same_energy",
+        "_rounding",
+        "_own_steps",
+        "_found",
+    ),
     *("_pair_residual", "_pair_newton", "_pair_steps", "_joined", "_start", "_own_step"),
-    *("_pair_step", "_linear_step", "_to_weights", "_room"),
+    *("_several", "_balanced", "_alone", "_pair_step", "_linear_step", "_to_weights", "_room"),
     *("_own_adjoint", "_pair_adjoint", "_linear_adjoint"),
 )
 WHOLE = ("eliminate", "eliminate_adjoint", "forward", "backward")
@@ -175,25 +184,33 @@ def _largest(size, x):  # pragma: kernel
     return most
 
 
-# An agent by itself: delta = share (k + M f), f = K^T chord(z, z + K delta)
+# delta = share (k + L delta + M f), f = K^T chord(z, z + K delta); L may be None. An agent by
+# itself is that with L = None once its plant is eliminated, which is quick; but rounding grows with
+# the weights twice: where that shows in the balance of the energy, both are solved for as one.
 
 
-def _own_residual(size, K, M, share, delta, v):  # pragma: kernel
-    """What is left of delta = share (k + M f), and its largest entry."""
+def _own_residual(size, K, M, L, share, delta, v):  # pragma: kernel
+    """What is left of the equation, and its largest entry."""
     _rows(size, K, delta, v)
     _times(size, M, v[F], v[LEFT])
+    if L is not None:
+        _times(size, L, delta, v[SHIFT])
+        for i in range(len(size)):
+            v[LEFT, i] += v[SHIFT, i]
     for i in range(len(size)):
         v[LEFT, i] = delta[i] - share * (v[KNOWN, i] + v[LEFT, i])
     return _largest(size, v[LEFT])
 
 
-def _own_newton(size, K, M, share, v, m):  # pragma: kernel
+def _own_newton(size, K, M, L, share, v, m):  # pragma: kernel
     """A Newton step into v[STEP]; true if it was the last, and delta and f are found."""
     c, S, J = len(size), m[0], m[1]
     _slopes(size, K, v[D], S)
     _product(size, M, S, J)
     for i in range(c):
         for j in range(c):
+            if L is not None:
+                J[i, j] += L[i, j]
             J[i, j] *= -share
         J[i, i] += 1
         v[STEP, i] = -v[LEFT, i]
@@ -204,17 +221,50 @@ def _own_newton(size, K, M, share, v, m):  # pragma: kernel
     for r in range(c):
         v[PHI, r] += v[D, r] * v[SHIFT, r]
     _times_T(size, K, v[PHI], v[F])
-    _times(size, M, v[F], v[DELTA])
+    _times(size, M, v[F], v[TRIAL])
     for i in range(c):
-        v[DELTA, i] = share * (v[KNOWN, i] + v[DELTA, i])
+        v[LEFT, i] = v[DELTA, i] + v[STEP, i]
+    if L is not None:
+        _times(size, L, v[LEFT], v[SHIFT])
+        for i in range(c):
+            v[TRIAL, i] += v[SHIFT, i]
+    for i in range(c):
+        v[TRIAL, i] = share * (v[KNOWN, i] + v[TRIAL, i])
+        v[LEFT, i] -= v[TRIAL, i]
+        v[SHIFT, i] = 0.0
+        for j in range(c):
+            v[SHIFT, i] += (M[i, j] + M[j, i]) * v[F, j]
+    if not _same_energy(size, K, v[TRIAL], v):
+        return False
+    for i in range(c):
+        v[DELTA, i] = v[TRIAL, i]
     return True
 
 
-def _rounding(size, K, M, v):  # pragma: kernel
+def _same_energy(size, K, delta, v):  # pragma: kernel
+    """Whether chords that are right for delta + v[LEFT] break the balance by rounding only.
+
+    The energy changes along delta; what is dissipated, -f^T M f, changes along v[SHIFT].
+    """
+    change, terms = 0.0, 0.0
+    for r in range(len(size)):
+        s, t = 0.0, 0.0
+        for j in range(len(size)):
+            s += K[r, j] * v[LEFT, j]
+            t += K[r, j] * (delta[j] - v[SHIFT, j])
+        change += v[D, r] * abs(s * t)
+        terms += v[TERMS, r]
+    return change <= BALANCE * terms
+
+
+def _rounding(size, K, M, L, v):  # pragma: kernel
     """Whether what is left is rounding only: relative to all terms that it sums."""
     c = len(size)
     for i in range(c):
         v[STEP, i] = abs(v[DELTA, i]) + abs(v[KNOWN, i])
+        if L is not None:
+            for j in range(c):
+                v[STEP, i] += abs(L[i, j] * v[DELTA, j])
     for r in range(c):
         x = abs(v[PHI, r]) + v[D, r] * v[TERMS, r]
         for j in range(c):
@@ -223,39 +273,39 @@ def _rounding(size, K, M, v):  # pragma: kernel
     return _largest(size, v[LEFT]) <= ROUNDING * _largest(size, v[STEP])
 
 
-def _own_steps(size, K, M, share, v, m):  # pragma: kernel
+def _own_steps(size, K, M, L, share, v, m):  # pragma: kernel
     """Damped Newton steps from v[DELTA] on; whether they arrived."""
-    left = _own_residual(size, K, M, share, v[DELTA], v)
+    left = _own_residual(size, K, M, L, share, v[DELTA], v)
     for _ in range(NEWTON):
         if not left < np.inf:
             return False
-        if _own_newton(size, K, M, share, v, m):
+        if _own_newton(size, K, M, L, share, v, m):
             return True
         t, before = 1.0, left
         for _ in range(HALVINGS):
             for i in range(len(size)):
                 v[TRIAL, i] = v[DELTA, i] + t * v[STEP, i]
-            left = _own_residual(size, K, M, share, v[TRIAL], v)
+            left = _own_residual(size, K, M, L, share, v[TRIAL], v)
             if left < (1 - 1e-4 * t) * before:
                 break
             t *= 0.5
         for i in range(len(size)):
             v[DELTA, i] = v[TRIAL, i]
         if not left < before:
-            return _rounding(size, K, M, v)
+            return _rounding(size, K, M, L, v)
     return False
 
 
-def _found(size, K, M, v, m):  # pragma: kernel
-    """v[DELTA] from 0 on; else along the curve of solutions for smaller steps h."""
-    if _own_steps(size, K, M, 1.0, v, m):
+def _found(size, K, M, L, v, m):  # pragma: kernel
+    """From v[DELTA] on; else along the curve of solutions for smaller steps h."""
+    if _own_steps(size, K, M, L, 1.0, v, m):
         return True
     v[KEPT] = 0
     share, step = 0.0, 0.25
     while share < 1:
         aim = min(1.0, share + step)
         v[DELTA] = v[KEPT]
-        if _own_steps(size, K, M, aim, v, m):
+        if _own_steps(size, K, M, L, aim, v, m):
             v[KEPT] = v[DELTA]
             share, step = aim, 2 * step
         else:
@@ -312,9 +362,8 @@ def _pair_newton(size, K, L, B, v, w, m):  # pragma: kernel
     _times_T(size, L, w[PHI], w[F])
     _times(size, B, w[F], w[STEP])  # d
     for i in range(c):
-        v[LEFT, i] = w[STEP, i] - v[DELTA, i] - v[STEP, i]
-    _times(size, K, v[LEFT], v[SHIFT])
-    if not _largest(size, v[SHIFT]) <= close:
+        v[LEFT, i], v[SHIFT, i] = v[DELTA, i] + v[STEP, i] - w[STEP, i], 0.0
+    if not _same_energy(size, K, w[STEP], v):
         return False
     for j in range(c):
         v[F, j], v[DELTA, j], w[DELTA, j] = v[TRIAL, j], w[STEP, j], -w[TRIAL, j]
@@ -346,15 +395,15 @@ def _pair_steps(size, K, L, B, v, w, m):  # pragma: kernel
 
 def _joined(size, K, L, B, v, w, whole):  # pragma: kernel
     """Both agents as one equation of 2 c unknowns."""
-    c, (K2, M, u, m) = len(size), whole
-    K2[:], M[:], u[DELTA], u[KNOWN] = 0, 0, 0, 0
+    c, (K2, M, L2, u, m) = len(size), whole
+    K2[:], M[:], L2[:], u[DELTA], u[KNOWN] = 0, 0, 0, 0, 0
     for i in range(c):
         u[Z, i], u[Z, c + i] = v[Z, i], w[Z, i]
         u[TERMS, i], u[TERMS, c + i] = v[TERMS, i], w[TERMS, i]
         for j in range(c):
             K2[i, j], K2[c + i, c + j] = K[i, j], L[i, j]
             M[i, c + j], M[c + j, i] = B[i, j], -B[i, j]
-    solved = _found(u[KEPT], K2, M, u, m)
+    solved = _found(u[KEPT], K2, M, L2, u, m)
     for i in range(c):
         v[DELTA, i], w[DELTA, i] = u[DELTA, i], u[DELTA, c + i]
     return solved
@@ -373,21 +422,27 @@ def _start(size, K, b, x, v):  # pragma: kernel
         v[Z, r], v[TERMS, r] = s, terms
 
 
-def _room(c, p):  # pragma: kernel
-    """Scratch memory of steps: of one agent, another, matrices, both as one, and plants."""
-    two = 2 * c
-    whole = (
-        np.zeros((two, two)),
-        np.zeros((two, two)),
-        np.zeros((ROWS, two)),
-        np.zeros((3, two, two)),
+def _several(n):  # pragma: kernel
+    """Scratch memory of n unknowns that are solved for as one."""
+    return (
+        np.zeros((n, n)),
+        np.zeros((n, n)),
+        np.zeros((n, n)),
+        np.zeros((ROWS, n)),
+        np.zeros((3, n, n)),
     )
-    return np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c)), whole, np.zeros(2 * p)
+
+
+def _room(c, p):  # pragma: kernel
+    """Scratch memory of one agent, another, matrices; of plants; of a whole agent and of two."""
+    v, w, m = np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c))
+    return v, w, m, np.zeros((3, 2 * p)), _several(p + c), _several(2 * c)
 
 
 def _own_step(size, y, i, now, own, room):  # pragma: kernel
     """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved."""
-    (K, b), (M, U, u, V, c0, W), (v, _, m, _, line) = now, own, room
+    (K, b), (M, U, u, V, c0, W, G, Q, q) = now, own
+    v, _, m, line, whole, _ = room
     c, p = len(size), V.shape[1]
     _start(size, K[i], b[i], y[p:], v)
     for j in range(c):
@@ -395,25 +450,88 @@ def _own_step(size, y, i, now, own, room):  # pragma: kernel
         for r in range(p):
             v[KNOWN, j] += U[i, j, r] * y[r]
         v[DELTA, j] = 0.0
-    if not _found(size, K[i], M[i], v, m):
+    found = _own_steps(size, K[i], M[i], None, 1.0, v, m)
+    if found:
+        for r in range(p):
+            s = c0[i, r]
+            for j in range(p):
+                s += V[i, r, j] * y[j]
+            for j in range(c):
+                s += W[i, r, j] * v[F, j]
+            line[0, r] = s
+    solved = found and _balanced(size, y, G[i], Q[i], q[i], v, line)
+    if not (solved or _alone(size, y, K[i], G[i], Q[i], q[i], v, line, whole, found)):
         return False
     for r in range(p):
-        s = c0[i, r]
-        for j in range(p):
-            s += V[i, r, j] * y[j]
-        for j in range(c):
-            s += W[i, r, j] * v[F, j]
-        line[r] = s
-    for r in range(p):
-        y[r] += line[r]
+        y[r] += line[0, r]
     for j in range(c):
         y[p + j] += v[DELTA, j]
     return True
 
 
+def _balanced(size, y, G, Q, q, v, line):  # pragma: kernel
+    """Whether what is left of x' = x + G f changes the energy by rounding only: f^T of it."""
+    c, p = len(size), Q.shape[0]
+    terms, change = 0.0, 0.0
+    for r in range(c):
+        terms += v[TERMS, r]
+    for j in range(p):
+        s = q[j]
+        for r in range(p):
+            s += Q[j, r] * (y[r] + 0.5 * line[0, r])
+        line[1, j] = s
+        terms += abs(s * (y[j] + 0.5 * line[0, j]))
+    for j in range(p):
+        s = line[0, j]
+        for r in range(p):
+            s -= G[j, r] * line[1, r]
+        for r in range(c):
+            s -= G[j, p + r] * v[F, r]
+        change += line[1, j] * s
+    for j in range(c):
+        s = v[DELTA, j]
+        for r in range(p):
+            s -= G[p + j, r] * line[1, r]
+        for r in range(c):
+            s -= G[p + j, p + r] * v[F, r]
+        change += v[F, j] * s
+    return abs(change) <= BALANCE * terms
+
+
+def _alone(size, y, K, G, Q, q, v, line, whole, found):  # pragma: kernel
+    """Plant and controller of an agent as one equation; from what is found on, if anything is."""
+    c, p, (K2, M, L, u, m) = len(size), Q.shape[0], whole
+    K2[:], M[:], L[:], u[:] = 0, 0, 0, 0
+    for r in range(p):
+        s = q[r]
+        for j in range(p):
+            s += Q[r, j] * y[j]
+        line[1, r] = s
+        u[DELTA, r] = line[0, r] if found else 0.0
+    for i in range(p + c):
+        for j in range(p):
+            u[KNOWN, i] += G[i, j] * line[1, j]
+            for r in range(p):
+                L[i, j] += 0.5 * G[i, r] * Q[r, j]
+        for j in range(c):
+            M[i, p + j] = G[i, p + j]
+    for r in range(c):
+        u[Z, p + r], u[TERMS, p + r] = v[Z, r], v[TERMS, r]
+        u[DELTA, p + r] = v[DELTA, r] if found else 0.0
+        for j in range(c):
+            K2[p + r, p + j] = K[r, j]
+    if not _found(u[KEPT], K2, M, L, u, m):
+        return False
+    for r in range(p):
+        line[0, r] = u[DELTA, r]
+    for j in range(c):
+        v[DELTA, j] = u[DELTA, p + j]
+    return True
+
+
 def _pair_step(size, y, i, k, now, B, room):  # pragma: kernel
     """The controllers of agents i and k along their edge. Whether it was solved."""
-    (K, b), (v, w, m, whole, _) = now, room
+    (K, b), (v, w, m, _, _, whole) = now, room
     c = len(size)
     p = y.shape[1] - c
     _start(size, K[i], b[i], y[i, p:], v)
@@ -430,7 +548,7 @@ def _pair_step(size, y, i, k, now, B, room):  # pragma: kernel
 
 def _linear_step(y, i, k, L, c0, room):  # pragma: kernel
     """The plants of agents i and k along their edge: (z_i, z_k) += L (z_i, z_k) + c0."""
-    p, line = c0.shape[0] // 2, room[4]
+    p, line = c0.shape[0] // 2, room[3][0]
     line[:p], line[p:] = y[i, :p], y[k, :p]
     for r in range(p):
         s, q = c0[r], c0[p + r]
@@ -458,8 +576,9 @@ def _to_weights(size, K, x, v, gamma, g, dK, db):  # pragma: kernel
 
 def _own_adjoint(size, i, y, x, g, now, own, to_now, to_own, room):  # pragma: kernel
     """Of the substep of agent i by itself from y to x."""
-    (K, b), (M, U, _, V, _, W) = now, own
-    (dK, db), (dM, dU, du, dW), (v, _, m, _, line) = to_now, to_own, room
+    (K, b), (M, U, _, V, _, W, _, _, _) = now, own
+    (dK, db), (dM, dU, du, dW), (v, _, m, _, _, _) = to_now, to_own, room
+    line = room[3][0]
     c, p, A, S = len(size), V.shape[1], m[0], m[1]
     _start(size, K[i], b[i], y[p:], v)
     for j in range(c):
@@ -508,7 +627,7 @@ def _own_adjoint(size, i, y, x, g, now, own, to_now, to_own, room):  # pragma: k
 
 def _pair_adjoint(size, i, k, y, x, g, now, B, to_now, dB, room):  # pragma: kernel
     """Of the substep of the controllers of agents i and k from y to x."""
-    (K, b), (dK, db), (v, w, m, _, _) = now, to_now, room
+    (K, b), (dK, db), (v, w, m, _, _, _) = now, to_now, room
     c, S, P, A = len(size), m[0], m[1], m[2]
     p = g.shape[1] - c
     _start(size, K[i], b[i], y[:c], v)
@@ -543,7 +662,7 @@ def _pair_adjoint(size, i, k, y, x, g, now, B, to_now, dB, room):  # pragma: ker
 
 def _linear_adjoint(g, i, k, L, room):  # pragma: kernel
     """Of the substep of the plants of agents i and k: g += L^T g."""
-    p, line = L.shape[0] // 2, room[4]
+    p, line = L.shape[0] // 2, room[3][0]
     for j in range(2 * p):
         s = 0.0
         for r in range(p):
@@ -560,13 +679,28 @@ def _linear_adjoint(g, i, k, L, room):  # pragma: kernel
 
 
 def eliminate(h, plant, controller, edges, own, rest, linear):  # pragma: kernel
-    """Write `own`: M, U, u, V, v, W; `rest`; and `linear`, the increments L and l of edges."""
-    (A, a, J, R, g), (J_c, R_c, G), (M, U, u, V, v, W) = plant, controller, own
+    """Write `own`: M, U, u, V, v, W, and before that the whole, F, Q and q of each agent.
+
+    Also `rest`, which its adjoint needs, and `linear`, the increments L and l of edges of plants.
+    """
+    (A, a, J, R, g), (J_c, R_c, G), (M, U, u, V, v, W, whole, Q, q) = plant, controller, own
     (Y, Z, z, P), (pairs, couplings), (L, l_) = rest, edges, linear
     (N, rows, p), (c, m) = A.shape, G.shape[1:]
-    Q, q, x = np.zeros((N, p, p)), np.zeros((N, p)), np.zeros(p)
-    X, F, T = np.zeros((p, p)), np.zeros((p, p)), np.zeros((m, p))
+    x, X, F, T = np.zeros(p), np.zeros((p, p)), np.zeros((p, p)), np.zeros((m, p))
+    Q[:], q[:] = 0, 0
     for i in range(N):
+        for j in range(p):
+            for k in range(p):
+                whole[i, j, k] = h * (J[i, j, k] - R[i, j, k])
+            for k in range(c):
+                s = 0.0
+                for d in range(m):
+                    s += h * g[i, j, d] * G[i, k, d]
+                whole[i, j, p + k], whole[i, p + k, j] = -s, s
+        for j in range(c):
+            for k in range(c):
+                whole[i, p + j, p + k] = h * J_c[j, k]
+            whole[i, p + j, p + j] -= h * R_c[i, j]
         for j in range(p):
             for r in range(rows):
                 q[i, j] += A[i, r, j] * a[i, r]
@@ -577,10 +711,10 @@ def eliminate(h, plant, controller, edges, own, rest, linear):  # pragma: kernel
                 for k in range(p):
                     s = 0.0
                     for r in range(p):
-                        s += h * (J[i, j, r] - R[i, j, r]) * Q[i, r, k]
+                        s += whole[i, j, r] * Q[i, r, k]
                     X[j, k] = -0.5 * s
                 X[j, j] += 1
-                x[j] = h * (J[i, j, col] - R[i, j, col]) if col < p else g[i, j, col - p]
+                x[j] = whole[i, j, col] if col < p else g[i, j, col - p]
             _solve(x, X, x)
             for j in range(p):
                 if col < p:
@@ -620,9 +754,7 @@ def eliminate(h, plant, controller, edges, own, rest, linear):  # pragma: kernel
             for d in range(m):
                 u[i, j] += G[i, j, d] * z[i, d]
             for k in range(c):
-                s = h * J_c[j, k]
-                if j == k:
-                    s -= h * R_c[i, j]
+                s = whole[i, p + j, p + k]
                 for d in range(m):
                     for e in range(m):
                         s -= G[i, j, d] * Y[i, d, e] * G[i, k, e]
