@@ -68,8 +68,7 @@ def collisions(sizes: Sizes, work: Path) -> list[dict[str, Any]]:
         row["cost"] = statistics.mean(training.history["cost"][-20:])
         row |= control_trained.collisions(training.problem, sizes["runs"])
         row["more"] = control_trained.collisions(training.problem, sizes["more_runs"])
-        row["ten"] = control_trained.collisions(training.problem, sizes["runs"], 10)
-        row["growth"] = control_trained.ten_horizons(training.problem, sizes["runs"])
+        row["ten"] = control_trained.ten_horizons(training.problem, sizes["runs"])
         certificate = training.certify()
         row |= {"violation": certificate.violation, "bound": certificate.bound}
         row |= {"raised": certificate.raised, "holds": certificate.holds}

@@ -52,7 +52,7 @@ def _targets(result: dict[str, Any]) -> list[str]:
     runs = sum(r["runs"] for r in seeds)
     free = runs - sum(r["collisions"] for r in seeds)
     worst = max(seeds, key=lambda r: r["collisions"])
-    grown = max(r["growth"]["growth"] for r in seeds)
+    grown = max(r["ten"]["growth"] for r in seeds)
     nets = [r["growth"] + 1 for r in result["perceptrons"]["seeds"]]
     usual, euler = result["random"]["balance"][0], result["random"]["euler"][0]
     held = sum(r["holds"] and r["late_rise"] <= 1e-12 for r in late)
@@ -110,7 +110,7 @@ def _seeds(result: dict[str, Any]) -> list[str]:
             f"{r['more']['collisions']} of {r['more']['runs']}",
             f"{r['ten']['collisions']} of {r['ten']['runs']}",
             f"{r['more']['nearest']:.3f}",
-            f"+{100 * r['growth']['growth']:.3f}%",
+            f"+{100 * r['ten']['growth']:.3f}%",
             f"{r['raised']:.3g} of {r['bound']:.3g}",
             f"{r['seconds']:.0f} s",
         ]

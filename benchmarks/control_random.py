@@ -58,37 +58,46 @@ def balanced(count: int, scales: tuple[float, float], horizons: int) -> dict[str
     return {**found, "violation": worst, "unsolved": unsolved, "gained": negative}
 
 
-def blown(count: int, scales: tuple[float, float], horizons: int) -> dict[str, Any]:
-    """How many of the same loops blow up by forward Euler: all of them at once."""
-    cases = [drawn(number, scales) for number in range(count)]
+class Simulated(NamedTuple):
+    """The last states, and the energy at first and at its largest, of many loops at once."""
+
+    y: Tensor
+    start: Tensor
+    largest: Tensor
+
+
+def euler(cases: list[Case], steps: int) -> Simulated:
+    """The same loops by forward Euler."""
     systems = [case.loop.system() for case in cases]
     K, b, G, R_c, a = (
         torch.stack([getattr(s, name).detach() for s in systems])
         for name in ("K", "b", "G", "R_c", "a")
     )
     h = torch.tensor([s.h for s in systems], dtype=torch.float64).view(-1, 1, 1)
-    first = systems[0]
-    move, port, J_c = (first.J - first.R)[0].T, first.g[0], first.J_c.T
-    C = K.new_zeros(count, AGENTS, AGENTS, STATES, STATES)
+    move, port, J_c = (systems[0].J - systems[0].R)[0].T, systems[0].g[0], systems[0].J_c.T
+    C = K.new_zeros(len(cases), AGENTS, AGENTS, STATES, STATES)
     for e, (i, k) in enumerate(systems[0].links):
         C[:, i, k] = torch.stack([s.C[e].detach() for s in systems])
         C[:, k, i] = -C[:, i, k].mT
     y = torch.cat([case.y for case in cases])
-    z, xi = y[..., :4], y[..., 4:]
-    start = largest = None
-    for t in range(horizons * STEPS):
+    start = largest = y.new_zeros(len(cases))
+    for t in range(steps):
         K_t, b_t = K[:, min(t, STEPS - 1)], b[:, min(t, STEPS - 1)]
-        rows = torch.einsum("snij,snj->sni", K_t, xi) + b_t
-        f, f_c = z + a, torch.einsum("snij,sni->snj", K_t, torch.tanh(rows))  # A is 1
+        rows = torch.einsum("snij,snj->sni", K_t, y[..., 4:]) + b_t
+        f, f_c = y[..., :4] + a, torch.einsum("snij,sni->snj", K_t, torch.tanh(rows))  # A is 1
         energy = 0.5 * f.square().sum((1, 2)) + log_cosh(rows).sum((1, 2))
-        start = energy if start is None else start
-        largest = energy if largest is None else torch.maximum(largest, energy.nan_to_num(1e300))
+        start = start if t else energy
+        largest = torch.maximum(largest, energy.nan_to_num(1e300))
         u = -torch.einsum("snic,sni->snc", G, f_c)
         heard = torch.einsum("smnij,snj->smi", C, f_c)
-        dz = f @ move + u @ port.T
         dxi = f_c @ J_c - R_c * f_c + heard + torch.einsum("snic,snc->sni", G, f @ port)
-        z, xi = z + h * dz, xi + h * dxi
-    assert start is not None
-    assert largest is not None
-    bad = ~torch.isfinite(z).all((1, 2)) | ~(largest < BLOWN * start)
+        y = y + h * torch.cat([f @ move + u @ port.T, dxi], -1)
+    return Simulated(y, start, largest)
+
+
+def blown(count: int, scales: tuple[float, float], horizons: int) -> dict[str, Any]:
+    """How many of the same loops blow up by forward Euler: all of them at once."""
+    cases = [drawn(number, scales) for number in range(count)]
+    found = euler(cases, horizons * STEPS)
+    bad = ~torch.isfinite(found.y).all((1, 2)) | ~(found.largest < BLOWN * found.start)
     return {"controllers": count, "blown": int(bad.sum()), "steps": horizons * STEPS}

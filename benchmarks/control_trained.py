@@ -39,12 +39,12 @@ def stopped(seed: int, iterations: int, work: Path) -> list[control.LoopProblem]
     return [control.load_problem(folder / f"at-{round(s * iterations)}") for s in STOPS]
 
 
-def collisions(problem: control.LoopProblem, runs: int, horizons: int = 1) -> dict[str, Any]:
+def collisions(problem: control.LoopProblem, runs: int) -> dict[str, Any]:
     """How many runs from random starts within a disc collide, and how near robots come."""
     hit, nearest = 0, float("inf")
     for part in problem.starts(runs, seed=STARTS, shape="disc").split(50):
         with torch.no_grad():
-            trajectory = problem.loop(part, horizons)
+            trajectory = problem.loop(part)
         hit += int(costs.collisions(trajectory, problem.collision).sum())
         nearest = min(nearest, float(costs.between(trajectory, 2, None).amin()) ** 0.5)
     return {"runs": runs, "collisions": hit, "nearest": nearest}
@@ -56,12 +56,14 @@ def growth(terms: dict[str, Tensor], longer: dict[str, Tensor]) -> dict[str, flo
     return {"one": one, "ten": ten, "growth": ten / one - 1}
 
 
-def ten_horizons(problem: control.LoopProblem, runs: int) -> dict[str, float]:
-    """The running cost over ten horizons against one."""
+def ten_horizons(problem: control.LoopProblem, runs: int) -> dict[str, Any]:
+    """The running cost over ten horizons against one, and collisions over all ten."""
     with torch.no_grad():
         trajectory = problem.loop(problem.starts(runs, seed=STARTS, shape="disc"), 10)
         first = trajectory[: problem.loop.controller.steps + 1]
-        return growth(*(problem.cost.terms(problem.loop, t) for t in (first, trajectory)))
+        found = growth(*(problem.cost.terms(problem.loop, t) for t in (first, trajectory)))
+    hit = int(costs.collisions(trajectory, problem.collision).sum())
+    return {**found, "runs": runs, "collisions": hit}
 
 
 def bounded(problem: control.LoopProblem, runs: int, horizons: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ PLANT = ("A", "J", "R", "g", "a", "couplings")
 WEIGHTS = ("K", "b", "G", "C")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LoopProblem:
     """A closed loop, where its agents start, how far from there, and the cost to be minimised.
 
@@ -63,6 +63,8 @@ class LoopProblem:
         >>> plant = control.robots(-z[:, :2])  # two robots that change places
         >>> loop = control.ClosedLoop(plant, control.Controller(2, steps=50, links=[(0, 1)]))
         >>> problem = control.LoopProblem(loop, z, cost=control.Cost(barrier=10.0))
+        >>> problem
+        LoopProblem(2 agents, 50 steps of 0.05, 1 links, starts within 0.5)
         >>> problem.starts(16).shape
         torch.Size([16, 2, 8])
     """
@@ -99,6 +101,13 @@ class LoopProblem:
     def agents(self) -> int:
         """N."""
         return self.loop.plant.agents
+
+    def __repr__(self) -> str:
+        controller = self.loop.controller
+        return (
+            f"LoopProblem({self.agents} agents, {controller.steps} steps of {self.loop.step:g}, "
+            f"{len(controller.links)} links, starts within {self.radius:g})"
+        )
 
     def start(self) -> Tensor:
         """States of the whole loop at z and xi, `(N, n)`."""
