@@ -91,5 +91,6 @@ def test_perceptrons_learn_and_go_on(programs):
         v = v @ W[3] + c[3, 0]
         v = v if k == 3 else torch.tanh(v)
     torch.testing.assert_close(forces[0, 0, 3], v)
-    first = sum(net.terms(*net(y)).values())
+    with torch.no_grad():
+        first = sum(net.terms(*net(y)).values())
     assert net.train_all(5, 0.01) < float(first)
