@@ -215,6 +215,16 @@ def test_frozen_weights_and_other_dtypes_are_refused():
         control.train_on_processes(problem, 2)
 
 
+def test_a_cost_of_ones_own_is_refused():
+    class Dearer(control.Cost):
+        pass
+
+    problem = ring()
+    problem.cost = Dearer(pairs=problem.cost.pairs)
+    with pytest.raises(OptionError, match="nothing that extends it"):
+        control.train_on_processes(problem, 2)
+
+
 def test_a_cost_that_is_not_finite_ends_the_training():
     problem = ring()
     problem.loop.plant.a.fill_(1e200)

@@ -15,6 +15,7 @@ import torch
 
 from hdnn.base.files import write_atomically
 from hdnn.base.progress import ProgressLine
+from hdnn.control import fused_cost
 from hdnn.control.fused import Phases
 from hdnn.control.problems import LoopProblem, load_problem
 from hdnn.control.shared import SharedTraining, check, checked, name_of
@@ -187,11 +188,13 @@ def write_result(home: Path, problem: LoopProblem, run: ProcessRun) -> None:
 
 def compile_kernels(problem: LoopProblem) -> None:
     """Have the kernels ready: compiled by the process that starts others, then read from a file."""
+    loop, start = problem.loop, problem.start()
     with torch.no_grad():
-        phases, y = Phases(problem.loop.system(), 1), problem.start()[None].numpy()
+        phases, y = Phases(loop.system(), 1), start[None].clone().numpy()
     done = [phases.own(y, 0, [0])]
-    done += [phases.plant_edges(y, 0, [0])] if problem.loop.plant.links else []
-    done += [phases.edges(y, 0, [0])] if problem.loop.controller.links else []
+    done += [phases.plant_edges(y, 0, [0])] if loop.plant.links else []
+    done += [phases.edges(y, 0, [0])] if loop.controller.links else []
     for phase in reversed(done):
         phases.adjoint(phase, y)
     phases.gradients()
+    fused_cost.priced(loop, problem.cost, start.expand(loop.controller.steps + 1, 1, *start.shape))

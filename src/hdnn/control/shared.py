@@ -24,6 +24,7 @@ from hdnn.base.threads import one_thread
 from hdnn.control import fused
 from hdnn.control.fused import Phase, Phases
 from hdnn.control.links import Edges
+from hdnn.control.objective import Cost
 from hdnn.control.problems import LoopProblem
 from hdnn.control.shared_costs import AgentCosts
 from hdnn.control.shares import Colour, Share
@@ -215,9 +216,9 @@ class SharedTraining:
         terms = trajectory.new_empty(self.own, len(TERMS))
         for k in range(self.own):
             terms[k], found = self.costs.own(k, trajectory[k])
-            slopes[k] = found["y"].squeeze(-2)
-            gradients["K"][k], gradients["b"][k] = found["K"].squeeze(1), found["b"].squeeze(1)
-            gradients["G"][k] = found["G"].squeeze(0)
+            slopes[k] = found["y"]
+            for name, gradient in gradients.items():
+                gradient[k] = found[name]
         heard()
         price, slope = self.costs.near(positions)
         terms[:, TERMS.index("barrier")] += price
@@ -329,6 +330,8 @@ def check(problem: LoopProblem) -> None:
     missing = fused.why_not(problem.z, loop.system())
     if missing:
         raise OptionError(f"processes train closed loops by kernels: {missing}.")
+    if type(problem.cost) is not Cost:
+        raise OptionError("processes know a Cost, and nothing that extends it.")
     if not all(weight.requires_grad for weight in loop.controller.parameters()):
         raise TrainingError("processes train all weights of controllers, but some are frozen.")
 

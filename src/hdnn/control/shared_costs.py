@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hdnn.control import costs
+from hdnn.control import costs, fused_cost
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.plants import Plant
@@ -26,7 +26,7 @@ class AgentCosts:
 
     def __init__(self, problem: LoopProblem, share: Share, weights: dict[str, Tensor]) -> None:
         self.cost, self.step = problem.cost, problem.loop.step
-        self.alone = replace(problem.cost, barrier=0.0, pairs=None)
+        self.alone = replace(problem.cost, barrier=0.0, pairs=())
         self.loops = [
             _one_agent(
                 problem.loop, agent, {name: weights[name][place] for name in ("K", "b", "G")}
@@ -34,9 +34,10 @@ class AgentCosts:
             for place, agent in enumerate(share.own)
         ]
         self.pairs = share.pairs
-        self.partners = [
-            [k for i, k in share.pairs if i == place] for place in range(len(share.own))
-        ]
+        self.partners: list[list[int]] = [[] for _ in share.own]
+        for i, k in share.pairs:
+            if i < len(share.own):
+                self.partners[i].append(k)
 
     def own(self, place: int, trajectory: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The cost of one agent by itself, whose states are `(T + 1, B, n)`.
@@ -44,16 +45,11 @@ class AgentCosts:
         Returns:
             Terms in the order of `Cost.terms`, and gradients of its states `y`, of K, b and G.
         """
-        loop, y = self.loops[place], trajectory.unsqueeze(-2).requires_grad_()
-        terms = torch.stack([*self.alone.terms(loop, y).values()])
-        controller = loop.controller
-        given = {"y": y, "K": controller.K, "b": controller.b, "G": controller.G}
-        if not terms.requires_grad:
-            return terms, {name: torch.zeros_like(t) for name, t in given.items()}
-        found = torch.autograd.grad(
-            terms.sum(), [*given.values()], allow_unused=True, materialize_grads=True
-        )
-        return terms.detach(), dict(zip(given, found, strict=True))
+        found = fused_cost.priced(self.loops[place], self.alone, trajectory.unsqueeze(-2))
+        K, b, G = (found.weights[name] for name in ("K", "b", "G"))
+        slopes = {"y": found.states.squeeze(-2), "K": K.squeeze(1), "b": b.squeeze(1)}
+        terms = torch.tensor([*found.terms.values()], dtype=trajectory.dtype)
+        return terms, {**slopes, "G": G.squeeze(0)}
 
     def near(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The barrier between agents here, whose positions are `(agents, T + 1, B, d)`.
