@@ -32,18 +32,11 @@ ASIDE = ("device", "task")
 
 def page(runs: Sequence[Run], folder: Path | None = None) -> str:
     """The whole page, with what a folder of results has of the paper's tables and figures."""
-    jinja2 = require("jinja2", extra="cli")
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     shown = [
         RunOnPage(run, f"run-{index}", short)
         for index, (run, short) in enumerate(zip(runs, short_names(runs), strict=True))
     ]
-    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+    return template(TEMPLATE).render(
         version=hdnn.__version__,
         runs=shown,
         title=_title(shown),
@@ -52,6 +45,19 @@ def page(runs: Sequence[Run], folder: Path | None = None) -> str:
         pages=[] if folder is None else reproduced.pages(folder),
         pictures=[] if folder is None else reproduced.pictures(folder),
     )
+
+
+def template(file: Path) -> Any:
+    """A page to be rendered, with the macros and looks that all pages share."""
+    jinja2 = require("jinja2", extra="cli")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([file.parent, TEMPLATE.parent], encoding="utf-8"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(file.name)
 
 
 def faults(runs: Sequence[Run]) -> list[str]:
