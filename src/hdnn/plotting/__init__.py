@@ -5,6 +5,7 @@ in their markers, lines in their dashes, so that a print in grey can be read.
 `ax.figure.savefig(path)` writes a picture.
 """
 
+from hdnn.plotting.agents import agent_paths
 from hdnn.plotting.curves import (
     certificate_norms,
     certificates_norms,
@@ -29,6 +30,7 @@ from hdnn.plotting.figures import STYLES as STYLES
 from hdnn.plotting.regions import decision_regions, phase_portrait, trajectories
 
 __all__ = [
+    "agent_paths",
     "certificate_norms",
     "certificates_norms",
     "convergence",
