@@ -23,17 +23,21 @@ HELP = "Very deep networks whose gradients provably do not vanish."
 # Each is a file in `commands`, and imported when it is wanted: a list of all must not take long.
 COMMANDS = (
     *("demo", "train", "predict", "certify", "reproduce", "bench", "report", "info", "graph"),
-    *("launch", "play"),
+    *("launch", "play", "control"),
 )
 PASS_ON = ("reproduce", "bench")  # what they do not know
 LIGHT = ("bench", "play")  # do no work of their own
+EXPLAINED = ("control",)  # by themselves: what they do is in the commands under their names
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
+PLACES |= {"folder", "links"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it worked, 2 if the input was wrong, 130 if it was interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if len(given) == 1 and given[0] in EXPLAINED:
+        given.append("--help")
     with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
         sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     # The base class of typer's errors about flags, from the click that it depends on or bundles.
@@ -168,7 +172,7 @@ def _command(name: str) -> Any:
         for function, examples in module.EXAMPLES_OF.items():
             command = _guarded(function)
             if function in (configs := getattr(module, "CONFIGS_OF", {})):
-                fields = options.with_fields(function, configs[function])
+                fields = options.with_fields(function, *configs[function])
                 command.__signature__ = fields  # pyright: ignore
             app.command(epilog=_examples(*examples))(command)
         return typer.main.get_group(app)

@@ -63,11 +63,11 @@ def signature(*configs: type) -> Signature:
     return Signature([*found.values()])
 
 
-def with_fields(function: Any, config: type) -> Signature:
-    """The signature of a command whose **options are the fields of a config."""
+def with_fields(function: Any, *configs: type) -> Signature:
+    """The signature of a command whose **options are the fields of configs."""
     own = inspect.signature(function, eval_str=True).parameters.values()
     plain = [one for one in own if one.kind is not Parameter.VAR_KEYWORD]
-    return Signature([*plain, *signature(config).parameters.values()])
+    return Signature([*plain, *signature(*configs).parameters.values()])
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def check_complete(path: Path, metrics: dict[str, Any], config: BaseConfig) -> N
             )
 
 
-def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_log(path: Path, counted: str = "epoch") -> tuple[list[dict[str, Any]], int]:
     """The entries of a log, and the number of invalid lines but for a last one that was cut off."""
     content = read_bytes(path)
     entries, wrong = [], 0
@@ -171,7 +171,7 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     for k, line in enumerate(lines):
         try:
             entry = parse_json(line)
-            if not (fits(entry, dict[str, Any]) and type(entry["epoch"]) is int):
+            if not (fits(entry, dict[str, Any]) and type(entry[counted]) is int):
                 raise ValueError(line)
             # Any number will do: a gradient that is not finite is logged too.
             if not all(value is None or as_float(value) is not None for value in entry.values()):

@@ -182,7 +182,7 @@ def _design_text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-CONFIGS_OF: dict[Any, type] = {split: TableData}
+CONFIGS_OF: dict[Any, tuple[type, ...]] = {split: (TableData,)}
 EXAMPLES_OF = {
     check: ("hdnn graph check ring8.toml", "hdnn graph check ring8.toml --json | jq .local"),
     design: (

@@ -1,0 +1,1 @@
+"""Trainings of closed loops on disk: what `hdnn control` makes, measures, draws and reports."""

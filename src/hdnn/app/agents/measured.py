@@ -1,0 +1,107 @@
+"""What a closed loop does from fresh random starts: collisions, costs and the energy balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.control import LoopProblem
+from hdnn.control.objective import WEIGHTS
+from hdnn.errors import positive_int
+
+FRESH = 10**6  # added to the seed, so that starts are not those of a training
+AT_ONCE = 8_000_000  # numbers of a trajectory that are held at once
+RUNNING = ("state", "effort", "barrier")  # the terms of a cost that time adds up
+BALANCED = 16  # starts from which the energy balance of every step is computed
+RUNS, AGENTS = 200, 20_000  # of all runs together: a crowd is tried from fewer starts
+
+
+def usual_runs(problem: LoopProblem) -> int:
+    """How many fresh starts to try a problem from."""
+    return max(1, min(RUNS, AGENTS // problem.agents))
+
+
+def fresh(problem: LoopProblem, runs: int, seed: int = 0) -> Tensor:
+    """Random starts within the radius that no training takes."""
+    return problem.starts(positive_int("runs", runs), seed=FRESH + seed, shape="disc")
+
+
+def measure(
+    problem: LoopProblem,
+    runs: int,
+    horizons: int,
+    seed: int = 0,
+    *,
+    seen: Callable[[Tensor], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Simulate from fresh starts; `seen` is called with each piece of the trajectories."""
+    loop, T = problem.loop, problem.loop.controller.steps
+    starts, steps = fresh(problem, runs, seed), positive_int("horizons", horizons) * T
+    each = (steps + 1) * starts[0].numel()
+    hit, hit_later, near = 0, 0, []
+    one: dict[str, float] = dict.fromkeys(WEIGHTS, 0.0)
+    many = dict(one)
+    for part in starts.split(max(1, AT_ONCE // each)):
+        with torch.no_grad():
+            trajectory = loop(part, horizons)
+            seen(trajectory)
+            for sums, states in ((one, trajectory[: T + 1]), (many, trajectory)):
+                for name, term in problem.cost.terms(loop, states).items():
+                    sums[name] += float(term) * len(part) / runs
+        apart = nearest(trajectory[..., : problem.cost.dimensions])
+        hit += int((apart[: T + 1] < problem.collision).any(0).sum())
+        hit_later += int((apart < problem.collision).any(0).sum())
+        near.append(apart.amin(0))
+    certificate = loop.certify(starts[:BALANCED], horizons, samples=0)
+    running, longer = (sum(sums[name] for name in RUNNING) for sums in (one, many))
+    return {
+        "runs": runs,
+        "horizons": horizons,
+        "seed": seed,
+        "without_collision": 1 - hit / runs,
+        "without_collision_in_all_horizons": 1 - hit_later / runs,
+        "nearest": float(torch.cat(near).amin()),
+        "cost": sum(one.values()),
+        "terms": one,
+        "running_cost": running,
+        "running_cost_of_all_horizons": longer,
+        "growth": longer / running - 1 if running else 0.0,
+        "energy": {
+            "violation": certificate.violation,
+            "dissipated": certificate.dissipated,
+            "bound": certificate.bound,
+            "raised": certificate.raised,
+            "steps": certificate.steps,
+            "starts": certificate.samples,
+            "holds": certificate.holds,
+        },
+    }
+
+
+def nearest(q: Tensor) -> Tensor:
+    """The smallest distance of any two agents at places `(*batch, N, d)`: `(*batch,)`.
+
+    Agents are sorted by their first coordinate, and each is compared with those after it until
+    these are further away in that coordinate alone: a crowd takes far fewer comparisons than pairs.
+    """
+    order = q[..., :1].argsort(-2).expand_as(q)
+    q = q.gather(-2, order)
+    best = q.new_full(q.shape[:-2], torch.inf)
+    for shift in range(1, q.shape[-2]):
+        apart = q[..., shift:, :] - q[..., :-shift, :]
+        best = torch.minimum(best, apart.square().sum(-1).amin(-1).sqrt())
+        if bool((apart[..., 0].amin(-1) >= best).all()):
+            break
+    return best
+
+
+def clashes(q: Tensor, distance: float) -> Tensor:
+    """Which agents are closer to another one than a distance, at places `(steps, N, d)`."""
+    found = torch.zeros(q.shape[:2], dtype=torch.bool)
+    for step, now in enumerate(q):
+        apart = torch.cdist(now, now, compute_mode="donot_use_mm_for_euclid_dist")
+        found[step] = (apart.fill_diagonal_(torch.inf) < distance).any(1)
+    return found

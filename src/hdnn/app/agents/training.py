@@ -1,0 +1,152 @@
+"""The steps of `hdnn control train`: train, keep weights on the way, measure, draw, report."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import hdnn
+from hdnn import plotting
+from hdnn.app import pictures
+from hdnn.app.agents import measured, page
+from hdnn.app.agents.runs import ControlRun
+from hdnn.app.configs.control import ControlConfig
+from hdnn.app.progress import TrainingBar, waiting
+from hdnn.app.runs import write_json
+from hdnn.app.terminal import StoppedError
+from hdnn.base.files import write_atomically
+from hdnn.control import LoopCertificate, LoopProblem, LoopTraining, load_problem
+from hdnn.control.objective import rest
+from hdnn.control.processes import train_on_processes
+from hdnn.training import checkpoint
+
+KEPT = (0.1, 0.25, 0.5, 0.75)  # of a training, after which the weights are kept
+HORIZONS = 10  # over which a trained loop is measured
+CERTIFIED = 16  # starts of the certificate, over two horizons
+
+
+def train(
+    config: ControlConfig, run: ControlRun, runs: int | None, bar: TrainingBar
+) -> dict[str, Any]:
+    """Train, or go on with a training, and write all results; a complete run stays as it is."""
+    if run.complete:
+        return run.metrics()
+    try:
+        with checkpoint.locked(run.folder):
+            problem, seconds = (_shared if config.processes > 1 else _alone)(config, run, bar)
+            with waiting("measuring from fresh starts", bar.wanted):
+                return _finished(config, run, problem, runs, seconds)
+    except KeyboardInterrupt as error:
+        again = f"hdnn control train --resume --out {shlex.quote(str(run.folder))}"
+        kept = "go on with" if config.processes == 1 else "nothing is kept, begin again with"
+        raise StoppedError(f"interrupted; {kept}: {again}") from error
+
+
+def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[LoopProblem, float]:
+    """Train in this process, with exact resumption."""
+    if (run.folder / checkpoint.NAME).is_file():
+        training = LoopTraining.resume(run.folder)
+    else:
+        options = {name: getattr(config, name) for name in ("iterations", "batch", "rate", "seed")}
+        training = LoopTraining(load_problem(run.before), **options, folder=run.folder)
+
+    def show(now: LoopTraining) -> None:
+        if bar.on:
+            cost, near = now.history["cost"][-1], now.history["distance"][-1]
+            course = f"nearest {near:.2f}, iteration {now.done}/{now.iterations}"
+            bar.show(now.done, now.iterations, f"cost {cost:.4g}, {course}")
+
+    for done in kept_after(training.iterations):
+        if training.done <= done:
+            training.run(progress=False, until=done, callback=show)
+            training.problem.save(run.folder / f"during-{done}")
+    training.run(progress=False, callback=show)
+    return training.problem, training.seconds
+
+
+def _shared(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[LoopProblem, float]:
+    """Train by processes that hear their neighbours only; they keep nothing on the way."""
+    options = {name: getattr(config, name) for name in ("iterations", "batch", "rate", "seed")}
+    problem = load_problem(run.before)
+    found = train_on_processes(problem, config.processes, **options, progress=bar.wanted)
+    names, columns = [*found.history], zip(*found.history.values(), strict=True)
+    lines = [
+        json.dumps({"iteration": number, **dict(zip(names, values, strict=True))})
+        for number, values in enumerate(columns, 1)
+    ]
+    write_atomically(run.log_file, "".join(f"{line}\n" for line in lines).encode())
+    problem.save(run.folder)
+    return problem, found.seconds
+
+
+def kept_after(iterations: int) -> list[int]:
+    """After how many iterations the weights are kept."""
+    found = {round(share * iterations) for share in KEPT}
+    return sorted(found - {0, iterations})
+
+
+def _finished(
+    config: ControlConfig, run: ControlRun, problem: LoopProblem, runs: int | None, seconds: float
+) -> dict[str, Any]:
+    count = measured.usual_runs(problem) if runs is None else runs
+    before = load_problem(run.before)
+    starts = measured.fresh(problem, CERTIFIED, config.seed)
+    certificate = problem.loop.certify(starts, 2, samples=1)
+    metrics: dict[str, Any] = {
+        "run": str(run.folder),
+        "problem": config.problem,
+        "agents": problem.agents,
+        "links": len(problem.loop.controller.links),
+        "steps": problem.loop.controller.steps,
+        "parameters": sum(p.numel() for p in problem.loop.controller.parameters()),
+        "iterations": config.iterations,
+        "seed": config.seed,
+        "processes": config.processes,
+        "training_seconds": round(seconds, 2),
+        "before": measured.measure(before, count, 1, config.seed),
+        "after": measured.measure(problem, count, HORIZONS, config.seed),
+        "certificate": certified(certificate),
+    }
+    drawn = pictures.drawn(lambda: _pictures(before, problem, run), run.folder)
+    metrics |= {
+        **drawn,
+        "report": str(run.report_file),
+        "versions": {"hdnn": hdnn.__version__, "torch": torch.__version__},
+    }
+    text = page.page(run, config, metrics)
+    write_atomically(run.report_file, text.encode("utf-8", errors="replace"))
+    write_json(run.metrics_file, metrics)
+    return run.metrics()
+
+
+def certified(certificate: LoopCertificate) -> dict[str, Any]:
+    """A certificate as JSON holds it."""
+    return {
+        "holds": certificate.holds,
+        "summary": certificate.summary,
+        **{name: _plain(value) for name, value in asdict(certificate).items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _pictures(before: LoopProblem, after: LoopProblem, run: ControlRun) -> dict[str, Any]:
+    """The paths before and after the training, and the costs of each iteration."""
+    found = {}
+    if after.cost.dimensions == 2:
+        for name, problem in (("before", before), ("after", after)):
+            with torch.no_grad():
+                path = problem.loop(problem.start())[..., :2]
+            ax = plotting.agent_paths(
+                path, rest(problem.loop.plant)[:, :2], distance=problem.collision
+            )
+            ax.set_title(f"{name.capitalize()} training")
+            found[f"paths_{name}"] = ax
+    return found
