@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hdnn import control
 from hdnn.control import costs
+from hdnn.control.certificate import balance_of
 
 STOPS = (0.0, 0.25, 0.5, 0.75)
 STARTS = 10**6  # the seed of the starts that trained controllers are tried from; no training's
@@ -73,12 +73,12 @@ def bounded(problem: control.LoopProblem, runs: int, horizons: int) -> dict[str,
     nothing else.
     """
     y = problem.starts(runs, seed=STARTS, shape="disc")
-    balance = problem.loop.balance(y, horizons)
+    T = problem.loop.controller.steps
+    with torch.no_grad():
+        trajectory, ends = problem.loop.run(y, horizons * T)
+        balance = balance_of(problem.loop.system(), trajectory, ends)
     rises = torch.cat([torch.zeros_like(balance.bounds[:1]), balance.bounds]).cumsum(0)
     ceiling = balance.before[0] + rises
-    with torch.no_grad():
-        trajectory = problem.loop(y, horizons)
-    T = problem.loop.controller.steps
     late = balance.after[T:].diff(dim=0)
     scale = float(balance.before.amax())
     return {
@@ -91,15 +91,3 @@ def bounded(problem: control.LoopProblem, runs: int, horizons: int) -> dict[str,
         "state": float(trajectory.abs().amax()),
         "end": float(balance.after[-1].amax()),
     }
-
-
-def time_of(seeds: list[int], iterations: int, work: Path, whole: int) -> float:
-    """Train one after the other; those from number `whole` on end at three quarters."""
-    start = time.perf_counter()
-    for number, seed in enumerate(seeds):
-        trained(seed, iterations, work, whole=number < whole)
-        print(
-            f"training {number + 1} of {len(seeds)}, {time.perf_counter() - start:.0f} s",
-            flush=True,
-        )
-    return time.perf_counter() - start
