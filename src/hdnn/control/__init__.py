@@ -7,6 +7,7 @@ is, and a `LoopTraining` minimises it.
 """
 
 from hdnn.control import costs
+from hdnn.control.candidates import LinkCost, with_links
 from hdnn.control.certificate import Balance, LoopCertificate
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
@@ -22,6 +23,7 @@ __all__ = [
     "ClosedLoop",
     "Controller",
     "Cost",
+    "LinkCost",
     "LoopCertificate",
     "LoopProblem",
     "LoopTraining",
@@ -35,4 +37,5 @@ __all__ = [
     "oscillators",
     "robots",
     "train_on_processes",
+    "with_links",
 ]

@@ -20,13 +20,19 @@ from hdnn.base import search
 from hdnn.errors import ShapeError, SparsityError, choose, flag, positive_int
 from hdnn.operators import block_sparse
 from hdnn.sparsity import best, locality
+from hdnn.sparsity.links import LinkChoice as LinkChoice
+from hdnn.sparsity.links import choose_links as choose_links
 from hdnn.sparsity.locality import Breach as Breach
+from hdnn.sparsity.trials import LinkTrial as LinkTrial
 
 __all__ = [
     "BlkSprs",
     "Breach",
     "Explanation",
+    "LinkChoice",
+    "LinkTrial",
     "Sparsity",
+    "choose_links",
     "components",
     "dependency",
     "design",

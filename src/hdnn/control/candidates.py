@@ -1,0 +1,184 @@
+"""What links are worth to a closed loop: trainings with some of them, or with all candidates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hdnn.control.controller import Controller
+from hdnn.control.loop import ClosedLoop
+from hdnn.control.problems import LoopProblem
+from hdnn.control.training import LoopTraining
+from hdnn.errors import int_from, positive_float, positive_int
+from hdnn.training import identity
+
+
+def with_links(problem: LoopProblem, links: Any) -> LoopProblem:
+    """A copy of a problem and its weights whose controllers have other links.
+
+    Couplings of links that both have stay as they are. Those of new links are 0, so that a link
+    changes nothing before it is trained.
+
+    Args:
+        problem: which stays as it is.
+        links: as `Controller` takes them.
+
+    Returns:
+        The copy.
+
+    Raises:
+        SparsityError: if the links are no links of these agents.
+
+    Examples:
+        >>> from hdnn import control
+        >>> problem = control.with_links(control.crossing("ring"), [(0, 1), (0, 11)])
+        >>> problem.loop.controller
+        Controller(12 agents, 100 steps, 4 states, 2 inputs, 2 links)
+    """
+    loop, old = problem.loop, problem.loop.controller
+    with torch.random.fork_rng(devices=[]):
+        new = Controller(
+            *(old.agents, old.steps),
+            states=old.states,
+            inputs=old.inputs,
+            links=links,
+            J=old.J,
+            dissipation=old.R,
+            dtype=old.K.dtype,
+        )
+    couplings = dict(zip(old.links, old.C.detach(), strict=True))
+    with torch.no_grad():
+        for name in ("K", "b", "G"):
+            getattr(new, name).copy_(getattr(old, name))
+        for C, link in zip(new.C, new.links, strict=True):
+            C.copy_(couplings.get(link, torch.zeros_like(C)))
+    for name, weight in old.named_parameters():
+        getattr(new, name).requires_grad_(weight.requires_grad)
+    return LoopProblem(
+        ClosedLoop(loop.plant, new, loop.step, engine=loop.engine),
+        *(problem.z, problem.xi, problem.cost),
+        radius=problem.radius,
+        collision=problem.collision,
+    )
+
+
+class LinkCost:
+    """What links cost a problem after a short training, for `hdnn.sparsity.choose_links`.
+
+    Every training begins with the weights of the problem, takes the same starts, and is judged by
+    others. So the weights should be trained without links before, or with those that are sure: then
+    costs differ by what links are worth, and less by luck.
+
+    Args:
+        problem: which stays as it is.
+        iterations: of each training.
+        batch: starts an iteration.
+        rate: the largest rate of Adam.
+        seed: of the starts.
+        samples: starts that judge.
+
+    Raises:
+        ShapeError: if iterations, batch, seed or samples are no whole numbers in range.
+        StepError: if the rate is not > 0.
+
+    Examples:
+        >>> from hdnn import control, sparsity
+        >>> problem = control.crossing(steps=10)
+        >>> cost = control.LinkCost(problem, iterations=2, batch=2, samples=2)
+        >>> options = {"links": 3, "relaxed": cost.relaxed, "rounds": 2}
+        >>> found = sparsity.choose_links(problem.agents, cost, **options)
+        >>> better = cost.trained(found.links)
+        >>> better.loop.controller
+        Controller(12 agents, 10 steps, 4 states, 2 inputs, 3 links)
+    """
+
+    def __init__(
+        self,
+        problem: LoopProblem,
+        *,
+        iterations: int = 60,
+        batch: int = 8,
+        rate: float = 0.1,
+        seed: int = 0,
+        samples: int = 64,
+    ) -> None:
+        self.problem = with_links(problem, problem.loop.controller.links)
+        self.options: dict[str, Any] = {
+            "iterations": positive_int("iterations", iterations),
+            "batch": positive_int("batch", batch),
+            "rate": positive_float("rate", rate),
+            "seed": int_from(0, "seed", seed),
+        }
+        self.samples = positive_int("samples", samples)
+
+    @property
+    def identity(self) -> str:
+        """A digest of all that decides the costs."""
+        problem = self.problem
+        numbers = [self.options, self.samples, problem.radius, problem.collision]
+        about = [*numbers, problem.loop.step, problem.loop.controller.links, repr(problem.cost)]
+        tensors = identity.digest([problem.z, problem.xi, *problem.loop.state_dict().values()])
+        return hashlib.sha256(json.dumps([about, tensors]).encode()).hexdigest()[:16]
+
+    def trained(self, links: Any) -> LoopProblem:
+        """A copy of the problem, trained with these links.
+
+        Args:
+            links: as `Controller` takes them.
+
+        Returns:
+            The copy.
+
+        Raises:
+            SparsityError: if the links are no links of these agents.
+            TrainingError: if the cost is not finite.
+        """
+        copy = with_links(self.problem, links)
+        LoopTraining(copy, **self.options).run(progress=False)
+        return copy
+
+    def __call__(self, links: Iterable[tuple[int, int]]) -> float:
+        """The cost after a training with these links, from starts that it did not take.
+
+        Args:
+            links: pairs of agents.
+
+        Returns:
+            The mean over the samples.
+        """
+        return self.judged(self.trained(tuple(links)))
+
+    def judged(self, problem: LoopProblem) -> float:
+        """The cost of a problem from the starts that judge.
+
+        Args:
+            problem: with any weights.
+
+        Returns:
+            The mean over the samples.
+        """
+        draw = self.options["iterations"]  # trainings take those before
+        y = problem.starts(self.samples, seed=self.options["seed"], draw=draw)
+        with torch.no_grad():
+            return float(problem.cost(problem.loop, problem.loop(y)))
+
+    def relaxed(self, candidates: Sequence[tuple[int, int]]) -> list[float]:
+        """How strongly each link is used after a training with all of them: the norm of its C.
+
+        A coupling is a mask times a direction, and both are trained at once from 0 on: what
+        lowers the cost grows first.
+
+        Args:
+            candidates: pairs of agents.
+
+        Returns:
+            A number a candidate.
+        """
+        controller = self.trained(candidates).loop.controller
+        norms = controller.C.detach().flatten(1).norm(dim=1).tolist()
+        found = dict(zip(controller.links, norms, strict=True))
+        return [found[min(i, k), max(i, k)] for i, k in candidates]

@@ -1,0 +1,277 @@
+"""Which graph? Search for the links between agents that make a trained cost best."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.base.progress import ProgressLine
+from hdnn.errors import (
+    SENSIBLE,
+    OptionError,
+    SparsityError,
+    as_float,
+    flag,
+    int_from,
+    quoted,
+)
+from hdnn.sparsity.trials import Link, Links, LinkTrial, Trials
+
+REDRAWS = 100  # how often a change is drawn again that leads to a graph tried before
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LinkChoice:
+    """The links that `choose_links` found, and all that it tried; print it to read it.
+
+    Args:
+        agents: how many there are.
+        links: pairs (i, k), i < k, in order.
+        cost: theirs, without the price.
+        price: of a link; 0 where their number was given.
+        history: all graphs that were tried, in order, each with its cost.
+        scores: what `relaxed` said of each candidate; empty without it.
+
+    Examples:
+        >>> from hdnn import sparsity
+        >>> found = sparsity.choose_links(4, lambda links: 5.0 - ((0, 2) in links), links=1)
+        >>> found.links, found.cost
+        (((0, 2),), 4.0)
+        >>> found.S.int()
+        tensor([[1, 0, 1, 0],
+                [0, 1, 0, 0],
+                [1, 0, 1, 0],
+                [0, 0, 0, 1]], dtype=torch.int32)
+    """
+
+    agents: int
+    links: Links
+    cost: float
+    price: float
+    history: tuple[LinkTrial, ...]
+    scores: dict[Link, float]
+
+    @property
+    def S(self) -> Tensor:
+        """The communication graph `(M, M)`, with ones on its diagonal, for `design`."""
+        S = torch.eye(self.agents, dtype=torch.bool)
+        for i, k in self.links:
+            S[i, k] = S[k, i] = True
+        return S
+
+    @property
+    def total(self) -> float:
+        """The cost with the price of all links, which was minimised."""
+        return self.cost + self.price * len(self.links)
+
+    def __str__(self) -> str:
+        costs = [trial.cost for trial in self.history]
+        paid = f", with {self.price:g} a link {self.total:.6g}" if self.price else ""
+        return "\n".join(
+            [
+                f"{len(self.links)} links of {self.agents} agents: cost {self.cost:.6g}{paid}",
+                " ".join(f"{i}-{k}" for i, k in self.links) or "nobody hears anybody",
+                f"of {len(costs)} graphs with costs from {min(costs):.6g} to {max(costs):.6g}, "
+                f"the first {costs[0]:.6g}",
+            ]
+        )
+
+
+def choose_links(
+    agents: int,
+    cost: Callable[[Links], float],
+    *,
+    links: int | None = None,
+    price: float | None = None,
+    relaxed: Callable[[Links], Sequence[float]] | None = None,
+    candidates: Iterable[tuple[int, int]] | None = None,
+    rounds: int = 20,
+    seed: int = 0,
+    file: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> LinkChoice:
+    """Search for the graph with so many links, or at such a price a link, whose cost is least.
+
+    It begins with the links of the highest scores, or with links drawn at random where there are
+    none. Each round then tries a change: it takes some links away, rather those of low scores, and
+    adds others, rather those of high ones; what costs less is kept. At first a quarter of the links
+    change; half as many after each round in vain, down to one. At a price, rounds may also add or
+    take away a link, and the beginning is the best of the 0, 1, 2, 4, .. highest scores.
+
+    The same seed gives the same search. With a file, a search that was interrupted goes on from
+    there when it is called again, and other searches find the costs that are known.
+
+    Args:
+        agents: M.
+        cost: trains with the given links, pairs (i, k) in order, and returns what they cost. An
+            attribute `identity`, a text, keeps its file from being used for another cost.
+        links: how many to choose.
+        price: of a link, if their number is free: `cost + price * links` is minimised.
+        relaxed: scores of candidates, the higher the better, one for each: such as how strongly
+            they are used in a training with all of them. It is called once.
+        candidates: pairs of agents that may be linked; by default all.
+        rounds: changes to try.
+        seed: of what is drawn.
+        file: where to keep scores and costs as JSON; by default nowhere.
+        progress: show one line while a person waits at a terminal.
+
+    Returns:
+        The best links of all that were tried.
+
+    Raises:
+        ShapeError: if a number is not whole or out of range, or there is not a score a candidate.
+        OptionError: if not just one of links and price is given, the price is negative, or cost
+            or relaxed cannot be called.
+        SparsityError: if candidates are no pairs of agents, or fewer than the links.
+        TrainingError: if a cost or a score is not finite.
+        CheckpointError: if the file cannot be used, or is of another search.
+
+    Examples:
+        >>> from hdnn import sparsity
+        >>> def cost(links):  # the first agent should be heard by all others
+        ...     return 10.0 - sum(0 in pair for pair in links)
+        >>> found = sparsity.choose_links(5, cost, links=4, rounds=60)
+        >>> print(found)
+        4 links of 5 agents: cost 6
+        0-1 0-2 0-3 0-4
+        of ... graphs with costs from 6 to ..., the first ...
+        >>> sparsity.design(found.S).S.equal(found.S)
+        True
+    """
+    M, rounds = int_from(2, "agents", agents), int_from(0, "rounds", rounds)
+    source = random.Random(int_from(0, "seed", seed))
+    known = _candidates(candidates, M)
+    budget, paid = _limits(links, price, len(known))
+    for name, function in (("cost", cost), ("relaxed", relaxed)):
+        if not (callable(function) or (name == "relaxed" and function is None)):
+            raise OptionError(f"{name} must be a function of links, but got {quoted(function)}.")
+    line = ProgressLine(flag("progress", progress))
+    trials = Trials(cost, M, known, file)
+    try:
+        line.show(f"scores of {len(known)} links")
+        scores = {} if relaxed is None else trials.scores(relaxed)
+        search = _Search(source, trials, scores, paid)
+        search.begin(budget)
+        for k in range(rounds):
+            best = search.current
+            line.show(f"round {k + 1}/{rounds}, {len(best.links)} links, cost {best.cost:.4g}")
+            if not search.change(free=budget is None):
+                break
+    finally:
+        line.close()
+    found = search.current
+    tried = tuple(search.tried.values())
+    return LinkChoice(
+        agents=M, links=found.links, cost=found.cost, price=paid, history=tried, scores=scores
+    )
+
+
+class _Search:
+    """The best graph so far, and changes of it."""
+
+    def __init__(
+        self, source: random.Random, trials: Trials, scores: dict[Link, float], price: float
+    ) -> None:
+        self.source, self.trials, self.price = source, trials, price
+        drawn = source.sample(trials.candidates, len(trials.candidates))
+        self.order = sorted(drawn, key=lambda link: -scores.get(link, 0.0))
+        self.ranked = bool(scores)
+        self.tried: dict[Links, LinkTrial] = {}
+        self.size = 1
+        self.current: LinkTrial
+
+    def begin(self, budget: int | None) -> None:
+        """The links of the highest scores: so many, or the best number of some."""
+        sizes = [budget] if budget is not None else _doubling(len(self.order))
+        found = [self._try(self.order[:size]) for size in sizes]
+        self.current = min(found, key=self._total)
+        self.size = max(1, len(self.current.links) // 4)
+
+    def change(self, free: bool) -> bool:
+        """Try a change and keep it if it is better; False if no other can be found."""
+        for _ in range(REDRAWS):
+            links = self._changed(free)
+            if links not in self.tried:
+                break
+            self.size = max(1, self.size // 2)
+        else:
+            return False
+        found = self._try(links)
+        if self._total(found) < self._total(self.current):
+            self.current = found
+        else:
+            self.size = max(1, self.size // 2)
+        return True
+
+    def _changed(self, free: bool) -> Links:
+        inside = [link for link in self.order if link in self.current.links]
+        outside = [link for link in self.order if link not in self.current.links]
+        swapped = min(self.size, len(inside), len(outside))
+        away, new = self.source.choice([(swapped, swapped), *([(0, 1), (1, 0)] if free else [])])
+        added, taken = self._drawn(outside, new), self._drawn(inside[::-1], away)
+        return tuple(sorted({*inside, *added} - {*taken}))
+
+    def _drawn(self, links: list[Link], count: int) -> list[Link]:
+        """Some of these, the first of them most often; any of them alike without scores."""
+        left, found = list(links), []
+        for _ in range(min(count, len(left))):
+            weights = [1 / (1 + k) if self.ranked else 1.0 for k in range(len(left))]
+            found.append(left.pop(self.source.choices(range(len(left)), weights)[0]))
+        return found
+
+    def _try(self, links: Iterable[Link]) -> LinkTrial:
+        given = tuple(sorted(links))
+        found = self.tried[given] = LinkTrial(given, self.trials.cost(given))
+        return found
+
+    def _total(self, trial: LinkTrial) -> float:
+        return trial.cost + self.price * len(trial.links)
+
+
+def _doubling(most: int) -> list[int]:
+    """0, 1, 2, 4, .. and the most."""
+    return [0, *(2**k for k in range(most.bit_length()) if 2**k < most), most]
+
+
+def _limits(links: Any, price: Any, candidates: int) -> tuple[int | None, float]:
+    """The number of links, or None, and their price."""
+    if (links is None) == (price is None):
+        given = "neither" if links is None else "both"
+        raise OptionError(f"give either links, how many, or the price of one, but got {given}.")
+    if price is not None:
+        number = as_float(price)
+        if number is None or not 0 <= number <= SENSIBLE:
+            raise OptionError(f"price must be finite and not negative, but got {quoted(price)}.")
+        return None, number
+    budget = int_from(0, "links", links)
+    if budget > candidates:
+        raise SparsityError(f"there are {candidates} candidates, but {budget} links are asked for.")
+    return budget, 0.0
+
+
+def _candidates(given: Any, agents: int) -> Links:
+    """Pairs (i, k), i < k, in order."""
+    if given is None:
+        return tuple((i, k) for i in range(agents) for k in range(i + 1, agents))
+    if not isinstance(given, Iterable):
+        raise SparsityError(f"candidates must be pairs of agents, but got {quoted(given)}.")
+    found: set[Link] = set()
+    for shown in given:
+        pair: list[Any] = list(shown) if isinstance(shown, Iterable) else []
+        ends = sorted({int(i) for i in pair if isinstance(i, Integral) and 0 <= int(i) < agents})
+        if len(pair) != 2 or len(ends) != 2:
+            raise SparsityError(
+                f"candidates must be pairs of two of the agents 0 .. {agents - 1}, but one is "
+                f"{quoted(shown)}."
+            )
+        found.add((ends[0], ends[1]))
+    if not found:
+        raise SparsityError("there are no candidates; give at least one pair of agents.")
+    return tuple(sorted(found))

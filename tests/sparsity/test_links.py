@@ -1,0 +1,211 @@
+"""The search for links: what it finds, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hdnn import sparsity
+from hdnn.errors import (
+    CheckpointError,
+    HDNNError,
+    OptionError,
+    ShapeError,
+    SparsityError,
+    TrainingError,
+)
+from strategies import seeds
+
+Links = tuple[tuple[int, int], ...]
+
+
+def pairs(agents: int) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(agents), 2))
+
+
+class Additive:
+    """A cost that each link lowers by its own worth, and how often it was asked for."""
+
+    def __init__(self, agents: int, seed: int) -> None:
+        drawn = torch.rand(len(pairs(agents)), generator=torch.Generator().manual_seed(seed))
+        self.worth = dict(zip(pairs(agents), drawn.tolist(), strict=True))
+        self.calls: list[Links] = []
+        self.identity = f"{agents} {seed}"
+
+    def __call__(self, links: Links) -> float:
+        self.calls.append(links)
+        return 10 - sum(self.worth[link] for link in links)
+
+    def relaxed(self, candidates: Links) -> list[float]:
+        return [self.worth[link] for link in candidates]
+
+
+@settings(max_examples=25)
+@given(seeds, st.integers(2, 7), st.data())
+def test_exact_scores_find_the_best_graph_at_once(seed: int, agents: int, data: Any) -> None:
+    cost = Additive(agents, seed)
+    budget = data.draw(st.integers(0, len(cost.worth)))
+    options = {"relaxed": cost.relaxed, "rounds": 3, "seed": seed}
+    found = sparsity.choose_links(agents, cost, links=budget, **options)
+    best = sorted(cost.worth, key=lambda link: -cost.worth[link])[:budget]
+    assert found.links == tuple(sorted(best)) == found.history[0].links
+    assert found.cost == cost(found.links)
+
+
+@settings(max_examples=25)
+@given(seeds, st.integers(2, 6), st.data())
+def test_every_graph_has_its_links_and_none_is_tried_twice(
+    seed: int, agents: int, data: Any
+) -> None:
+    cost = Additive(agents, seed)
+    budget = data.draw(st.integers(0, len(cost.worth)))
+    found = sparsity.choose_links(agents, cost, links=budget, rounds=8, seed=seed)
+    assert len(set(cost.calls)) == len(cost.calls) == len(found.history)
+    for trial in found.history:
+        assert len(trial.links) == budget
+        assert {*trial.links} <= {*pairs(agents)}
+    assert found.cost == min(trial.cost for trial in found.history)
+    S = found.S
+    assert S.equal(S.mT)
+    assert S.diagonal().all()
+    assert int(S.triu(1).sum()) == budget
+
+
+def test_changes_find_the_best_graph_without_scores() -> None:
+    cost = Additive(5, 0)
+    found = sparsity.choose_links(5, cost, links=3, rounds=100)
+    best = min(itertools.combinations(pairs(5), 3), key=lambda links: cost(links))
+    assert found.links == tuple(sorted(best))
+
+
+def test_a_price_buys_links_that_are_worth_it() -> None:
+    cost = Additive(6, 1)
+    found = sparsity.choose_links(6, cost, price=0.5, relaxed=cost.relaxed, rounds=200)
+    assert found.links == tuple(link for link, worth in cost.worth.items() if worth > 0.5)
+    assert found.total == pytest.approx(found.cost + 0.5 * len(found.links))
+    assert "with 0.5 a link" in str(found)
+
+
+def test_a_price_above_all_buys_nothing() -> None:
+    found = sparsity.choose_links(4, Additive(4, 0), price=2.0, rounds=10)
+    assert found.links == ()
+    assert "nobody" in str(found)
+
+
+def test_only_candidates_are_taken() -> None:
+    some = [(3, 0), (1, 2), (0, 1), (1, 0)]
+    cost = Additive(4, 0)
+    found = sparsity.choose_links(4, cost, links=2, candidates=some, rounds=10)
+    assert {link for trial in found.history for link in trial.links} <= {(0, 3), (1, 2), (0, 1)}
+    assert len(found.history) == 3
+
+
+def test_the_same_seed_gives_the_same_search() -> None:
+    one, two, other = (
+        sparsity.choose_links(6, Additive(6, 0), links=5, rounds=10, seed=seed).history
+        for seed in (3, 3, 4)
+    )
+    assert one == two != other
+
+
+def test_an_interrupted_search_goes_on_with_what_its_file_has(tmp_path: Path) -> None:
+    def search(cost: Additive, file: Path | None) -> sparsity.LinkChoice:
+        return sparsity.choose_links(6, cost, links=5, relaxed=cost.relaxed, rounds=12, file=file)
+
+    class Interrupted(Additive):
+        def __call__(self, links: Links) -> float:
+            if len(self.calls) == 4:
+                raise KeyboardInterrupt
+            return super().__call__(links)
+
+    file = tmp_path / "search.json"
+    whole = search(Additive(6, 2), None)
+    with pytest.raises(KeyboardInterrupt):
+        search(Interrupted(6, 2), file)
+    rest = Additive(6, 2)
+    assert search(rest, file).history == whole.history
+    assert len(rest.calls) == len(whole.history) - 4
+    again = Additive(6, 2)
+    assert search(again, file).links == whole.links
+    assert not again.calls
+
+
+def test_a_file_of_another_search_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "search.json"
+    sparsity.choose_links(4, Additive(4, 0), links=2, file=file)
+    with pytest.raises(CheckpointError, match="other identity"):
+        sparsity.choose_links(4, Additive(4, 1), links=2, file=file)
+    with pytest.raises(CheckpointError, match="other agents"):
+        sparsity.choose_links(5, Additive(5, 0), links=2, file=file)
+    file.write_text(json.dumps({"format": 1}))
+    with pytest.raises(CheckpointError, match="no file of a search"):
+        sparsity.choose_links(4, Additive(4, 0), links=2, file=file)
+
+
+def test_a_file_that_cannot_be_written_costs_no_training(tmp_path: Path) -> None:
+    cost = Additive(4, 0)
+    with pytest.raises(CheckpointError):
+        sparsity.choose_links(4, cost, links=2, file=tmp_path / "missing" / "search.json")
+    assert not cost.calls
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"agents": 1, "links": 0}, ShapeError, "agents must be a whole number >= 2"),
+        ({"links": 7}, SparsityError, "6 candidates, but 7 links"),
+        ({"links": -1}, ShapeError, "links must be a whole number"),
+        ({}, OptionError, "but got neither"),
+        ({"links": 1, "price": 1.0}, OptionError, "but got both"),
+        ({"price": -1.0}, OptionError, "price must be finite and not negative"),
+        ({"price": float("nan")}, OptionError, "price must be finite"),
+        ({"links": 1, "candidates": [(0, 4)]}, SparsityError, r"one is \(0, 4\)"),
+        ({"links": 1, "candidates": [(2, 2)]}, SparsityError, r"one is \(2, 2\)"),
+        ({"links": 1, "candidates": [3]}, SparsityError, "one is 3"),
+        ({"links": 1, "candidates": 3}, SparsityError, "must be pairs of agents, but got 3"),
+        ({"links": 0, "candidates": []}, SparsityError, "no candidates"),
+        ({"links": 1, "rounds": 1.5}, ShapeError, "rounds must be a whole number"),
+        ({"links": 1, "seed": -1}, ShapeError, "seed must be a whole number"),
+        ({"links": 1, "relaxed": 3}, OptionError, "relaxed must be a function"),
+        ({"links": 1, "progress": "yes"}, OptionError, "progress must be True or False"),
+    ],
+)
+def test_bad_input_is_refused_before_work_starts(
+    given: dict[str, Any], kind: type[HDNNError], words: str
+) -> None:
+    cost = Additive(4, 0)
+    with pytest.raises(kind, match=words):
+        sparsity.choose_links(**{"agents": 4, "cost": cost, **given})
+    assert not cost.calls
+
+
+def test_a_cost_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(OptionError, match="cost must be a function"):
+        sparsity.choose_links(4, 3.0, links=1)  # pyright: ignore
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1", None])
+def test_a_cost_that_is_not_finite_is_refused(bad: Any) -> None:
+    with pytest.raises(TrainingError, match="cost of 1 links must be a finite number"):
+        sparsity.choose_links(4, lambda _: bad, links=1)
+
+
+def test_scores_must_be_finite_and_one_a_candidate() -> None:
+    cost = Additive(4, 0)
+    with pytest.raises(ShapeError, match="each of the 6 candidates, but returned 2"):
+        sparsity.choose_links(4, cost, links=1, relaxed=lambda _: [1.0, 2.0])
+    with pytest.raises(TrainingError, match="score of relaxed"):
+        sparsity.choose_links(4, cost, links=1, relaxed=lambda links: [float("nan")] * len(links))
+    assert not cost.calls
+
+
+def test_costs_may_be_tensors() -> None:
+    found = sparsity.choose_links(3, lambda _: torch.tensor(2.0), links=1)  # pyright: ignore
+    assert found.cost == 2.0
