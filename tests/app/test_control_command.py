@@ -126,9 +126,18 @@ def test_links_have_names(links, count):
     assert len(problem.loop.controller.links) == count
 
 
-def test_a_crowd_is_trained_by_processes_to_the_bits_of_one(capsys):
+def test_a_crowd_is_trained_by_processes_to_the_bits_of_one(monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
     crowd = ["--problem", "crowd", "--agents", "4", *QUICK, "--iterations", "2"]
-    assert hdnn("train", *crowd, "--processes", "2", "--out", "two", "--json") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train_on_processes", interrupted)
+        assert hdnn("train", *crowd, "--processes", "2", "--out", "two") == 130
+    assert "nothing is kept, begin again with: hdnn control train --resume" in told(capsys)
+    assert hdnn("simulate", "two") == 2
+    assert "is not complete; go on with it by hdnn control train --resume" in told(capsys)
+    assert hdnn("train", "--resume", "--out", "two", "--runs", "3", "--json") == 0
     assert json.loads(capsys.readouterr().out)["processes"] == 2
     problem = control.crowd(4, steps=10)
     control.train_on_processes(problem, 1, iterations=2, batch=2)

@@ -57,7 +57,7 @@ def _panel(draw: Any, scene: Scene, k: int, number: int) -> None:
         return FINE * (left + float(point[0])), FINE * (TOP + float(point[1]))
 
     for i, target in enumerate(panel.targets):
-        (x, y), arm = at(target), 6 * FINE
+        (x, y), arm = at(target), scene.arm * FINE
         for line in ((x - arm, y, x + arm, y), (x, y - arm, x, y + arm)):
             draw.line(line, fill=colour_of(i), width=2 * FINE)
     for i in range(panel.places.shape[1]):

@@ -15,8 +15,8 @@ from hdnn.errors import positive_int
 FRESH = 10**6  # added to the seed, so that starts are not those of a training
 AT_ONCE = 8_000_000  # numbers of a trajectory that are held at once
 RUNNING = ("state", "effort", "barrier")  # the terms of a cost that time adds up
-BALANCED = 16  # starts from which the energy balance of every step is computed
-RUNS, AGENTS = 200, 20_000  # of all runs together: a crowd is tried from fewer starts
+BALANCED = 16  # starts from which the energy balance of every step is computed, at most
+RUNS, AGENTS = 200, 2400  # of all runs together: a crowd is tried from fewer starts
 
 
 def usual_runs(problem: LoopProblem) -> int:
@@ -55,7 +55,8 @@ def measure(
         hit += int((apart[: T + 1] < problem.collision).any(0).sum())
         hit_later += int((apart < problem.collision).any(0).sum())
         near.append(apart.amin(0))
-    certificate = loop.certify(starts[:BALANCED], horizons, samples=0)
+    some = max(1, min(BALANCED, AGENTS // problem.agents))
+    certificate = loop.certify(starts[:some], horizons, samples=0)
     running, longer = (sum(sums[name] for name in RUNNING) for sums in (one, many))
     return {
         "runs": runs,

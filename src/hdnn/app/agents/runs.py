@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -121,10 +122,11 @@ class ControlRun:
         if not self.folder.is_dir():
             raise CheckpointError(f"there is no folder {self.folder}; name one of a run.")
         if not (self.folder / NAME).is_file():
-            how = "is not complete: go on with it by hdnn control train --resume --out FOLDER"
+            if self.exists:
+                again = f"hdnn control train --resume --out {shlex.quote(str(self.folder))}"
+                raise CheckpointError(f"{self.folder} is not complete; go on with it by {again}.")
             raise CheckpointError(
-                f"{self.folder} {how if self.exists else 'is not the folder of a run: make one by'}"
-                f"{'' if self.exists else ' hdnn control train'}."
+                f"{self.folder} is not the folder of a run; make one by hdnn control train."
             )
 
     def during(self) -> list[Stage]:

@@ -76,6 +76,11 @@ class Scene:
         return any(panel.collides for panel in self.panels)
 
     @property
+    def arm(self) -> float:
+        """Half of the size of a target's cross."""
+        return min(6.0, max(2.0, self.radius))
+
+    @property
     def note(self) -> str:
         """What is to be seen, in a line."""
         rings = ", and have a black ring" if self.collided else ""

@@ -67,7 +67,9 @@ def _panel(scene: Scene, number: int, seconds: float | None) -> str:
         f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{high - 1}" fill="none" '
         'stroke="#d8d8d8"/>\n'
     ]
-    shown += [_cross(x, y, colour_of(i)) for i, (x, y) in enumerate(panel.targets.tolist())]
+    shown += [
+        _cross(x, y, scene.arm, colour_of(i)) for i, (x, y) in enumerate(panel.targets.tolist())
+    ]
     if seconds is None:
         shown += [*_agents(scene, panel, None), *_rings(scene, panel)]
     else:
@@ -78,9 +80,10 @@ def _panel(scene: Scene, number: int, seconds: float | None) -> str:
     return "".join([*shown, "</g></g>\n"])
 
 
-def _cross(x: float, y: float, colour: str) -> str:
+def _cross(x: float, y: float, arm: float, colour: str) -> str:
+    across, up = (f"{2 * arm:.1f}", f"M{x:.1f} {y - arm:.1f}v{2 * arm:.1f}")
     return (
-        f'<path d="M{x - 6:.1f} {y:.1f}h12M{x:.1f} {y - 6:.1f}v12" stroke="{colour}" '
+        f'<path d="M{x - arm:.1f} {y:.1f}h{across}{up}" stroke="{colour}" '
         'stroke-width="2" fill="none"/>\n'
     )
 
