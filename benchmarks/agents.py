@@ -128,7 +128,7 @@ def shared(agents: int, steps: int, **options: Any) -> list[dict[str, Any]]:
             {
                 "ranks": ranks,
                 "same_bits": same(one, problem) and run.history == alone.history,
-                "kilobytes": sum(row[3] for row in run.traffic) / 1e3 / run_of(agents, options),
+                "kilobytes": sum(row[3] for row in run.traffic) / 1e3 / counted(agents, options),
                 "messages": sum(row[2] for row in run.traffic) / options["iterations"],
                 "processor": run.processor_seconds / alone.processor_seconds,
             }
@@ -136,7 +136,7 @@ def shared(agents: int, steps: int, **options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def run_of(agents: int, options: dict[str, Any]) -> int:
+def counted(agents: int, options: dict[str, Any]) -> int:
     """Agents times iterations."""
     return agents * options["iterations"]
 
@@ -146,7 +146,7 @@ def timed(agents: int, steps: int, **options: Any) -> dict[str, Any]:
     busy, found = report.processor_time(), {"agents": agents}
     for ranks in (1, 2):
         run = control.train_on_processes(control.crowd(agents, steps=steps), ranks, **options)
-        each = 1e6 / steps / run_of(agents, options)
+        each = 1e6 / steps / counted(agents, options)
         found[f"processor_{ranks}"] = run.processor_seconds * each
         found[f"clock_{ranks}"] = run.seconds * each
     return found | {"others_cores": report.taken_by_others(busy)}
@@ -245,7 +245,12 @@ def page(result: dict[str, Any]) -> str:
     )
     lines += ["", f"What an agent and a step of a training take, {in_words(sizes['times'])}, in µs"]
     lines += ["for the whole batch: forwards and backwards, with the cost and Adam. Processor time"]
-    lines += ["is that of all ranks together; other programs were at work on the same cores."]
+    lines += [
+        "is that of all ranks together. Gloo polls while another thread of its process has the"
+    ]
+    lines += [
+        "lock of a connection, so that two ranks take more of it on cores that others use too."
+    ]
     times = list(result["timed"].values())
     names = [f"{what}_{ranks}" for ranks in (1, 2) for what in ("processor", "clock")]
     head = "robots | one process, processor | by the clock | two ranks, processor | by the clock | "
