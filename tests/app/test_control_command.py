@@ -406,6 +406,7 @@ WRONG = {
     "simulate full": "is not the folder of a run",
     "simulate ring --runs 0": "runs must be a whole number >= 1",
     "simulate ring --horizons 0": "horizons must be a whole number >= 1",
+    "simulate ring --shape ball": "choose one of disc, square",
     "simulate ring --seed -1000001": "seed must be a whole number >= 0",
     "simulate ring --out states.npz": "must end with one of .csv, .json",
     "simulate ring --out ring/control.json": "exists already",

@@ -24,9 +24,9 @@ def usual_runs(problem: LoopProblem) -> int:
     return max(1, min(RUNS, AGENTS // problem.agents))
 
 
-def fresh(problem: LoopProblem, runs: int, seed: int = 0) -> Tensor:
+def fresh(problem: LoopProblem, runs: int, seed: int = 0, shape: str = "disc") -> Tensor:
     """Random starts within the radius that no training takes."""
-    return problem.starts(positive_int("runs", runs), seed=FRESH + seed, shape="disc")
+    return problem.starts(positive_int("runs", runs), seed=FRESH + seed, shape=shape)
 
 
 def measure(
@@ -35,11 +35,13 @@ def measure(
     horizons: int,
     seed: int = 0,
     *,
+    shape: str = "disc",
     seen: Callable[[Tensor], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Simulate from fresh starts; `seen` is called with each piece of the trajectories."""
     loop, T = problem.loop, problem.loop.controller.steps
-    starts, steps = fresh(problem, runs, seed), positive_int("horizons", horizons) * T
+    starts = fresh(problem, runs, seed, shape)
+    steps = positive_int("horizons", horizons) * T
     each = (steps + 1) * starts[0].numel()
     hit, hit_later, near = 0, 0, []
     one: dict[str, float] = dict.fromkeys(WEIGHTS, 0.0)
@@ -62,6 +64,7 @@ def measure(
         "runs": runs,
         "horizons": horizons,
         "seed": seed,
+        "shape": shape,
         "without_collision": 1 - hit / runs,
         "without_collision_in_all_horizons": 1 - hit_later / runs,
         "nearest": float(torch.cat(near).amin()),
