@@ -71,6 +71,11 @@ class ControlConfig(BaseConfig):
                 raise OptionError(
                     f"a crossing has 12 agents, not {config.agents}; take --problem crowd."
                 )
+            if config.processes > 1 and config.compare != "linked":
+                raise OptionError(
+                    "processes hear neighbours only, so that the cost has to compare these alone; "
+                    "give --compare linked."
+                )
         elif config.links not in (None, "nearest") or config.compare == "all":
             raise OptionError(
                 "a crowd has links between neighbours, and compares these; leave --links and "
