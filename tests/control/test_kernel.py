@@ -113,13 +113,13 @@ def test_phases_give_the_bits_of_a_whole_run_in_any_split(seed, N, ranks, batch,
 
 
 def test_a_phase_without_a_solution_names_the_agents_as_others_know_them():
-    loop, _ = random_loop(4, 2, 0.5, 0.1, T=3)
+    loop, _ = random_loop(4, 2, 0.5, 0.1, T=3, c=4)
     loop.controller.links = ((0, 1),)
-    loop.controller.C = torch.nn.Parameter(torch.ones(1, 2, 2, dtype=torch.float64))
+    loop.controller.C = torch.nn.Parameter(torch.ones(1, 4, 4, dtype=torch.float64))
     with torch.no_grad():
         loop.controller.K[2, 1] = torch.nan
     phases = fused.Phases(loop.system(), 1, [7, 30])
-    y = np.ones((1, 2, 5))
+    y = np.ones((1, 2, 7))
     phases.own(y, 1, [0, 1])
     phases.own(y, 2, [0])
     with pytest.raises(ConvergenceError, match=r"step 5, agent 30: .* NaN"):

@@ -27,6 +27,7 @@ GROUPS = 8  # of samples that share sums: fixed, so that the bits do not depend 
 UNROLLED = 4  # states of a controller up to which loops are compiled for just that number
 GIVEN = ("A", "a", "J", "R", "g", "couplings", "J_c", "R_c")  # of no gradients here
 GRADED = (0, 1, 2, 5)  # the matrices of agents by themselves that change with the weights
+NONE, START = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 COMPILING = "hdnn: compiling the kernels of closed loops for this processor (once, a minute)"
 
 _lock = threading.Lock()
@@ -95,44 +96,42 @@ class Phases:
 
     def own(self, y: np.ndarray, t: int, agents: Sequence[int] | np.ndarray) -> Phase:
         """These agents by themselves in step t."""
-        which, own = _whole(agents), self.parts[1]
-        kept = _two(len(y), len(which), y.shape[2])
-        failed = np.zeros(3, dtype=np.int64)
-        now, size = self._now(t), self._size
-        kernels()["own"](size, y, which, now, own, kept, failed)
-        self._check(failed, t)
-        return Phase("own", t, which, kept)
+        which = _whole(agents)
+        before = y[:, which]
+        self._run(y, t, (which, NONE, NONE, START))
+        return Phase("own", t, which, (before, y[:, which]))
 
     def plant_edges(self, y: np.ndarray, t: int, which: Sequence[int] | np.ndarray) -> Phase:
         """These edges of plants, which share no agent, in step t."""
-        edges, (pairs, L, l_) = _whole(which), self.parts[2]
-        kernels()["plant_edges"](y, edges, pairs, L, l_)
+        edges = _whole(which)
+        self._run(y, t, (NONE, edges, NONE, START))
         return Phase("plant_edges", t, edges, ())
 
     def edges(self, y: np.ndarray, t: int, which: Sequence[int] | np.ndarray) -> Phase:
         """These edges of controllers, which share no agent, in step t."""
-        edges, (pairs, C), (K, _) = _whole(which), self.parts[3], self.parts[0]
-        kept = _two(len(y), len(edges), 2 * K.shape[-1])
-        failed = np.zeros(3, dtype=np.int64)
-        kernels()["edges"](self._size, y, edges, pairs, self._now(t), C, kept, failed)
-        self._check(failed, t)
-        return Phase("edges", t, edges, kept)
+        edges = _whole(which)
+        before = self._both(y, edges)
+        self._run(y, t, (NONE, NONE, edges, np.array([0, len(edges)])))
+        return Phase("edges", t, edges, (before, self._both(y, edges)))
 
     def adjoint(self, phase: Phase, g: np.ndarray) -> None:
         """From gradients after a phase to those before it, in place; those of weights are added."""
-        run, size, now = kernels()[f"{phase.kind}_adjoint"], self._size, self._now(phase.t)
-        which, kept = phase.which, phase.kept
-        at = self._at(phase.t)
-        dK, db, dM, dU, du, dW, dC = self.found
-        to_now = dK[:, at], db[:, at]
-        if phase.kind == "plant_edges":
-            run(g, which, *self.parts[2][:2])
-        elif phase.kind == "own":
-            found = to_now, (dM, dU, du, dW)
-            run(size, g, which, now, self.parts[1], kept, self.ends, found)
-        else:
-            pairs, C = self.parts[3]
-            run(size, g, which, pairs, now, C, kept, self.ends, (to_now, dC))
+        B, n, (K, _) = len(g), g.shape[2], self.parts[0]
+        c, which, count = K.shape[-1], phase.which, len(phase.which)
+        states, mids, before = (np.empty(s) for s in ((B, 2, 0, n), (B, 1, 0, n), (B, 1, 0, 2 * c)))
+        after = np.empty((B, 0, 2 * c))
+        chosen = NONE, which, NONE, START
+        if phase.kind == "own":
+            chosen = which, NONE, NONE, START
+            states = np.stack(phase.kept, 1)
+            mids = states[:, :1].copy() if phase.t % 2 else states[:, 1:].copy()
+        elif phase.kind == "edges":
+            chosen = NONE, NONE, which, np.array([0, count])
+            before, after = phase.kept[0].reshape(B, 1, count, 2 * c), phase.kept[1]
+        dK, db, *to_own, dC = self.found
+        found, grads = ((dK, db), tuple(to_own), dC), np.empty((0, 1, 1, 1))
+        kept, size = (states, mids, before, after), self._size
+        kernels()["backward"](size, g, phase.t, chosen, *self.parts, kept, grads, self.ends, found)
 
     def gradients(self) -> dict[str, Tensor]:
         """Those of K, b, G and C, of all that was run backwards so far."""
@@ -142,14 +141,15 @@ class Phases:
     def _size(self) -> Any:
         return _size(self.parts[0][0].shape[-1])
 
-    def _at(self, t: int) -> int:
-        return min(t, len(self.parts[0][0]) - 1)
+    def _both(self, y: np.ndarray, edges: np.ndarray) -> np.ndarray:
+        """The controllers at both ends of edges, `(B, E, 2 c)`."""
+        pairs, xi = self.parts[3][0][edges], y[:, :, -self.parts[0][0].shape[-1] :]
+        return np.concatenate([xi[:, pairs[:, 0]], xi[:, pairs[:, 1]]], -1)
 
-    def _now(self, t: int) -> tuple[np.ndarray, np.ndarray]:
-        (K, b), at = self.parts[0], self._at(t)
-        return K[at], b[at]
-
-    def _check(self, failed: np.ndarray, t: int) -> None:
+    def _run(self, y: np.ndarray, t: int, chosen: tuple[np.ndarray, ...]) -> None:
+        failed = np.zeros(3, dtype=np.int64)
+        kept = np.empty((0, 2, 1, 1)), np.empty((0, 1, 1, 1)), np.empty((0, 1, 1, 1))
+        kernels()["forward"](self._size, y, t, chosen, *self.parts, kept, failed)
         if failed[0]:
             _fail(int(failed[0]), t, int(failed[2]), self.system.links, self.names)
 
@@ -200,8 +200,11 @@ class _Run(torch.autograd.Function):
         failed = np.zeros((GROUPS, 3), dtype=np.int64)
         run, size = kernels()["forward"], _size(c)
 
+        y_now, chosen = start.copy(), _everything(system)
+
         def group(j: int, low: int, high: int) -> None:
-            run(size, start[low:high], first, *parts, tuple(k[low:high] for k in kept), failed[j])
+            ours = tuple(k[low:high] for k in kept)
+            run(size, y_now[low:high], first, chosen, *parts, ours, failed[j])
 
         _each_group(B, run, group)
         for kind, t, which in failed.tolist():
@@ -222,14 +225,16 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
     (system, first, rest), parts, kept = ctx.given, ctx.parts, ctx.kept
     (K, b), own, _, (_, C) = parts
     g, run, size = _array(grads[0]), kernels()["backward"], _size(K.shape[-1])
-    B, dy = len(g), np.empty_like(kept[0][:, 0])
+    B, dy, chosen = len(g), g[:, -1].copy(), _everything(system)
+    ahead = np.empty((0, 1, 1))
     shapes = (K, b, *(own[k] for k in GRADED), C)
     found = [np.zeros((min(B, GROUPS), *a.shape)) for a in shapes]
 
     def group(j: int, low: int, high: int) -> None:
-        dK, db, dM, dU, du, dW, dC = (each[j] for each in found)
-        to = (dK, db), (dM, dU, du, dW), dC, dy[low:high]
-        run(size, g[low:high], first, *parts, tuple(k[low:high] for k in kept), to)
+        dK, db, *to_own, dC = (each[j : j + 1] for each in found)
+        to, ours = ((dK, db), tuple(to_own), dC), (*(k[low:high] for k in kept), ahead)
+        ends = np.array([high - low])
+        run(size, dy[low:high], first, chosen, *parts, ours, g[low:high], ends, to)
 
     _each_group(B, run, group)
     to_weights = _of_weights(system, found, rest)
@@ -289,12 +294,15 @@ def _indices(links: Edges) -> np.ndarray:
     return np.array(links, dtype=np.int64).reshape(-1, 2)
 
 
+def _everything(system: System) -> tuple[np.ndarray, ...]:
+    """All agents, edges of plants and edges, and where the colours of these begin, and end."""
+    cuts = np.cumsum([0, *(len(which) for which in colours(system.links))], dtype=np.int64)
+    numbers = (len(system.A), len(system.plant_links), len(system.links))
+    return *(np.arange(each) for each in numbers), cuts
+
+
 def _whole(which: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(which, dtype=np.int64)
-
-
-def _two(*shape: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.empty(shape), np.empty(shape)
 
 
 def _size(c: int) -> Any:

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from hdnn.engine.kernels import closed_loop_lanes
+from hdnn.engine.kernels.closed_loop_lanes import LANES
+
 EPS = 2.0**-52
 CLOSE = 0.01  # half the distance of two points up to which slopes are taken from a series
 NEWTON, HALVINGS = 100, 60  # large weights make long steps, and bends that need short ones
@@ -34,8 +37,36 @@ SMALLEST = 1e-10  # step along the curve of solutions with smaller h, where Newt
 Z, TERMS, PHI, D, E, F, DELTA, KNOWN, LEFT, SHIFT, STEP, TRIAL, KEPT = range(13)
 ROWS = 13
 
+# Agents or edges that do not depend on each other are solved for LANES at a time. Rows of scratch
+# memory (rows, LANES): matrices, vectors of c rows each, and single rows at the end. The first
+# seven vectors are of an agent, the next seven of the agent at the other end of its edge.
+L_K, L_M, L_B, L_S, L_P, L_J, MATRICES = range(7)
+L_Z, L_SHIFT, L_PHI, L_D, L_E, L_F, L_DELTA, AGENT = range(8)
+L_KNOWN, L_LEFT, L_STEP, L_TRIAL, L_FOUND, L_OTHER, L_FORCE, VECTORS = range(14, 22)
+L_TERMS, L_CLOSE, L_STATUS, L_SIZE, SINGLE = range(5)
+LANE_STEPS = 8  # of Newton; what has not arrived by then is solved for by itself
+GOING, ARRIVED, GAVE_UP = 0.0, 1.0, 2.0
+PIVOT = 0.25  # the least that elimination without exchanges is trusted with
+
+# Operations on lanes, which `compiled` puts here.
+load: Any = None  # load(array, row)
+store: Any = None
+fused: Any = None  # fused(x, y, z): x y + z, rounded once
+where_less: Any = None  # where_less(a, b, x, y): x where a < b, else y
+any_less: Any = None  # any_less(a, b): whether a lane of a is less, or one is NaN
+magnitude: Any = None
+nearest: Any = None  # whole number
+power_of_two: Any = None
+
+EXPM1 = tuple(1 / math.factorial(k) for k in reversed(range(2, 15)))
+ARTANH = tuple(1 / k for k in reversed(range(3, 27, 2)))
+
 PARTS = (
-    *("_chord", "_times", "_times_T", "_product", "_rows", "_slopes", "_solve", "_largest"),
+    *("_polynomial", "_tanh", "_artanh", "_chord", "_at", "_lane_chords", "_lane_times"),
+    *("_lane_times_T", "_lane_product", "_lane_product_T", "_lane_slopes", "_lane_solve"),
+    *("_lane_largest", "_lane_rows", "_lane_same", "_lane_own", "_lane_pair"),
+    *("_lane_own_adjoint", "_lane_pair_adjoint", "_put_agent", "_put_matrix", "_put_vector"),
+    *("_times", "_times_T", "_product", "_rows", "_slopes", "_solve", "_largest"),
     *(
         "_product_T",
         "_own_residual",
@@ -45,21 +76,24 @@ PARTS = (
         "_own_steps",
         "_found",
     ),
-    *("_pair_residual", "_pair_newton", "_pair_steps", "_joined", "_start", "_own_step"),
+    *("_joined", "_start", "_own_step"),
     *("_several", "_balanced", "_alone", "_pair_step", "_linear_step", "_to_weights", "_room"),
-    *("_own_adjoint", "_pair_adjoint", "_linear_adjoint"),
+    *("_own_adjoint", "_pair_adjoint", "_linear_adjoint", "_own_steps_of", "_pair_steps_of"),
+    *("_own_adjoint_of", "_pair_adjoint_of"),
 )
-WHOLE = ("eliminate", "eliminate_adjoint", "forward", "backward")
-PHASES = ("own", "plant_edges", "edges", "own_adjoint", "plant_edges_adjoint", "edges_adjoint")
+ROOTS = ("eliminate", "eliminate_adjoint", "forward", "backward")
 
 
 @cache
 def compiled(njit: Callable[[Any], Any]) -> dict[str, Any]:
-    """Whole runs, and phases of steps one by one, compiled."""
+    """By name."""
+    import numba
+
     here = globals()
-    for name in PARTS:
-        here[name] = njit(here[name])
-    return {name: njit(here[name]) for name in (*WHOLE, *PHASES)}
+    here.update(closed_loop_lanes.operations())
+    for name in PARTS:  # not kept on disk, where types of lanes would not be known again
+        here[name] = numba.njit(error_model="numpy")(here[name])
+    return {name: njit(here[name]) for name in ROOTS}
 
 
 def _chord(m, d):  # pragma: kernel
@@ -86,6 +120,405 @@ def _chord(m, d):  # pragma: kernel
     value = 0.5 * (b - a + math.log1p(math.exp(-2 * b)) - math.log1p(math.exp(-2 * a))) / d
     after, before = math.tanh(m + d), math.tanh(m - d)
     return value, 0.5 * (after - value) / d, 0.5 * (value - before) / d
+
+
+def _polynomial(x, coefficients):  # pragma: kernel
+    """The highest power first."""
+    s = fused(x, coefficients[0], coefficients[1])
+    for k in range(2, len(coefficients)):
+        s = fused(s, x, coefficients[k])
+    return s
+
+
+def _tanh(x):  # pragma: kernel
+    """tanh x = e / (e + 2), where e = exp(2 x) - 1."""
+    x = where_less(magnitude(x), 22.0, x, where_less(x, 0.0, -22.0, 22.0)) * 2.0
+    k = nearest(x * 1.4426950408889634)
+    r = fused(k, -1.42860682030941723212e-6, fused(k, -6.93145751953125e-1, x))
+    e, scale = fused(r * r, _polynomial(r, EXPM1), r), power_of_two(k)
+    e = fused(e, scale, scale - 1.0)
+    return e / (e + 2.0)
+
+
+def _artanh(x):  # pragma: kernel
+    """For |x| < 0.915: log((1 + x) / (1 - x)) / 2, less the nearest multiple of log(2) / 2."""
+    size = magnitude(x)
+    scale = where_less(size, 0.6997, where_less(size, 0.4776, 2.0, 4.0), 8.0)
+    scale = where_less(size, 0.8376, scale, 16.0)
+    k = where_less(size, 0.6997, where_less(size, 0.4776, 1.0, 2.0), 3.0)
+    k = where_less(size, 0.8376, k, 4.0)
+    top, bottom = size + 1.0, scale * (1.0 - size)
+    reduced = (top - bottom) / (top + bottom)
+    near = where_less(size, 0.1716, size, reduced)
+    s = near * near
+    y = fused(near * s, _polynomial(s, ARTANH), near)
+    y = where_less(size, 0.1716, y, fused(k, 0.34657359027997264, y))
+    return where_less(x, 0.0, 0.0 - y, y)
+
+
+def _at(c, vector):  # pragma: kernel
+    """The first row of a vector; after the last one the single rows begin."""
+    return MATRICES * c * c + vector * c
+
+
+def _lane_chords(V, size, z, shift, value, after, before):  # pragma: kernel
+    """As `_chord`, a row of lanes: what lies in row `size` is overwritten."""
+    d = load(V, shift) * 0.5
+    m = load(V, z) + d
+    t, far = _tanh(m), magnitude(d)
+    a, b, c = t, t, t
+    if any_less(far, CLOSE):
+        s, q = t * t, d * d
+        u = 1.0 - s
+        t2, t3 = t * u * -2.0, u * (s * 6.0 - 2.0)
+        t4, t5 = t * u * (16.0 - s * 24.0), u * (s * (s * 120.0 - 120.0) + 16.0)
+        t6 = t * u * (s * (960.0 - s * 720.0) - 272.0)
+        a = t + q * (t2 * (1 / 6) + q * (t4 * (1 / 120) + q * t6 * (1 / 5040)))
+        in_m = u + q * (t3 * (1 / 6) + q * t5 * (1 / 120))
+        in_d = d * (t2 * (1 / 3) + q * (t4 * (1 / 30) + q * t6 * (1 / 840)))
+        b, c = (in_m + in_d) * 0.5, (in_m - in_d) * 0.5
+    x = t * 0.0
+    if any_less(0.999 * CLOSE, far):
+        e = _tanh(d)
+        x = where_less(far, CLOSE, x, t * e)
+        over = 1.0 / d
+        chord = _artanh(x) * over
+        over, rest = over * 0.5, 1.0 / (1.0 - x * x)
+        high = over * ((t + e) * (1.0 - x) * rest - chord)
+        low = over * (chord - (t - e) * (1.0 + x) * rest)
+        a = where_less(far, CLOSE, a, chord)
+        b = where_less(far, CLOSE, b, high)
+        c = where_less(far, CLOSE, c, low)
+    store(V, value, a)
+    store(V, after, b)
+    store(V, before, c)
+    if any_less(0.9, magnitude(x)):
+        store(V, size, x)
+        for k in range(LANES):
+            if not abs(V[size, k]) < 0.9:
+                half = 0.5 * V[shift, k]
+                V[value, k], V[after, k], V[before, k] = _chord(V[z, k] + half, half)
+
+
+def _lane_times(size, V, A, x, y):  # pragma: kernel
+    """y = A x."""
+    c = len(size)
+    for i in range(c):
+        s = load(V, A + i * c) * load(V, x)
+        for j in range(1, c):
+            s = fused(load(V, A + i * c + j), load(V, x + j), s)
+        store(V, y + i, s)
+
+
+def _lane_times_T(size, V, A, x, y):  # pragma: kernel
+    """y = A^T x."""
+    c = len(size)
+    for j in range(c):
+        s = load(V, A + j) * load(V, x)
+        for i in range(1, c):
+            s = fused(load(V, A + i * c + j), load(V, x + i), s)
+        store(V, y + j, s)
+
+
+def _lane_product(size, V, A, B, C):  # pragma: kernel
+    """C = A B, all square."""
+    c = len(size)
+    for i in range(c):
+        for j in range(c):
+            s = load(V, A + i * c) * load(V, B + j)
+            for r in range(1, c):
+                s = fused(load(V, A + i * c + r), load(V, B + r * c + j), s)
+            store(V, C + i * c + j, s)
+
+
+def _lane_product_T(size, V, A, B, C):  # pragma: kernel
+    """C = A B^T, all square."""
+    c = len(size)
+    for i in range(c):
+        for j in range(c):
+            s = load(V, A + i * c) * load(V, B + j * c)
+            for r in range(1, c):
+                s = fused(load(V, A + i * c + r), load(V, B + j * c + r), s)
+            store(V, C + i * c + j, s)
+
+
+def _lane_slopes(size, V, K, slope, S):  # pragma: kernel
+    """S = K^T diag(slope) K."""
+    c = len(size)
+    for i in range(c):
+        for j in range(i + 1):
+            s = load(V, K + i) * load(V, slope) * load(V, K + j)
+            for r in range(1, c):
+                s = fused(load(V, K + r * c + i) * load(V, slope + r), load(V, K + r * c + j), s)
+            store(V, S + i * c + j, s)
+            store(V, S + j * c + i, s)
+
+
+def _lane_solve(size, V, A, x):  # pragma: kernel
+    """x becomes A^-1 x by elimination; A is overwritten. Its least pivot."""
+    c = len(size)
+    least = magnitude(load(V, A))
+    for k in range(c):
+        pivot = load(V, A + k * c + k)
+        least = where_less(magnitude(pivot), least, magnitude(pivot), least)
+        over = 1.0 / pivot
+        store(V, A + k * c + k, over)
+        for i in range(k + 1, c):
+            factor = 0.0 - load(V, A + i * c + k) * over
+            for j in range(k + 1, c):
+                at = A + i * c + j
+                store(V, at, fused(factor, load(V, A + k * c + j), load(V, at)))
+            store(V, x + i, fused(factor, load(V, x + k), load(V, x + i)))
+    for k in range(c - 1, -1, -1):
+        s = load(V, x + k)
+        for j in range(k + 1, c):
+            s = s - load(V, A + k * c + j) * load(V, x + j)
+        store(V, x + k, s * load(V, A + k * c + k))
+    return least
+
+
+def _lane_largest(size, V, x):  # pragma: kernel
+    """The largest size of an entry; NaN where the last one is."""
+    most = magnitude(load(V, x))
+    for i in range(1, len(size)):
+        each = magnitude(load(V, x + i))
+        most = where_less(each, most, most, each)
+    return most
+
+
+def _lane_rows(size, rows, V, K, delta, agent):  # pragma: kernel
+    """The chords of an agent from z to z + K delta and their slopes, and f = K^T chords."""
+    c = len(size)
+    z = _at(c, agent * AGENT)
+    shift, value, after, before = z + c, z + 2 * c, z + 3 * c, z + 4 * c
+    single = _at(c, VECTORS) + L_SIZE
+    _lane_times(size, V, K, delta, shift)
+    for r in range(rows):  # not of a known length: chords are long, and need not be copied
+        _lane_chords(V, single, z + r, shift + r, value + r, after + r, before + r)
+    _lane_times_T(size, V, K, value, z + 5 * c)
+
+
+def _lane_same(size, V, delta, left, along):  # pragma: kernel
+    """As `_same_energy`: how far the balance is broken, less what rounding may."""
+    c = len(size)
+    single, D_ = _at(c, VECTORS), _at(c, L_D)
+    change = load(V, single + L_TERMS) * -BALANCE
+    for r in range(c):
+        s = load(V, r * c) * load(V, left)
+        t = load(V, r * c) * (load(V, delta) - load(V, along))
+        for j in range(1, c):
+            s = fused(load(V, r * c + j), load(V, left + j), s)
+            t = fused(load(V, r * c + j), load(V, delta + j) - load(V, along + j), t)
+        change = change + load(V, D_ + r) * magnitude(s * t)
+    return change
+
+
+def _lane_own(size, rows, V):  # pragma: kernel
+    """As `_own_steps` from 0 on, without a search; which lanes arrived is in row L_STATUS."""
+    c = len(size)
+    q = c * c
+    K, M, S, J = 0, L_M * q, L_S * q, L_J * q
+    shift, value, D_, F_ = _at(c, L_SHIFT), _at(c, L_PHI), _at(c, L_D), _at(c, L_F)
+    delta, known, left = _at(c, L_DELTA), _at(c, L_KNOWN), _at(c, L_LEFT)
+    step, trial, found = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_FOUND)
+    other, force, single = _at(c, L_OTHER), _at(c, L_FORCE), _at(c, VECTORS)
+    zero = load(V, single) * 0.0
+    status, close, before = zero, load(V, single + L_CLOSE), zero
+    for i in range(c):
+        store(V, delta + i, zero)
+    for k in range(LANE_STEPS):
+        _lane_rows(size, rows, V, K, delta, 0)
+        _lane_times(size, V, M, F_, left)
+        for i in range(c):
+            store(V, left + i, load(V, delta + i) - (load(V, known + i) + load(V, left + i)))
+        now = _lane_largest(size, V, left)
+        if k > 0:
+            worse = where_less(now, before * (1 - 1e-4), status, GAVE_UP)
+            status = where_less(status, 0.5, worse, status)
+        before = now
+        _lane_slopes(size, V, K, D_, S)
+        _lane_product(size, V, M, S, J)
+        for i in range(c):
+            for j in range(c):
+                store(V, J + i * c + j, (1.0 if i == j else 0.0) - load(V, J + i * c + j))
+            store(V, step + i, 0.0 - load(V, left + i))
+        _lane_solve(size, V, J, step)
+        _lane_times(size, V, K, step, shift)
+        largest = _lane_largest(size, V, shift)
+        if any_less(largest, close):
+            for r in range(c):
+                x = fused(load(V, D_ + r), load(V, shift + r), load(V, value + r))
+                store(V, other + r, x)
+            _lane_times_T(size, V, K, other, F_)
+            _lane_times(size, V, M, F_, trial)
+            _lane_times_T(size, V, M, F_, shift)
+            for i in range(c):
+                store(V, shift + i, load(V, shift + i) + load(V, trial + i))
+                x = load(V, known + i) + load(V, trial + i)
+                store(V, trial + i, x)
+                store(V, left + i, load(V, delta + i) + load(V, step + i) - x)
+            change = _lane_same(size, V, trial, left, shift)
+            ready = where_less(change, 0.0, where_less(largest, close, ARRIVED, GOING), GOING)
+            ready = where_less(status, 0.5, ready, GOING)
+            for i in range(c):
+                x = where_less(ready, 0.5, load(V, found + i), load(V, trial + i))
+                store(V, found + i, x)
+                x = where_less(ready, 0.5, load(V, force + i), load(V, F_ + i))
+                store(V, force + i, x)
+            status = where_less(ready, 0.5, status, ready)
+        if not any_less(status, 0.5):
+            break
+        for i in range(c):
+            store(V, delta + i, load(V, delta + i) + load(V, step + i))
+    store(V, single + L_STATUS, status)
+
+
+def _lane_pair(size, rows, V):  # pragma: kernel
+    """As `_pair_steps` from 0 on, without a search; which lanes arrived is in row L_STATUS."""
+    c = len(size)
+    q = c * c
+    K, L, B, S, P, J = 0, L_M * q, L_B * q, L_S * q, L_P * q, L_J * q
+    shift, value, D_, F_ = _at(c, L_SHIFT), _at(c, L_PHI), _at(c, L_D), _at(c, L_F)
+    shift2, value2 = _at(c, AGENT + L_SHIFT), _at(c, AGENT + L_PHI)
+    D2, F2, e = _at(c, AGENT + L_D), _at(c, AGENT + L_F), _at(c, AGENT + L_DELTA)
+    d, left, step, trial = _at(c, L_DELTA), _at(c, L_LEFT), _at(c, L_STEP), _at(c, L_TRIAL)
+    found, other, force = _at(c, L_FOUND), _at(c, L_OTHER), _at(c, L_FORCE)
+    known, single = _at(c, L_KNOWN), _at(c, VECTORS)
+    zero = load(V, single) * 0.0
+    status, close, before = zero, load(V, single + L_CLOSE), zero
+    for i in range(c):
+        store(V, d + i, zero)
+    for k in range(LANE_STEPS):
+        _lane_rows(size, rows, V, K, d, 0)
+        _lane_times_T(size, V, B, F_, e)
+        for j in range(c):
+            store(V, e + j, 0.0 - load(V, e + j))
+        _lane_rows(size, rows, V, L, e, 1)
+        _lane_times(size, V, B, F2, left)
+        for i in range(c):
+            store(V, left + i, load(V, d + i) - load(V, left + i))
+        now = _lane_largest(size, V, left)
+        if k > 0:
+            worse = where_less(now, before * (1 - 1e-4), status, GAVE_UP)
+            status = where_less(status, 0.5, worse, status)
+        before = now
+        _lane_slopes(size, V, L, D2, S)
+        _lane_product(size, V, B, S, P)
+        _lane_product_T(size, V, P, B, S)
+        _lane_slopes(size, V, K, D_, P)
+        _lane_product(size, V, S, P, J)
+        for i in range(c):
+            store(V, J + i * c + i, load(V, J + i * c + i) + 1.0)
+            store(V, step + i, 0.0 - load(V, left + i))
+        _lane_solve(size, V, J, step)
+        _lane_times(size, V, K, step, shift)
+        largest = _lane_largest(size, V, shift)
+        if any_less(largest, close):
+            for r in range(c):
+                x = fused(load(V, D_ + r), load(V, shift + r), load(V, value + r))
+                store(V, known + r, x)
+            _lane_times_T(size, V, K, known, F_)
+            _lane_times_T(size, V, B, F_, trial)  # -e
+            for j in range(c):
+                store(V, known + j, 0.0 - load(V, trial + j) - load(V, e + j))
+            _lane_times(size, V, L, known, shift2)
+            more = _lane_largest(size, V, shift2)
+            for r in range(c):
+                x = fused(load(V, D2 + r), load(V, shift2 + r), load(V, value2 + r))
+                store(V, known + r, x)
+            _lane_times_T(size, V, L, known, F2)
+            _lane_times(size, V, B, F2, force)  # d
+            for i in range(c):
+                store(V, left + i, load(V, d + i) + load(V, step + i) - load(V, force + i))
+                store(V, known + i, zero)
+            change = _lane_same(size, V, force, left, known)
+            ready = where_less(change, 0.0, where_less(largest, close, ARRIVED, GOING), GOING)
+            ready = where_less(more, close, ready, GOING)
+            ready = where_less(status, 0.5, ready, GOING)
+            for i in range(c):
+                x = where_less(ready, 0.5, load(V, found + i), load(V, force + i))
+                store(V, found + i, x)
+                x = where_less(ready, 0.5, load(V, other + i), 0.0 - load(V, trial + i))
+                store(V, other + i, x)
+            status = where_less(ready, 0.5, status, ready)
+        if not any_less(status, 0.5):
+            break
+        for i in range(c):
+            store(V, d + i, load(V, d + i) + load(V, step + i))
+    store(V, single + L_STATUS, status)
+
+
+def _lane_own_adjoint(size, rows, V):  # pragma: kernel
+    """The chords and what is solved for in `_own_adjoint`; lanes that can be trusted."""
+    c = len(size)
+    q = c * c
+    K, M, S, J = 0, L_M * q, L_S * q, L_J * q
+    step, trial, known = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_KNOWN)
+    _lane_rows(size, rows, V, K, _at(c, L_DELTA), 0)
+    _lane_slopes(size, V, K, _at(c, L_D), S)
+    _lane_times(size, V, S, trial, step)
+    _lane_product_T(size, V, S, M, J)
+    for i in range(c):
+        for j in range(c):
+            store(V, J + i * c + j, (1.0 if i == j else 0.0) - load(V, J + i * c + j))
+        store(V, step + i, load(V, step + i) + load(V, known + i))
+    least = _lane_solve(size, V, J, step)
+    store(V, _at(c, VECTORS) + L_STATUS, where_less(PIVOT, least, ARRIVED, GAVE_UP))
+
+
+def _lane_pair_adjoint(size, rows, V):  # pragma: kernel
+    """The chords and what is solved for in `_pair_adjoint`; lanes that can be trusted."""
+    c = len(size)
+    q = c * c
+    K, L, B, S, P, J = 0, L_M * q, L_B * q, L_S * q, L_P * q, L_J * q
+    g1, g2 = _at(c, L_KNOWN), _at(c, L_TRIAL)
+    step, other, left = _at(c, L_STEP), _at(c, L_OTHER), _at(c, L_LEFT)
+    _lane_rows(size, rows, V, K, _at(c, L_DELTA), 0)
+    _lane_rows(size, rows, V, L, _at(c, AGENT + L_DELTA), 1)
+    _lane_slopes(size, V, K, _at(c, L_D), J)
+    _lane_product(size, V, J, B, P)
+    _lane_times(size, V, P, g2, left)
+    _lane_slopes(size, V, L, _at(c, AGENT + L_D), S)
+    _lane_product_T(size, V, S, B, J)
+    _lane_product(size, V, P, J, S)
+    for j in range(c):
+        store(V, S + j * c + j, load(V, S + j * c + j) + 1.0)
+        store(V, step + j, load(V, g1 + j) - load(V, left + j))
+    least = _lane_solve(size, V, S, step)
+    _lane_times(size, V, J, step, other)
+    for j in range(c):
+        store(V, other + j, load(V, other + j) + load(V, g2 + j))
+    store(V, _at(c, VECTORS) + L_STATUS, where_less(PIVOT, least, ARRIVED, GAVE_UP))
+
+
+def _put_matrix(size, V, row, lane, A):  # pragma: kernel
+    c = len(size)
+    for i in range(c):
+        for j in range(c):
+            V[row + i * c + j, lane] = A[i, j]
+
+
+def _put_vector(size, V, vector, lane, x):  # pragma: kernel
+    c = len(size)
+    at = _at(c, vector)
+    for i in range(c):
+        V[at + i, lane] = x[i]
+
+
+def _put_agent(size, V, agent, lane, K, b, x):  # pragma: kernel
+    """The weights of an agent and where its chords start; the sum and the largest of the terms."""
+    c = len(size)
+    at, total, most = _at(c, agent * AGENT), 0.0, 0.0
+    for r in range(c):
+        s, terms = b[r], abs(b[r])
+        for j in range(c):
+            s += K[r, j] * x[j]
+            terms += abs(K[r, j] * x[j])
+            V[agent * L_M * c * c + r * c + j, lane] = K[r, j]
+        V[at + r, lane] = s
+        total += terms
+        most = max(most, terms)
+    return total, most
 
 
 def _times(size, A, x, y):  # pragma: kernel
@@ -184,21 +617,19 @@ def _largest(size, x):  # pragma: kernel
     return most
 
 
-# delta = share (k + L delta + M f), f = K^T chord(z, z + K delta); L may be None. An agent by
-# itself is that with L = None once its plant is eliminated, which is quick; but rounding grows with
-# the weights twice: where that shows in the balance of the energy, both are solved for as one.
+# What the lanes do not solve: delta = share (k + L delta + M f), f = K^T chord(z, z + K delta).
+# They eliminate the plant, or one of two agents, which is quick; but rounding grows with the
+# weights twice. Where that shows in the balance of the energy, or they do not arrive, both are
+# solved for as one.
 
 
 def _own_residual(size, K, M, L, share, delta, v):  # pragma: kernel
     """What is left of the equation, and its largest entry."""
     _rows(size, K, delta, v)
     _times(size, M, v[F], v[LEFT])
-    if L is not None:
-        _times(size, L, delta, v[SHIFT])
-        for i in range(len(size)):
-            v[LEFT, i] += v[SHIFT, i]
+    _times(size, L, delta, v[SHIFT])
     for i in range(len(size)):
-        v[LEFT, i] = delta[i] - share * (v[KNOWN, i] + v[LEFT, i])
+        v[LEFT, i] = delta[i] - share * (v[KNOWN, i] + v[LEFT, i] + v[SHIFT, i])
     return _largest(size, v[LEFT])
 
 
@@ -209,9 +640,7 @@ def _own_newton(size, K, M, L, share, v, m):  # pragma: kernel
     _product(size, M, S, J)
     for i in range(c):
         for j in range(c):
-            if L is not None:
-                J[i, j] += L[i, j]
-            J[i, j] *= -share
+            J[i, j] = -share * (J[i, j] + L[i, j])
         J[i, i] += 1
         v[STEP, i] = -v[LEFT, i]
     _solve(size, J, v[STEP])
@@ -224,12 +653,9 @@ def _own_newton(size, K, M, L, share, v, m):  # pragma: kernel
     _times(size, M, v[F], v[TRIAL])
     for i in range(c):
         v[LEFT, i] = v[DELTA, i] + v[STEP, i]
-    if L is not None:
-        _times(size, L, v[LEFT], v[SHIFT])
-        for i in range(c):
-            v[TRIAL, i] += v[SHIFT, i]
+    _times(size, L, v[LEFT], v[SHIFT])
     for i in range(c):
-        v[TRIAL, i] = share * (v[KNOWN, i] + v[TRIAL, i])
+        v[TRIAL, i] = share * (v[KNOWN, i] + v[TRIAL, i] + v[SHIFT, i])
         v[LEFT, i] -= v[TRIAL, i]
         v[SHIFT, i] = 0.0
         for j in range(c):
@@ -262,9 +688,8 @@ def _rounding(size, K, M, L, v):  # pragma: kernel
     c = len(size)
     for i in range(c):
         v[STEP, i] = abs(v[DELTA, i]) + abs(v[KNOWN, i])
-        if L is not None:
-            for j in range(c):
-                v[STEP, i] += abs(L[i, j] * v[DELTA, j])
+        for j in range(c):
+            v[STEP, i] += abs(L[i, j] * v[DELTA, j])
     for r in range(c):
         x = abs(v[PHI, r]) + v[D, r] * v[TERMS, r]
         for j in range(c):
@@ -315,84 +740,6 @@ def _found(size, K, M, L, v, m):  # pragma: kernel
     return True
 
 
-# Two agents along an edge: d = B f_2, e = -B^T f_1. It is solved for d; v is of agent 1. That is
-# quick, but rounding grows with the weights twice: where it fails, both are solved for as one.
-
-
-def _pair_residual(size, K, L, B, d, v, w):  # pragma: kernel
-    """What is left of d = B f_2, where e follows from d; and its largest entry."""
-    _rows(size, K, d, v)
-    _times_T(size, B, v[F], w[DELTA])
-    for j in range(len(size)):
-        w[DELTA, j] = -w[DELTA, j]
-    _rows(size, L, w[DELTA], w)
-    _times(size, B, w[F], v[LEFT])
-    for i in range(len(size)):
-        v[LEFT, i] = d[i] - v[LEFT, i]
-    return _largest(size, v[LEFT])
-
-
-def _pair_newton(size, K, L, B, v, w, m):  # pragma: kernel
-    """A Newton step into v[STEP]; true if it was the last, and d, e and both f are found."""
-    c, S, J, P = len(size), m[0], m[1], m[2]
-    _slopes(size, L, w[D], S)
-    _product(size, B, S, P)
-    _product_T(size, P, B, S)
-    _slopes(size, K, v[D], P)
-    _product(size, S, P, J)
-    for i in range(c):
-        J[i, i] += 1
-        v[STEP, i] = -v[LEFT, i]
-    _solve(size, J, v[STEP])
-    close = LAST + ROUNDING * max(_largest(size, v[TERMS]), _largest(size, w[TERMS]))
-    _times(size, K, v[STEP], v[SHIFT])
-    if not _largest(size, v[SHIFT]) <= close:
-        return False
-    for r in range(c):
-        w[STEP, r] = v[PHI, r] + v[D, r] * v[SHIFT, r]
-    _times_T(size, K, w[STEP], v[TRIAL])  # f_1
-    _times_T(size, B, v[TRIAL], w[TRIAL])  # -e
-    for j in range(c):
-        w[STEP, j] = -w[TRIAL, j] - w[DELTA, j]
-    _times(size, L, w[STEP], w[SHIFT])
-    if not _largest(size, w[SHIFT]) <= close:
-        return False
-    for r in range(c):
-        w[PHI, r] += w[D, r] * w[SHIFT, r]
-    _times_T(size, L, w[PHI], w[F])
-    _times(size, B, w[F], w[STEP])  # d
-    for i in range(c):
-        v[LEFT, i], v[SHIFT, i] = v[DELTA, i] + v[STEP, i] - w[STEP, i], 0.0
-    if not _same_energy(size, K, w[STEP], v):
-        return False
-    for j in range(c):
-        v[F, j], v[DELTA, j], w[DELTA, j] = v[TRIAL, j], w[STEP, j], -w[TRIAL, j]
-    return True
-
-
-def _pair_steps(size, K, L, B, v, w, m):  # pragma: kernel
-    """Damped Newton steps from v[DELTA] on; whether they arrived."""
-    left = _pair_residual(size, K, L, B, v[DELTA], v, w)
-    for _ in range(NEWTON):
-        if not left < np.inf:
-            return False
-        if _pair_newton(size, K, L, B, v, w, m):
-            return True
-        t, before = 1.0, left
-        for _ in range(HALVINGS):
-            for i in range(len(size)):
-                v[TRIAL, i] = v[DELTA, i] + t * v[STEP, i]
-            left = _pair_residual(size, K, L, B, v[TRIAL], v, w)
-            if left < (1 - 1e-4 * t) * before:
-                break
-            t *= 0.5
-        if not left < before:
-            return False
-        for i in range(len(size)):
-            v[DELTA, i] = v[TRIAL, i]
-    return False
-
-
 def _joined(size, K, L, B, v, w, whole):  # pragma: kernel
     """Both agents as one equation of 2 c unknowns."""
     c, (K2, M, L2, u, m) = len(size), whole
@@ -434,24 +781,53 @@ def _several(n):  # pragma: kernel
 
 
 def _room(c, p):  # pragma: kernel
-    """Scratch memory of one agent, another, matrices; of plants; of a whole agent and of two."""
+    """Scratch memory: an agent, another, matrices; plants; a whole agent, two of them; lanes."""
     v, w, m = np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c))
-    return v, w, m, np.zeros((3, 2 * p)), _several(p + c), _several(2 * c)
+    lanes = np.zeros((_at(c, VECTORS) + SINGLE, LANES))
+    return v, w, m, np.zeros((3, 2 * p)), _several(p + c), _several(2 * c), lanes
 
 
-def _own_step(size, y, i, now, own, room):  # pragma: kernel
-    """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved."""
-    (K, b), (M, U, u, V, c0, W, G, Q, q) = now, own
-    v, _, m, line, whole, _ = room
+def _own_steps_of(size, y, agents, now, own, room):  # pragma: kernel
+    """Agents by themselves in all samples, (B, N, n). The first that was not solved, or -1."""
+    (K, b), (M, U, u, _, _, _, _, _, _), V = now, own, room[6]
+    B, c, p = len(y), len(size), U.shape[2]
+    single, found, force = _at(c, VECTORS), _at(c, L_FOUND), _at(c, L_FORCE)
+    known = _at(c, L_KNOWN)
+    for first in range(0, B * len(agents), LANES):
+        count = min(LANES, B * len(agents) - first)
+        for lane in range(LANES):
+            each = first + min(lane, count - 1)
+            i, x = agents[each // B], y[each % B, agents[each // B]]
+            total, most = _put_agent(size, V, 0, lane, K[i], b[i], x[p:])
+            V[single + L_TERMS, lane], V[single + L_CLOSE, lane] = total, LAST + ROUNDING * most
+            _put_matrix(size, V, L_M * c * c, lane, M[i])
+            for j in range(c):
+                s = u[i, j]
+                for r in range(p):
+                    s += U[i, j, r] * x[r]
+                V[known + j, lane] = s
+        _lane_own(size, K.shape[1], V)
+        for lane in range(count):
+            each = first + lane
+            i = agents[each // B]
+            arrived = V[single + L_STATUS, lane] == ARRIVED
+            if arrived:
+                for j in range(c):
+                    room[0][DELTA, j], room[0][F, j] = V[found + j, lane], V[force + j, lane]
+            total = V[single + L_TERMS, lane]
+            if not _own_step(size, y[each % B, i], i, now, own, room, arrived, total):
+                return i
+    return -1
+
+
+def _own_step(size, y, i, now, own, room, arrived, terms):  # pragma: kernel
+    """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved.
+
+    If it has `arrived`, delta and f are known, and the sum of TERMS.
+    """
+    (K, b), (_, _, _, V, c0, W, G, Q, q), (v, _, _, line, whole, _, _) = now, own, room
     c, p = len(size), V.shape[1]
-    _start(size, K[i], b[i], y[p:], v)
-    for j in range(c):
-        v[KNOWN, j] = u[i, j]
-        for r in range(p):
-            v[KNOWN, j] += U[i, j, r] * y[r]
-        v[DELTA, j] = 0.0
-    found = _own_steps(size, K[i], M[i], None, 1.0, v, m)
-    if found:
+    if arrived:
         for r in range(p):
             s = c0[i, r]
             for j in range(p):
@@ -459,9 +835,11 @@ def _own_step(size, y, i, now, own, room):  # pragma: kernel
             for j in range(c):
                 s += W[i, r, j] * v[F, j]
             line[0, r] = s
-    solved = found and _balanced(size, y, G[i], Q[i], q[i], v, line)
-    if not (solved or _alone(size, y, K[i], G[i], Q[i], q[i], v, line, whole, found)):
-        return False
+    solved = arrived and _balanced(size, y, G[i], Q[i], q[i], v, line, terms)
+    if not solved:
+        _start(K[i, 0], K[i], b[i], y[p:], v)
+        if not _alone(K[i, 0], y, K[i], G[i], Q[i], q[i], v, line, whole, arrived):
+            return False
     for r in range(p):
         y[r] += line[0, r]
     for j in range(c):
@@ -469,12 +847,10 @@ def _own_step(size, y, i, now, own, room):  # pragma: kernel
     return True
 
 
-def _balanced(size, y, G, Q, q, v, line):  # pragma: kernel
+def _balanced(size, y, G, Q, q, v, line, terms):  # pragma: kernel
     """Whether what is left of x' = x + G f changes the energy by rounding only: f^T of it."""
     c, p = len(size), Q.shape[0]
-    terms, change = 0.0, 0.0
-    for r in range(c):
-        terms += v[TERMS, r]
+    change = 0.0
     for j in range(p):
         s = q[j]
         for r in range(p):
@@ -529,16 +905,43 @@ def _alone(size, y, K, G, Q, q, v, line, whole, found):  # pragma: kernel
     return True
 
 
-def _pair_step(size, y, i, k, now, B, room):  # pragma: kernel
+def _pair_steps_of(size, y, which, pairs, now, C, room):  # pragma: kernel
+    """Edges that share no agent, in all samples. The first that was not solved, or -1."""
+    (K, b), V, c = now, room[6], len(size)
+    B, p = len(y), y.shape[2] - c
+    single, found, other = _at(c, VECTORS), _at(c, L_FOUND), _at(c, L_OTHER)
+    for first in range(0, B * len(which), LANES):
+        count = min(LANES, B * len(which) - first)
+        for lane in range(LANES):
+            each = first + min(lane, count - 1)
+            e, x = which[each // B], y[each % B]
+            i, k = pairs[e, 0], pairs[e, 1]
+            total, most = _put_agent(size, V, 0, lane, K[i], b[i], x[i, p:])
+            _, more = _put_agent(size, V, 1, lane, K[k], b[k], x[k, p:])
+            V[single + L_TERMS, lane] = total
+            V[single + L_CLOSE, lane] = LAST + ROUNDING * max(most, more)
+            _put_matrix(size, V, L_B * c * c, lane, C[e])
+        _lane_pair(size, K.shape[1], V)
+        for lane in range(count):
+            each = first + lane
+            e, x = which[each // B], y[each % B]
+            i, k = pairs[e, 0], pairs[e, 1]
+            if V[single + L_STATUS, lane] == ARRIVED:
+                for j in range(c):
+                    x[i, p + j] += V[found + j, lane]
+                    x[k, p + j] += V[other + j, lane]
+            elif not _pair_step(x, i, k, now, C[e], room):
+                return e
+    return -1
+
+
+def _pair_step(y, i, k, now, B, room):  # pragma: kernel
     """The controllers of agents i and k along their edge. Whether it was solved."""
-    (K, b), (v, w, m, _, _, whole) = now, room
-    c = len(size)
-    p = y.shape[1] - c
+    (K, b), (v, w, _, _, _, whole, _), c = now, room, len(B)
+    p, size = y.shape[1] - c, K[i, 0]
     _start(size, K[i], b[i], y[i, p:], v)
     _start(size, K[k], b[k], y[k, p:], w)
-    for j in range(c):
-        v[DELTA, j] = 0.0
-    if not (_pair_steps(size, K[i], K[k], B, v, w, m) or _joined(size, K[i], K[k], B, v, w, whole)):
+    if not _joined(size, K[i], K[k], B, v, w, whole):
         return False
     for j in range(c):
         y[i, p + j] += v[DELTA, j]
@@ -574,31 +977,64 @@ def _to_weights(size, K, x, v, gamma, g, dK, db):  # pragma: kernel
             g[j] += K[r, j] * start
 
 
-def _own_adjoint(size, i, y, x, g, now, own, to_now, to_own, room):  # pragma: kernel
-    """Of the substep of agent i by itself from y to x."""
-    (K, b), (M, U, _, V, _, W, _, _, _) = now, own
-    (dK, db), (dM, dU, du, dW), (v, _, m, _, _, _) = to_now, to_own, room
+def _own_adjoint_of(size, kept, g, agents, now, own, ends, found, room):  # pragma: kernel
+    """Of agents by themselves, in all samples; kept: their states before and after, (B, A, n).
+
+    Sums are added to `found`, which has a part for each group of samples; groups end at `ends`.
+    """
+    (before, after), ((dK, db), (dM, dU, du, dW)) = kept, found
+    (K, b), (M, _, _, _, _, W, _, _, _), V, v = now, own, room[6], room[0]
+    B, c, p = len(g), len(size), W.shape[1]
+    single, delta, trial = _at(c, VECTORS), _at(c, L_DELTA), _at(c, L_TRIAL)
+    known, value, D_ = _at(c, L_KNOWN), _at(c, L_PHI), _at(c, L_D)
+    E_, F_, step = _at(c, L_E), _at(c, L_F), _at(c, L_STEP)
+    for first in range(0, B * len(agents), LANES):
+        count = min(LANES, B * len(agents) - first)
+        for lane in range(LANES):
+            each = first + min(lane, count - 1)
+            a, s = each // B, each % B
+            i, y, x = agents[a], before[s, a], after[s, a]
+            _put_agent(size, V, 0, lane, K[i], b[i], y[p:])
+            _put_matrix(size, V, L_M * c * c, lane, M[i])
+            for j in range(c):
+                V[delta + j, lane], V[known + j, lane] = x[p + j] - y[p + j], g[s, i, p + j]
+                t = 0.0
+                for r in range(p):
+                    t += W[i, r, j] * g[s, i, r]
+                V[trial + j, lane] = t
+        _lane_own_adjoint(size, K.shape[1], V)
+        for lane in range(count):
+            a, s = (first + lane) // B, (first + lane) % B
+            i, group = agents[a], 0
+            while s >= ends[group]:
+                group += 1
+            for j in range(c):
+                v[PHI, j], v[D, j], v[E, j] = V[value + j, lane], V[D_ + j, lane], V[E_ + j, lane]
+                v[F, j], v[STEP, j] = V[F_ + j, lane], V[step + j, lane]
+                v[TRIAL, j], v[DELTA, j] = V[trial + j, lane], V[delta + j, lane]
+            trusted = V[single + L_STATUS, lane] == ARRIVED
+            to_own = dM[group], dU[group], du[group], dW[group]
+            to_now, y, z = (dK[group], db[group]), before[s, a], g[s, i]
+            _own_adjoint(size, i, y, z, now, own, to_now, to_own, room, trusted)
+
+
+def _own_adjoint(size, i, y, g, now, own, to_now, to_own, room, trusted):  # pragma: kernel
+    """Of the substep of agent i by itself from y on, from where the lanes leave it."""
+    (K, _), (M, U, _, V, _, _, _, _, _) = now, own
+    (dK, db), (dM, dU, du, dW), (v, _, m, _, _, _, _) = to_now, to_own, room
     line = room[3][0]
     c, p, A, S = len(size), V.shape[1], m[0], m[1]
-    _start(size, K[i], b[i], y[p:], v)
-    for j in range(c):
-        v[DELTA, j] = x[p + j] - y[p + j]
-    _rows(size, K[i], v[DELTA], v)
-    _slopes(size, K[i], v[D], S)
-    for j in range(c):
-        v[TRIAL, j] = 0.0
-        for r in range(p):
-            v[TRIAL, j] += W[i, r, j] * g[r]
-    _times(size, S, v[TRIAL], v[STEP])
-    for j in range(c):  # (I - S M^T) STEP = g + S W^T g
-        for k in range(c):
-            s = 0.0
-            for r in range(c):
-                s += S[j, r] * M[i, k, r]
-            A[j, k] = -s
-        A[j, j] += 1
-        v[STEP, j] += g[p + j]
-    _solve(size, A, v[STEP])
+    if not trusted:  # (I - S M^T) STEP = g + S W^T g
+        any_size = K[i, 0]
+        _slopes(any_size, K[i], v[D], S)
+        _times(any_size, S, v[TRIAL], v[STEP])
+        _product_T(any_size, S, M[i], A)
+        for j in range(c):
+            for k in range(c):
+                A[j, k] = -A[j, k]
+            A[j, j] += 1
+            v[STEP, j] += g[p + j]
+        _solve(any_size, A, v[STEP])
     for j in range(c):
         s = v[TRIAL, j]
         du[i, j] += v[STEP, j]
@@ -625,30 +1061,70 @@ def _own_adjoint(size, i, y, x, g, now, own, to_now, to_own, room):  # pragma: k
     _to_weights(size, K[i], y[p:], v, v[LEFT], g[p:], dK[i], db[i])
 
 
-def _pair_adjoint(size, i, k, y, x, g, now, B, to_now, dB, room):  # pragma: kernel
-    """Of the substep of the controllers of agents i and k from y to x."""
-    (K, b), (dK, db), (v, w, m, _, _, _) = now, to_now, room
+def _pair_adjoint_of(size, kept, g, which, pairs, now, C, ends, found, room):  # pragma: kernel
+    """Of edges that share no agent, in all samples; kept: both ends before and after, (B, E, 2 c).
+
+    Sums are added to `found`, which has a part for each group of samples; groups end at `ends`.
+    """
+    (before, after), ((dK, db), dC) = kept, found
+    (K, b), V, v, w = now, room[6], room[0], room[1]
+    B, c = len(g), len(size)
+    p = g.shape[2] - c
+    single, delta, other_delta = _at(c, VECTORS), _at(c, L_DELTA), _at(c, AGENT + L_DELTA)
+    g1, g2, step, other = _at(c, L_KNOWN), _at(c, L_TRIAL), _at(c, L_STEP), _at(c, L_OTHER)
+    one, two = _at(c, L_PHI), _at(c, AGENT + L_PHI)
+    for first in range(0, B * len(which), LANES):
+        count = min(LANES, B * len(which) - first)
+        for lane in range(LANES):
+            each = first + min(lane, count - 1)
+            a, s = each // B, each % B
+            e, y, x = which[a], before[s, a], after[s, a]
+            i, k = pairs[e, 0], pairs[e, 1]
+            _put_agent(size, V, 0, lane, K[i], b[i], y[:c])
+            _put_agent(size, V, 1, lane, K[k], b[k], y[c:])
+            _put_matrix(size, V, L_B * c * c, lane, C[e])
+            for j in range(c):
+                V[delta + j, lane], V[other_delta + j, lane] = x[j] - y[j], x[c + j] - y[c + j]
+                V[g1 + j, lane], V[g2 + j, lane] = g[s, i, p + j], g[s, k, p + j]
+        _lane_pair_adjoint(size, K.shape[1], V)
+        for lane in range(count):
+            a, s = (first + lane) // B, (first + lane) % B
+            e, group = which[a], 0
+            while s >= ends[group]:
+                group += 1
+            for j in range(c):
+                v[PHI, j], w[PHI, j] = V[one + j, lane], V[two + j, lane]
+                v[D, j], w[D, j] = V[one + c + j, lane], V[two + c + j, lane]
+                v[E, j], w[E, j] = V[one + 2 * c + j, lane], V[two + 2 * c + j, lane]
+                v[F, j], w[F, j] = V[one + 3 * c + j, lane], V[two + 3 * c + j, lane]
+                v[DELTA, j], w[DELTA, j] = V[delta + j, lane], V[other_delta + j, lane]
+                v[STEP, j], w[STEP, j] = V[step + j, lane], V[other + j, lane]
+            trusted = V[single + L_STATUS, lane] == ARRIVED
+            to_now, y, dB = (dK[group], db[group]), before[s, a], dC[group, e]
+            i, k = pairs[e, 0], pairs[e, 1]
+            _pair_adjoint(size, i, k, y, g[s], now, C[e], to_now, dB, room, trusted)
+
+
+def _pair_adjoint(size, i, k, y, g, now, B, to_now, dB, room, trusted):  # pragma: kernel
+    """Of the substep of the controllers of agents i and k from y on, where the lanes leave it."""
+    (K, _), (dK, db), (v, w, m, _, _, _, _) = now, to_now, room
     c, S, P, A = len(size), m[0], m[1], m[2]
     p = g.shape[1] - c
-    _start(size, K[i], b[i], y[:c], v)
-    _start(size, K[k], b[k], y[c:], w)
-    for j in range(c):
-        v[DELTA, j], w[DELTA, j] = x[j] - y[j], x[c + j] - y[c + j]
-    _rows(size, K[i], v[DELTA], v)
-    _rows(size, K[k], w[DELTA], w)
-    _slopes(size, K[i], v[D], A)
-    _product(size, A, B, P)
-    _times(size, P, g[k, p:], v[LEFT])
-    _slopes(size, K[k], w[D], S)
-    _product_T(size, S, B, A)
-    _product(size, P, A, S)
-    for j in range(c):  # (I + S_1 B S_2 B^T) STEP = g_1 - S_1 B g_2
-        S[j, j] += 1
-        v[STEP, j] = g[i, p + j] - v[LEFT, j]
-    _solve(size, S, v[STEP])
-    _times(size, A, v[STEP], w[STEP])
-    for j in range(c):
-        w[STEP, j] += g[k, p + j]
+    if not trusted:  # (I + S_1 B S_2 B^T) STEP = g_1 - S_1 B g_2
+        any_size = K[i, 0]
+        _slopes(any_size, K[i], v[D], A)
+        _product(any_size, A, B, P)
+        _times(any_size, P, g[k, p:], v[LEFT])
+        _slopes(any_size, K[k], w[D], S)
+        _product_T(any_size, S, B, A)
+        _product(any_size, P, A, S)
+        for j in range(c):
+            S[j, j] += 1
+            v[STEP, j] = g[i, p + j] - v[LEFT, j]
+        _solve(any_size, S, v[STEP])
+        _times(any_size, A, v[STEP], w[STEP])
+        for j in range(c):
+            w[STEP, j] += g[k, p + j]
     _times(size, B, w[STEP], v[LEFT])
     _times_T(size, B, v[STEP], w[LEFT])
     for j in range(c):
@@ -807,173 +1283,102 @@ def eliminate_adjoint(h, G, rest, to_own, dG):  # pragma: kernel
                 dG[i, j, d] = s
 
 
-# Whole runs. Sums over samples and time are taken step by step, and in a step phase by phase, so
-# that phases that are run one by one give the same bits.
+# All steps, or a phase of one for some agents or edges: `chosen` are the numbers of agents, of
+# edges of plants and of edges, and where the colours of the latter begin, and end. Sums over
+# samples and time are taken step by step, and in a step phase by phase: both give the same bits.
 
 
-def forward(size, y0, first, weights, own, plant, links, kept, failed):  # pragma: kernel
-    """All steps of all samples from step `first` on; writes what is kept, or what failed.
+def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  # pragma: kernel
+    """Steps from step `first` on; y (B, N, n) changes in place. Writes what failed.
 
     weights: K (T, N, c, c) and b; own: the matrices of agents by themselves; plant and links:
     edges (E, 2) and matrices. kept: states (B, steps + 1, N, n), the other end of the agents' own
-    substeps (B, steps, N, n), and controllers at both ends of edges before their substeps, if
-    there is room.
+    substeps (B, steps, N, n), and controllers at both ends of edges before their substeps; all but
+    the number of steps is kept if there is room.
     """
-    (K, b), (plant_pairs, L, c0), (pairs, C) = weights, plant, links
-    states, mids, before = kept
-    (B, N, n), (T, c), keep = y0.shape, (K.shape[0], K.shape[2]), before.shape[0] > 0
-    p, P, E_ = n - c, plant_pairs.shape[0], pairs.shape[0]
-    room, y = _room(c, p), y0.copy()
-    states[:, 0] = y
+    (agents, plant_which, which, cuts), (K, b), (states, mids, before) = chosen, weights, kept
+    (plant_pairs, L, c0), (pairs, C) = plant, links
+    B, (T, c), P, colours = len(y), (K.shape[0], K.shape[2]), len(plant_which), len(cuts) - 1
+    p = y.shape[2] - c
+    room, whole, keep = _room(c, p), states.shape[0] > 0, before.shape[0] > 0
+    if whole:
+        states[:, 0] = y
     for t in range(mids.shape[1]):
         at, turn = min(first + t, T - 1), (first + t) % 2
         now = K[at], b[at]
-        for phase in range(P + E_ + 1):
-            e = P + E_ - phase if turn else phase  # 0: agents by themselves; then edges
+        for phase in range(P + colours + 1):
+            e = P + colours - phase if turn else phase  # 0: agents by themselves; then edges
             if e == 0:
-                if turn:
+                if whole and turn:
                     mids[:, t] = y
-                for i in range(N):
-                    for s in range(B):
-                        if not _own_step(size, y[s, i], i, now, own, room):
-                            failed[:] = (1, t, i)
-                            return
-                if not turn:
+                lost = _own_steps_of(size, y, agents, now, own, room)
+                if lost >= 0:
+                    failed[:] = (1, t, lost)
+                    return
+                if whole and not turn:
                     mids[:, t] = y
             elif e <= P:
-                i, k = plant_pairs[e - 1, 0], plant_pairs[e - 1, 1]
+                a = plant_which[e - 1]
                 for s in range(B):
-                    _linear_step(y[s], i, k, L[e - 1], c0[e - 1], room)
+                    _linear_step(y[s], plant_pairs[a, 0], plant_pairs[a, 1], L[a], c0[a], room)
             else:
-                e -= P + 1
-                i, k = pairs[e, 0], pairs[e, 1]
-                for s in range(B):
-                    if keep:
-                        before[s, t, e, :c], before[s, t, e, c:] = y[s, i, p:], y[s, k, p:]
-                    if not _pair_step(size, y[s], i, k, now, C[e], room):
-                        failed[:] = (2, t, e)
-                        return
-        states[:, t + 1] = y
+                now_which = which[cuts[e - P - 1] : cuts[e - P]]
+                if keep:
+                    for s in range(B):
+                        for a in now_which:
+                            before[s, t, a, :c] = y[s, pairs[a, 0], p:]
+                            before[s, t, a, c:] = y[s, pairs[a, 1], p:]
+                lost = _pair_steps_of(size, y, now_which, pairs, now, C, room)
+                if lost >= 0:
+                    failed[:] = (2, t, lost)
+                    return
+        if whole:
+            states[:, t + 1] = y
 
 
-def backward(size, grads, first, weights, own, plant, links, kept, found):  # pragma: kernel
-    """From the gradients in all states to those in the first, and in weights and matrices.
+def backward(
+    size, g, first, chosen, weights, own, plant, links, kept, grads, ends, found
+):  # pragma: kernel
+    """From gradients after these steps, g (B, N, n), to those before them, in place.
 
-    Gradients are added to what `found` holds: of K and b, of M, U, u and W, and of the matrices of
-    links; its last part are those in the first states, (B, N, n), which are written.
+    kept: as `forward` does; and both ends of edges after their substeps, where they are not to be
+    found in the states. `grads` are added to g at their time, if there are any. Gradients of K and
+    b, of M, U, u and W, and of the matrices of links are added to `found`, which has a part for
+    each group of samples; groups end at `ends`.
     """
-    (K, b), (plant_pairs, L, _), (pairs, C) = weights, plant, links
-    states, mids, before = kept
-    (dK, db), to_own, dC, g = found
-    (B, _, N, n), (T, c), steps = states.shape, (K.shape[0], K.shape[2]), mids.shape[1]
-    p, P, E_ = n - c, plant_pairs.shape[0], pairs.shape[0]
-    room, x, after = _room(c, p), np.zeros((B, N, n)), np.zeros(2 * c)
-    g[:] = grads[:, steps]
-    for t in range(steps - 1, -1, -1):
-        at, turn = min(first + t, T - 1), (first + t) % 2
-        now, to_now = (K[at], b[at]), (dK[at], db[at])
-        x[:] = mids[:, t] if turn else states[:, t + 1]
-        for phase in range(P + E_, -1, -1):
-            e = P + E_ - phase if turn else phase
-            if e == 0:
-                for i in range(N):
-                    for s in range(B):
-                        start, mid, end = states[s, t, i], mids[s, t, i], states[s, t + 1, i]
-                        y, z = (mid, end) if turn else (start, mid)
-                        _own_adjoint(size, i, y, z, g[s, i], now, own, to_now, to_own, room)
-            elif e <= P:
-                i, k = plant_pairs[e - 1, 0], plant_pairs[e - 1, 1]
-                for s in range(B):
-                    _linear_adjoint(g[s], i, k, L[e - 1], room)
-            else:
-                e -= P + 1
-                i, k = pairs[e, 0], pairs[e, 1]
-                for s in range(B):
-                    y = before[s, t, e]
-                    after[:c], after[c:] = x[s, i, p:], x[s, k, p:]
-                    _pair_adjoint(size, i, k, y, after, g[s], now, C[e], to_now, dC[e], room)
-                    x[s, i, p:], x[s, k, p:] = y[:c], y[c:]
-        g += grads[:, t]
-
-
-# Phases of a step one by one, for some of the agents or edges. y and g are (B, N, n). Samples of a
-# group share sums: `found` has a part for each group, which ends before sample `ends[j]`.
-
-
-def own(size, y, agents, now, matrices, kept, failed):  # pragma: kernel
-    """Agents by themselves; keeps their states before and after, (B, A, n) each."""
-    before, after = kept
-    c = len(size)
-    room = _room(c, y.shape[2] - c)
-    for a in range(len(agents)):
-        i = agents[a]
-        for s in range(len(y)):
-            before[s, a] = y[s, i]
-            if not _own_step(size, y[s, i], i, now, matrices, room):
-                failed[:] = (1, 0, i)
-                return
-            after[s, a] = y[s, i]
-
-
-def own_adjoint(size, g, agents, now, matrices, kept, ends, found):  # pragma: kernel
-    """Of `own`: g changes in place, sums are added to `found`."""
-    (before, after), ((dK, db), (dM, dU, du, dW)) = kept, found
-    c = len(size)
-    room = _room(c, g.shape[2] - c)
-    for a in range(len(agents)):
-        i, j = agents[a], 0
-        for s in range(len(g)):
-            if s >= ends[j]:
-                j += 1
-            y, x, to_own = before[s, a], after[s, a], (dM[j], dU[j], du[j], dW[j])
-            _own_adjoint(size, i, y, x, g[s, i], now, matrices, (dK[j], db[j]), to_own, room)
-
-
-def plant_edges(y, which, pairs, L, c0):  # pragma: kernel
-    """Plants at both ends of the edges `which`."""
-    room = _room(0, L.shape[1] // 2)
-    for e in which:
-        i, k = pairs[e, 0], pairs[e, 1]
-        for s in range(len(y)):
-            _linear_step(y[s], i, k, L[e], c0[e], room)
-
-
-def plant_edges_adjoint(g, which, pairs, L):  # pragma: kernel
-    """Of `plant_edges`: g changes in place."""
-    room = _room(0, L.shape[1] // 2)
-    for e in which:
-        i, k = pairs[e, 0], pairs[e, 1]
-        for s in range(len(g)):
-            _linear_adjoint(g[s], i, k, L[e], room)
-
-
-def edges(size, y, which, pairs, now, C, kept, failed):  # pragma: kernel
-    """Controllers at both ends of the edges `which`; keeps them before and after, (B, E, 2 c)."""
-    before, after = kept
-    c = len(size)
-    p = y.shape[2] - c
+    (agents, plant_which, which, cuts), (K, b), (to_weights, to_own, dC) = chosen, weights, found
+    (plant_pairs, L, _), (pairs, C), (dK, db) = plant, links, to_weights
+    states, mids, before, given = kept
+    B, (T, c), P, colours = len(g), (K.shape[0], K.shape[2]), len(plant_which), len(cuts) - 1
+    p, whole = g.shape[2] - c, given.shape[0] == 0
     room = _room(c, p)
-    for a in range(len(which)):
-        e = which[a]
-        i, k = pairs[e, 0], pairs[e, 1]
-        for s in range(len(y)):
-            before[s, a, :c], before[s, a, c:] = y[s, i, p:], y[s, k, p:]
-            if not _pair_step(size, y[s], i, k, now, C[e], room):
-                failed[:] = (2, 0, e)
-                return
-            after[s, a, :c], after[s, a, c:] = y[s, i, p:], y[s, k, p:]
-
-
-def edges_adjoint(size, g, which, pairs, now, C, kept, ends, found):  # pragma: kernel
-    """Of `edges`: g changes in place, sums are added to `found`."""
-    (before, after), ((dK, db), dC) = kept, found
-    c = len(size)
-    room = _room(c, g.shape[2] - c)
-    for a in range(len(which)):
-        e, j = which[a], 0
-        i, k = pairs[e, 0], pairs[e, 1]
-        for s in range(len(g)):
-            if s >= ends[j]:
-                j += 1
-            y, x, to_now = before[s, a], after[s, a], (dK[j], db[j])
-            _pair_adjoint(size, i, k, y, x, g[s], now, C[e], to_now, dC[j, e], room)
+    x = np.zeros((B, g.shape[1] if whole else 0, g.shape[2]))
+    after = np.zeros((B, len(which) if whole else 0, 2 * c))
+    for t in range(mids.shape[1] - 1, -1, -1):
+        at, turn = min(first + t, T - 1), (first + t) % 2
+        now, to_now = (K[at], b[at]), (dK[:, at], db[:, at])
+        if whole:
+            x[:] = mids[:, t] if turn else states[:, t + 1]
+        for phase in range(P + colours, -1, -1):
+            e = P + colours - phase if turn else phase
+            if e == 0:
+                ours = (mids[:, t], states[:, t + 1]) if turn else (states[:, t], mids[:, t])
+                sums = to_now, to_own
+                _own_adjoint_of(size, ours, g, agents, now, own, ends, sums, room)
+            elif e <= P:
+                a = plant_which[e - 1]
+                for s in range(B):
+                    _linear_adjoint(g[s], plant_pairs[a, 0], plant_pairs[a, 1], L[a], room)
+            else:
+                low, high = cuts[e - P - 1], cuts[e - P]
+                if whole:
+                    for s in range(B):
+                        for a in range(low, high):
+                            i, k, y = pairs[a, 0], pairs[a, 1], before[s, t, a]
+                            after[s, a, :c], after[s, a, c:] = x[s, i, p:], x[s, k, p:]
+                            x[s, i, p:], x[s, k, p:] = y[:c], y[c:]
+                ends_of = after if whole else given
+                ours, sums = (before[:, t, low:high], ends_of[:, low:high]), (to_now, dC)
+                _pair_adjoint_of(size, ours, g, which[low:high], pairs, now, C, ends, sums, room)
+        if len(grads):
+            g += grads[:, t]
