@@ -77,7 +77,7 @@ class LinkCost:
         problem: which stays as it is.
         iterations: of each training.
         batch: starts an iteration.
-        rate: the largest rate of Adam.
+        rate: the largest rate of Adam; a small one tells links apart that noise would mix up.
         seed: of the starts.
         samples: starts that judge.
 
@@ -100,9 +100,9 @@ class LinkCost:
         self,
         problem: LoopProblem,
         *,
-        iterations: int = 60,
+        iterations: int = 40,
         batch: int = 8,
-        rate: float = 0.1,
+        rate: float = 0.05,
         seed: int = 0,
         samples: int = 64,
     ) -> None:
