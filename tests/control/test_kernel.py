@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import closed_loops
 from closed_loops import random_loop
+from hdnn import control
 from hdnn.control import fused
 from hdnn.control.step import System
 from hdnn.engine import jit
@@ -149,3 +150,19 @@ def test_a_thousand_random_controllers_of_any_size_keep_the_balance():
         worst = max(worst, float(balance.violation.amax()))
         assert float(balance.lost.amin()) >= 0
     assert worst < 1e-12
+
+
+@pytest.mark.parametrize("far", [0.0, 1e-300, 1e-8, 1e-3, 0.05])
+def test_controllers_that_start_at_nought_are_solved_however_near_to_rest(far):
+    """Where b and xi are 0, chords start at 0: all that their energies sum is in the step."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        q = torch.randn(3, 2)
+        controller = control.Controller(3, 4, links=[(0, 1)], dissipation=[0, 0, 12, 12])
+        z = torch.cat([q + far * torch.randn(3, 2), torch.zeros(3, 2)], -1)
+        loop = control.ClosedLoop(control.robots(q), controller, 0.1)
+        found = loop(loop.start(z))
+        assert float(loop.balance(loop.start(z)).violation.amax()) < 1e-12
+        if seed < 3:
+            loop.engine = "reference"
+            torch.testing.assert_close(found, loop(loop.start(z)), rtol=1e-11, atol=1e-15)

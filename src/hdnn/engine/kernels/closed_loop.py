@@ -306,10 +306,12 @@ def _lane_same(size, V, delta, left, along):  # pragma: kernel
     for r in range(c):
         s = load(V, r * c) * load(V, left)
         t = load(V, r * c) * (load(V, delta) - load(V, along))
+        terms = magnitude(load(V, r * c) * load(V, delta))
         for j in range(1, c):
             s = fused(load(V, r * c + j), load(V, left + j), s)
             t = fused(load(V, r * c + j), load(V, delta + j) - load(V, along + j), t)
-        change = change + load(V, D_ + r) * magnitude(s * t)
+            terms = terms + magnitude(load(V, r * c + j) * load(V, delta + j))
+        change = change + load(V, D_ + r) * magnitude(s * t) - terms * BALANCE
     return change
 
 
@@ -678,6 +680,7 @@ def _same_energy(size, K, delta, v):  # pragma: kernel
         for j in range(len(size)):
             s += K[r, j] * v[LEFT, j]
             t += K[r, j] * (delta[j] - v[SHIFT, j])
+            terms += abs(K[r, j] * delta[j])  # chords that start at 0 have no others
         change += v[D, r] * abs(s * t)
         terms += v[TERMS, r]
     return change <= BALANCE * terms
