@@ -9,6 +9,7 @@ import torch
 from report import on_one_line, table
 
 from hdnn import control, plotting
+from hdnn.app.onpage.values import percent
 from hdnn.control.objective import rest
 
 NAMES = {
@@ -18,7 +19,7 @@ NAMES = {
 
 
 def _share(good: int, of: int) -> str:
-    return f"{100 * good / of:.1f}% ({good} of {of})"
+    return f"{percent(good / of, 2)} ({good} of {of})"
 
 
 def markdown(result: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def random_links(normal: Random, N: int) -> list[tuple[int, int]]:
 
 
 def random_loop(
-    seed: int, N: int, scale: float, h: float, *, T: int = 3, c: int = 2, engine: str = "auto"
+    seed: int, N: int, scale: float, h: float, *, T: int = 3, c: int = 4, engine: str = "auto"
 ) -> tuple[control.ClosedLoop, Random]:
     """A loop whose plant has random rows, ports, dissipation and couplings; weights likewise."""
     normal = Random(seed)

@@ -71,7 +71,7 @@ def test_the_kernel_agrees_with_the_definition_in_values_and_gradients(seed, N, 
 
 
 def test_gradients_of_the_definition_are_right_twice():
-    loop, normal = random_loop(3, 2, 0.7, 0.3, T=2, engine="reference")
+    loop, normal = random_loop(3, 2, 0.7, 0.3, T=2, c=2, engine="reference")
     loop.controller.links, loop.controller.C = ((0, 1),), torch.nn.Parameter(normal(1, 2, 2))
     system, y = loop.system(), state(loop, normal, 1).requires_grad_()
     weights = [t.detach().requires_grad_() for t in (system.K, system.b, system.G, system.C)]
@@ -136,7 +136,7 @@ def test_a_run_can_go_on_from_any_step_with_the_same_bits(name):
 def test_a_mass_on_a_spring_keeps_its_energy_and_its_period():
     J = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]])
     plant = control.Plant(torch.eye(2)[None], J, 0 * J, torch.tensor([[[0.0], [1.0]]]))
-    controller = control.Controller(1, 1, states=2, inputs=1)
+    controller = control.Controller(1, 1, inputs=1)
     with torch.no_grad():
         controller.G.zero_()
     h = 0.2
@@ -166,11 +166,11 @@ def test_batches_of_any_shape_and_float32_states_are_taken():
     y = state(loop, normal, 2, 3)
     assert torch.equal(loop(y)[:, 1, 2], loop(y[1, 2]))
     assert loop(y.float()).dtype == torch.float64
-    assert loop(y[:0]).shape == (3, 0, 3, 2, 5)
+    assert loop(y[:0]).shape == (3, 0, 3, 2, 7)
     assert loop.energy(y, 0).shape == (2, 3)
-    start = loop.start(y[..., :3].float(), torch.tensor([1.0, 2.0]))
+    start = loop.start(y[..., :3].float(), torch.arange(4.0))
     assert start.shape == y.shape
-    assert start[1, 2, 1, 4] == 2
+    assert start[1, 2, 1, 6] == 3
 
 
 def test_float32_controllers_run_by_the_definition():

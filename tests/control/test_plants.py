@@ -64,7 +64,7 @@ def test_a_microgrid_follows_kirchhoff():
 @pytest.mark.parametrize("make", [control.oscillators, control.microgrid])
 def test_coupled_plants_come_to_rest_by_themselves(make):
     plant = make([(0, 1), (1, 2), (2, 3), (0, 3)])
-    controller = control.Controller(4, 50, states=2, inputs=1, dissipation=1.0)
+    controller = control.Controller(4, 50, inputs=1, dissipation=1.0)
     loop = control.ClosedLoop(plant, controller, 0.2)
     z = torch.zeros(4, plant.states)
     z[0, 1 if make is control.oscillators else 0] = 1.0

@@ -106,7 +106,7 @@ def test_starts_in_collision_are_drawn_again():
 
 def test_a_cost_is_the_weighted_sum_of_its_terms():
     loop, normal = random_loop(0, 3, 1.0, 0.1, T=4)
-    trajectory = loop(normal(2, 3, 5))
+    trajectory = loop(normal(2, 3, 7))
     cost = control.Cost(state=2, effort=3, barrier=4, smoothness=5, end=6, discount=0.9)
     h, z = loop.step, trajectory[..., :3]
     terms = cost.terms(loop, trajectory)
@@ -138,7 +138,7 @@ def test_what_comes_after_the_horizon_counts_in_full():
 
 def test_inputs_of_any_batch_are_the_reference():
     loop, normal = random_loop(4, 3, 1.0, 0.1, T=4)
-    trajectory = loop(normal(2, 2, 3, 5), 2).detach()
+    trajectory = loop(normal(2, 2, 3, 7), 2).detach()
     found, c = loop.inputs(trajectory), loop.controller
     assert found.shape == (8, 2, 2, 3, 2)
     for t in (0, 3, 7):
@@ -162,7 +162,7 @@ def test_a_problem_is_read_back_as_it_was_written(tmp_path: Path):
     loop, normal = random_loop(2, 4, 1.0, 0.1)
     cost = control.Cost(effort=0.3, pairs=[(0, 1), (2, 3)], dimensions=1)
     z = torch.arange(12.0).reshape(4, 3)
-    problem = control.LoopProblem(loop, z, normal(4, 2), cost, radius=0.2, collision=0.0)
+    problem = control.LoopProblem(loop, z, normal(4, 4), cost, radius=0.2, collision=0.0)
     file = problem.save(tmp_path / "new" / "folder")
     again = control.load_problem(tmp_path / "new" / "folder")
     assert file.name == "problem.safetensors"

@@ -55,7 +55,7 @@ def random_problem(seed: int, N: int) -> control.LoopProblem:
     line = [(i, i + 1) for i in range(N - 1)]
     links = sorted({*line, *((min(pair), max(pair)) for pair in loop.controller.links)})
     more = control.Controller(
-        *(N, 3), states=2, links=links, J=loop.controller.J, dissipation=loop.controller.R
+        *(N, 3), links=links, J=loop.controller.J, dissipation=loop.controller.R
     )
     with torch.no_grad():
         for parameter in more.parameters():
@@ -63,7 +63,7 @@ def random_problem(seed: int, N: int) -> control.LoopProblem:
     pairs = [pair[:: 1 if e % 2 else -1] for e, pair in enumerate(links) if e % 3]
     cost = control.Cost(pairs=pairs, distance=3.0, barrier=2.0, dimensions=2)
     joined = control.ClosedLoop(loop.plant, more, 0.1)
-    return control.LoopProblem(joined, normal(N, 3), normal(N, 2), cost, collision=0.0)
+    return control.LoopProblem(joined, normal(N, 3), normal(N, 4), cost, collision=0.0)
 
 
 class Threads(Transport):

@@ -72,7 +72,7 @@ def test_both_engines_train_alike():
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
-@given(closed_loops.seeds, st.integers(1, 4), st.sampled_from([2, 5]), st.integers(1, 3))
+@given(closed_loops.seeds, st.integers(1, 4), st.sampled_from([4, 5]), st.integers(1, 3))
 @settings(max_examples=25)
 def test_the_kernel_of_costs_is_the_cost_and_its_gradients(seed: int, N: int, c: int, B: int):
     loop, normal = closed_loops.random_loop(seed, N, 1.0, 0.1, c=c)

@@ -219,17 +219,19 @@ def _found_rows(
     found: dict[str, Any], before: dict[str, Any] | None = None
 ) -> list[tuple[str, str]]:
     """Collisions and costs of runs from fresh starts."""
-    was = f" (before training: {before['without_collision']:.1%})" if before else ""
+    from hdnn.app.onpage.values import percent
+
+    was = f" (before training: {percent(before['without_collision'])})" if before else ""
     near = "" if found["nearest"] is None else f"; nearest {found['nearest']:.3f}"
     rows = [
         (
             "no collision",
-            f"in {found['without_collision']:.1%} of {found['runs']} fresh runs{was}{near}",
+            f"in {percent(found['without_collision'])} of {found['runs']} fresh runs{was}{near}",
         )
     ]
     if found["horizons"] > 1:
         later = found["without_collision_in_all_horizons"]
-        grown = f"no collision in {later:.1%}; running cost {found['growth']:+.2%}"
+        grown = f"no collision in {percent(later)}; running cost {found['growth']:+.2%}"
         rows.append((f"over {found['horizons']} horizons", grown))
     return rows
 
