@@ -305,14 +305,7 @@ class SharedTraining:
 
     def traffic(self) -> list[tuple[int, int, int, int]]:
         """`(from, to, messages, bytes)` of all processes that talked; the root's only."""
-        sent, plan = self.transport.traffic, self.part.plan
-        own = [(r, sent.messages[r], sent.bytes[r]) for r in sorted(sent.messages)]
-        counts = [len(plan.peers(number)) for number in range(plan.parts)]
-        whole = self.tree.gather(torch.tensor(own, dtype=torch.int64).reshape(-1, 3), counts)
-        if whole is None:
-            return []
-        senders = [number for number in self.tree.order for _ in range(counts[number])]
-        return [(s, *row) for s, row in zip(senders, whole.tolist(), strict=True)]
+        return self.tree.traffic()
 
 
 class _Done(NamedTuple):

@@ -76,6 +76,18 @@ class Spanning:
         self.transport.exchange([(self.above, whole)], [])
         return None
 
+    def traffic(self) -> list[tuple[int, int, int, int]]:
+        """`(from, to, messages, bytes)` of all pairs of parts that talked; the root's only."""
+        sent, plan = self.transport.traffic, self.plan
+        peers = plan.peers(self.part.number)
+        rows = [(p, sent.messages.get(p, 0), sent.bytes.get(p, 0)) for p in peers]
+        counts = [len(plan.peers(part)) for part in range(plan.parts)]
+        whole = self.gather(torch.tensor(rows, dtype=torch.int64).reshape(-1, 3), counts)
+        if whole is None:
+            return []
+        senders = [part for part in self.order for _ in range(counts[part])]
+        return [(s, *row) for s, row in zip(senders, whole.tolist(), strict=True)]
+
     def scatter(self, x: Tensor | None, rows: Sequence[int], example: Tensor) -> Tensor:
         """This part's rows of the root's x, which is in its `order`.
 

@@ -313,16 +313,7 @@ class Training:
 
     def traffic(self) -> list[tuple[int, int, int, int]]:
         """`(from, to, messages, bytes)` of all pairs of parts that talked; the root's only."""
-        plan, sent = self.net.plan, self.transport.traffic
-        peers = plan.peers(self.part.number)
-        rows = [(p, sent.messages.get(p, 0), sent.bytes.get(p, 0)) for p in peers]
-        own = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
-        counts = [len(plan.peers(part)) for part in range(plan.parts)]
-        whole = self.tree.gather(own, counts)
-        if whole is None:
-            return []
-        senders = [part for part in self.tree.order for _ in range(counts[part])]
-        return [(s, *row) for s, row in zip(senders, whole.tolist(), strict=True)]
+        return self.tree.traffic()
 
     def assemble(self, net: HamiltonianNet | None) -> HamiltonianNet | None:
         """Bring all weights to the root and write them into `net`, which has room for them."""
