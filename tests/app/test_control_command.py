@@ -27,6 +27,7 @@ from hdnn.app.agents import measured, problems, training
 from hdnn.app.agents.runs import ControlRun
 from hdnn.app.agents.scene import scene
 from hdnn.app.configs.control import ControlConfig
+from hdnn.app.progress import TrainingBar
 from hdnn.control import LoopTraining, costs, load_problem
 from hdnn.errors import CheckpointError, OptionError
 from said import files, told
@@ -147,6 +148,35 @@ def test_a_crowd_is_trained_by_processes_to_the_bits_of_one(monkeypatch, capsys)
     assert "by 2 processes" in Path("two/report.html").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--links", "none", "--compare", "linked"], "12 agents, 0 links"),
+        (["--problem", "crowd", "--agents", "1", "--iterations", "1"], "1 agent, 0 links"),
+    ],
+)
+def test_agents_that_are_not_compared_are_trained_at_a_terminal(
+    options, words, monkeypatch, capsys
+):
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(TrainingBar, "on", always, raising=False)
+    monkeypatch.setattr(TrainingBar, "show", lambda _, done, all_, text: told.append(text))
+    told = []
+    seed = ["--seed", str(2**63 - 1)]  # the largest one is as good as any
+    assert hdnn("train", *QUICK, *options, *seed, "--out", "run") == 0
+    text = capsys.readouterr().out
+    assert words in text
+    assert "inf" not in text
+    assert told
+    assert "nearest" not in told[0]
+    assert hdnn("report", "run") == 0
+    about = "1 agent with a controller;" if "1 agent," in words else "which hear nobody else;"
+    assert about in Path("run/report.html").read_text()
+    assert hdnn("simulate", "run", "--runs", "1", "--horizons", "1") == 0
+    assert "of 1 fresh run" in capsys.readouterr().out
+
+
 # Interruptions
 
 
@@ -166,6 +196,10 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(made, monkeypatch, cap
         "hdnn: interrupted; go on with: hdnn control train --resume --out run\n"
     )
     assert not ControlRun(Path("run")).complete
+    before = files("run")
+    assert hdnn("train", "--resume", "--out", "run", "--runs", str(10**12)) == 2
+    assert "take fewer runs" in told(capsys)
+    assert files("run") == before
     assert hdnn("train", "--resume", "--out", "run", "--runs", "3", "--quiet") == 0
     ours, theirs = (load_problem(folder).loop.controller.K for folder in ("run", made))
     assert torch.equal(ours, theirs)
@@ -252,6 +286,14 @@ def test_starts_of_simulations_are_not_those_of_the_training(ring):
     ours = measured.fresh(problem, 16)
     trained = [problem.starts(16, draw=k) for k in range(4)]
     assert not any(torch.isclose(ours[:, 0, :2], each[:, 0, :2]).all(-1).any() for each in trained)
+
+
+def test_no_training_of_any_seed_takes_the_starts_of_a_simulation(ring):
+    problem = load_problem("ring")
+    for seed in (0, 10**6):
+        ours = measured.fresh(problem, 4, seed, "square")
+        for trained in (0, 10**6, 2 * 10**6):
+            assert not torch.isclose(ours, problem.starts(4, seed=trained)).all(-1).any()
 
 
 # Animations
@@ -367,7 +409,9 @@ def test_a_training_of_python_can_be_simulated_drawn_and_reported(capsys):
     assert "not complete" in Path("own/report.html").read_text()
     capsys.readouterr()
     assert hdnn("animate", "own", "--when", "before", "--out", "b.svg") == 2
-    assert "has no weights of before its training" in told(capsys)
+    assert "has no weights from before its training" in told(capsys)
+    assert hdnn("animate", "own", "--when", "during", "--out", "b.svg") == 2
+    assert "has no weights that were kept during its training" in told(capsys)
 
 
 # Mistakes
@@ -408,7 +452,11 @@ WRONG = {
     "simulate ring --runs 0": "runs must be a whole number >= 1",
     "simulate ring --horizons 0": "horizons must be a whole number >= 1",
     "simulate ring --shape ball": "choose one of disc, square",
-    "simulate ring --seed -1000001": "seed must be a whole number >= 0",
+    "train --runs 1000000000000": "1,000,000,000,000 runs over 10 horizons need about",
+    "train --seed 9223372036854775808": "seed must be a whole number <= 9223372036854775807",
+    "simulate ring --seed -1": "seed must be a whole number >= 0",
+    "simulate ring --runs 1000000000000": "take fewer runs or horizons",
+    "simulate ring --runs 1 --horizons 1000000000": "1 run over 1,000,000,000 horizons need",
     "simulate ring --out states.npz": "must end with one of .csv, .json",
     "simulate ring --out ring/control.json": "exists already",
     "simulate ring --horizons 100000 --out s.csv": "too many for one file",
@@ -416,6 +464,9 @@ WRONG = {
     "animate ring --when later": "choose one of after, all, before, during",
     "animate ring --out agents.mp4": "must end with one of .svg, .gif",
     "animate ring --seconds 0": "seconds must be finite and > 0",
+    "animate ring --seconds 1e300": "seconds must be from 0.1 to 600, but got 1e+300",
+    "animate ring --start 1000000000000": "take fewer runs or horizons",
+    "animate ring --seed -1 --start 1": "seed must be a whole number >= 0",
     "animate ring --start -1": "start must be a whole number >= 0",
     "report missing": "there is no folder missing",
     "report full": "is not the folder of a run",

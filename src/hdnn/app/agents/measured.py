@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdnn.app.onpage.values import counted
+from hdnn.base.memory import check_memory
 from hdnn.control import LoopProblem
 from hdnn.control.objective import WEIGHTS
-from hdnn.errors import positive_int
+from hdnn.errors import MOST, int_from, positive_int
 
-FRESH = 10**6  # added to the seed, so that starts are not those of a training
+FRESH = MOST  # the number of their draw, which no iteration of a training has
 AT_ONCE = 8_000_000  # numbers of a trajectory that are held at once
+COPIES = 4  # of such numbers, that are held while costs and balances are computed
 RUNNING = ("state", "effort", "barrier")  # the terms of a cost that time adds up
 BALANCED = 16  # starts from which the energy balance of every step is computed, at most
 RUNS, AGENTS = 200, 2400  # of all runs together: a crowd is tried from fewer starts
@@ -24,9 +28,27 @@ def usual_runs(problem: LoopProblem) -> int:
     return max(1, min(RUNS, AGENTS // problem.agents))
 
 
+def balanced(problem: LoopProblem, runs: int) -> int:
+    """From how many of these starts the energy balance is computed."""
+    return min(runs, max(1, min(BALANCED, AGENTS // problem.agents)))
+
+
 def fresh(problem: LoopProblem, runs: int, seed: int = 0, shape: str = "disc") -> Tensor:
     """Random starts within the radius that no training takes."""
-    return problem.starts(positive_int("runs", runs), seed=FRESH + seed, shape=shape)
+    count, seed = positive_int("runs", runs), int_from(0, "seed", seed)
+    return problem.starts(count, seed=seed, draw=FRESH, shape=shape)
+
+
+def check_size(problem: LoopProblem, runs: int, horizons: int) -> None:
+    """Refuse more runs, or longer ones, than this machine can hold, before any work."""
+    loop, count = problem.loop, positive_int("runs", runs)
+    width = problem.start().numel()
+    each = (positive_int("horizons", horizons) * loop.controller.steps + 1) * width
+    at_once = max(each * balanced(problem, count), min(AT_ONCE, each * count))
+    # All starts with what they are drawn from, and what is computed with the states at once.
+    needed = 8 * (3 * count * width + COPIES * at_once)
+    told = f"{counted(count, 'run')} over {counted(horizons, 'horizon')}"
+    check_memory(needed, told, "runs or horizons")
 
 
 def measure(
@@ -39,6 +61,7 @@ def measure(
     seen: Callable[[Tensor], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Simulate from fresh starts; `seen` is called with each piece of the trajectories."""
+    check_size(problem, runs, horizons)
     loop, T = problem.loop, problem.loop.controller.steps
     starts = fresh(problem, runs, seed, shape)
     steps = positive_int("horizons", horizons) * T
@@ -57,8 +80,8 @@ def measure(
         hit += int((apart[: T + 1] < problem.collision).any(0).sum())
         hit_later += int((apart < problem.collision).any(0).sum())
         near.append(apart.amin(0))
-    some = max(1, min(BALANCED, AGENTS // problem.agents))
-    certificate = loop.certify(starts[:some], horizons, samples=0)
+    certificate = loop.certify(starts[: balanced(problem, runs)], horizons, samples=0)
+    closest = float(torch.cat(near).amin())
     running, longer = (sum(sums[name] for name in RUNNING) for sums in (one, many))
     return {
         "runs": runs,
@@ -67,7 +90,7 @@ def measure(
         "shape": shape,
         "without_collision": 1 - hit / runs,
         "without_collision_in_all_horizons": 1 - hit_later / runs,
-        "nearest": float(torch.cat(near).amin()),
+        "nearest": None if math.isinf(closest) else closest,
         "cost": sum(one.values()),
         "terms": one,
         "running_cost": running,

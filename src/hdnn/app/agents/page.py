@@ -55,12 +55,15 @@ class OnPage:
         """What was trained, in a sentence."""
         loop, N = self.problem.loop, self.problem.agents
         links = len(loop.controller.links)
-        heard = f"along {counted(links, 'link')}" if links else "but hear nobody else"
+        heard = f"talk along {counted(links, 'link')}" if links else "hear nobody else"
+        told = f"{counted(N, 'agent')} with a controller each, which {heard}"
+        if N == 1:
+            told = "1 agent with a controller"
+        time = loop.step * loop.controller.steps
         return (
-            f"{counted(N, 'agent')} with a controller each, which talk {heard}; a horizon of "
-            f"{counted(loop.controller.steps, 'step')}, {loop.step * loop.controller.steps:g} "
-            f"units of time."
-        ).replace("which talk but", "which")
+            f"{told}; a horizon of {counted(loop.controller.steps, 'step')}, {time:g} "
+            f"{'unit' if time == 1 else 'units'} of time."
+        )
 
     @property
     def trained(self) -> str:

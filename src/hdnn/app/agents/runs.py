@@ -152,8 +152,9 @@ class ControlRun:
         if when == "all":
             return [*before, *found[:1], last]
         if not found:
+            kept = {"before": "from before", "during": "that were kept during"}[when]
             raise CheckpointError(
-                f"{self.folder} has no weights of {when} its training; take --when after."
+                f"{self.folder} has no weights {kept} its training; take --when after."
             )
         return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hdnn.app.agents.measured import clashes, fresh, nearest
+from hdnn.app.agents.measured import check_size, clashes, fresh, nearest
 from hdnn.app.agents.runs import Stage
 from hdnn.control import LoopProblem, load_problem
 from hdnn.control.objective import rest
@@ -103,6 +103,7 @@ def scene(
     problems = [load_problem(stage.folder) for stage in stages]
     check_plane(problems[0], stages[0].folder)
     number = int_from(0, "start", start)
+    check_size(problems[0], max(1, number), horizons)
     paths = []
     for problem in problems:
         y = fresh(problem, number, seed)[-1] if number else problem.start()

@@ -37,6 +37,8 @@ def train(
     """Train, or go on with a training, and write all results; a complete run stays as it is."""
     if run.complete:
         return run.metrics()
+    if runs is not None:
+        measured.check_size(load_problem(run.before), runs, HORIZONS)
     try:
         with checkpoint.locked(run.folder):
             problem, seconds = (_shared if config.processes > 1 else _alone)(config, run, bar)
@@ -58,9 +60,10 @@ def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[Lo
 
     def show(now: LoopTraining) -> None:
         if bar.on:
-            cost, near = now.history["cost"][-1], now.history["distance"][-1]
-            course = f"nearest {near:.2f}, iteration {now.done}/{now.iterations}"
-            bar.show(now.done, now.iterations, f"cost {cost:.4g}, {course}")
+            near = now.history.get("distance")  # where no agents are compared, there is none
+            course = "" if near is None else f", nearest {near[-1]:.2f}"
+            told = f"cost {now.history['cost'][-1]:.4g}{course}"
+            bar.show(now.done, now.iterations, f"{told}, iteration {now.done}/{now.iterations}")
 
     for done in kept_after(training.iterations):
         if training.done <= done:

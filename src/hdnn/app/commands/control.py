@@ -27,6 +27,7 @@ EXAMPLES = (
 )
 PICTURES = ("svg", "gif")
 TABLES = ("csv", "json")
+SECONDS = (0.1, 600.0)  # that a round of an animation takes, at least and at most
 ROOM = 2**26  # bytes that a run may take, with a margin
 
 
@@ -54,6 +55,7 @@ def train(**options: Any) -> int:
 
 def _asked(options: dict[str, Any], flags: dict[str, Any]) -> tuple[ControlConfig, ControlRun]:
     """The config and the folder of a run, which is started if it is a new one."""
+    from hdnn.app.agents import measured, training
     from hdnn.app.agents.problems import build
     from hdnn.app.agents.runs import ControlRun
     from hdnn.app.runs import usable_folder
@@ -80,6 +82,8 @@ def _asked(options: dict[str, Any], flags: dict[str, Any]) -> tuple[ControlConfi
         from hdnn.control.shares import shared_out
 
         shared_out(problem, config.processes)  # raises
+    if flags["runs"] is not None:
+        measured.check_size(problem, flags["runs"], training.HORIZONS)
     run.check_free()
     usable_folder(run.folder, ROOM)
     with locked(run.folder):
@@ -146,7 +150,9 @@ def animate(
     path = terminal.new_file(out, overwrite)
     kind = _kind(path, PICTURES)
     choose("when", when, WHEN)
-    positive_float("seconds", seconds)
+    least, most = SECONDS
+    if not least <= positive_float("seconds", seconds) <= most:
+        raise OptionError(f"seconds must be from {least:g} to {most:g}, but got {seconds:g}.")
     with progress.waiting("drawing", not as_json):
         stages = ControlRun(Path(folder)).stages(when)
         frames = {"frames": gif.FRAMES} if kind == "gif" else {}
@@ -192,6 +198,7 @@ def _kind(path: Path, kinds: tuple[str, ...]) -> str:
 
 
 def _train_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    from hdnn.app.onpage.values import counted
     from hdnn.app.results import picture_rows
 
     before, after = result["before"], result["after"]
@@ -199,12 +206,13 @@ def _train_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             "problem",
-            f"{result['problem']}: {result['agents']} agents, {result['links']} links, "
-            f"{result['parameters']} parameters",
+            f"{result['problem']}: {counted(result['agents'], 'agent')}, "
+            f"{counted(result['links'], 'link')}, {counted(result['parameters'], 'parameter')}",
         ),
         (
             "trained",
-            f"{result['iterations']} iterations in {result['training_seconds']:.1f} s{several}",
+            f"{counted(result['iterations'], 'iteration')} in {result['training_seconds']:.1f} s"
+            f"{several}",
         ),
         ("cost", f"{after['cost']:.4g} from fresh starts (before training: {before['cost']:.4g})"),
         *_found_rows(after, before),
@@ -219,24 +227,27 @@ def _found_rows(
     found: dict[str, Any], before: dict[str, Any] | None = None
 ) -> list[tuple[str, str]]:
     """Collisions and costs of runs from fresh starts."""
-    from hdnn.app.onpage.values import percent
+    from hdnn.app.onpage.values import counted, percent
 
     was = f" (before training: {percent(before['without_collision'])})" if before else ""
     near = "" if found["nearest"] is None else f"; nearest {found['nearest']:.3f}"
     rows = [
         (
             "no collision",
-            f"in {percent(found['without_collision'])} of {found['runs']} fresh runs{was}{near}",
+            f"in {percent(found['without_collision'])} of {counted(found['runs'], 'fresh run')}"
+            f"{was}{near}",
         )
     ]
     if found["horizons"] > 1:
         later = found["without_collision_in_all_horizons"]
         grown = f"no collision in {percent(later)}; running cost {found['growth']:+.2%}"
-        rows.append((f"over {found['horizons']} horizons", grown))
+        rows.append((f"over {counted(found['horizons'], 'horizon')}", grown))
     return rows
 
 
 def _simulate_rows(result: dict[str, Any], collision: float) -> list[tuple[str, str]]:
+    from hdnn.app.onpage.values import counted
+
     energy = result["energy"]
     kept = "keeps" if energy["holds"] else "does NOT keep"
     rows = [
@@ -246,8 +257,8 @@ def _simulate_rows(result: dict[str, Any], collision: float) -> list[tuple[str, 
         ("running cost", f"{result['running_cost']:.4g}: distance, effort and barrier alone"),
         (
             "energy",
-            f"each of {energy['steps']} steps from {energy['starts']} starts {kept} its balance, "
-            f"to {energy['violation']:.1e}",
+            f"each of {counted(energy['steps'], 'step')} from {counted(energy['starts'], 'start')} "
+            f"{kept} its balance, to {energy['violation']:.1e}",
         ),
     ]
     return [*rows, ("states", result["out"])] if "out" in result else rows
