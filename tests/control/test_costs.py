@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import mpmath
 import pytest
 import torch
 
 from closed_loops import random_loop
 from hdnn import control
 from hdnn.control import costs
+from hdnn.control.controller import log_cosh
 from hdnn.errors import DataError, OptionError, ShapeError, StepError
 
 
@@ -96,3 +100,103 @@ def test_the_norms_of_a_certificate_are_those_of_the_jacobian():
     none = loop.certify(y, samples=0)
     assert none.smallest_norm is None
     assert "were not computed" in none.summary
+
+
+def still(dtype: torch.dtype = torch.float64, T: int = 12) -> control.ClosedLoop:
+    """Two robots with controllers of one agent's size, whose weights may be changed."""
+    plant = control.robots(torch.tensor([[1.0, 0.0], [-1.0, 0.5]]))
+    return control.ClosedLoop(plant, control.Controller(2, T, dtype=dtype), 0.1, engine="reference")
+
+
+def test_rounding_does_not_break_a_certificate():
+    loop = still()
+    with torch.no_grad():
+        loop.controller.K.zero_()
+        rises = torch.rand(loop.controller.b.shape, generator=torch.Generator().manual_seed(0))
+        loop.controller.b.copy_(50 + rises.double().cumsum(0))
+    certificate = loop.certify(loop.start(torch.zeros(2, 4)), samples=0)
+    assert certificate.raised == pytest.approx(certificate.bound, rel=1e-13)
+    assert certificate.holds
+    v = torch.tensor([0.1, 0.7, -0.3]).double()
+    z = torch.linalg.svd(v[None])[2][1:2] + torch.linalg.svd(v[None])[2][2:]
+    none = torch.zeros(1, 3, 3).double()
+    plant = control.Plant(torch.eye(3)[None], none, torch.outer(v, v)[None], torch.ones(1, 3, 1))
+    alone = control.ClosedLoop(plant, control.Controller(1, 9, inputs=1), 100.0, engine="reference")
+    with torch.no_grad():
+        alone.controller.G.zero_()
+    assert alone.certify(alone.start(100 * z), samples=0).holds
+
+
+def test_loops_of_float32_are_certified_by_their_own_rounding():
+    loop = still(torch.float32, T=5)
+    certificate = loop.certify(loop.start(torch.ones(3, 2, 4)), samples=0)
+    assert certificate.holds
+    assert certificate.violation > 1e-12
+    assert certificate.rounding < 1e-3
+
+
+def test_a_certificate_fails_and_says_why_where_energy_grows():
+    loop = still(T=3)
+    y = loop.start(torch.ones(2, 4))
+    good = loop.certify(y, samples=0)
+    assert good.holds
+    assert "so that the loop is passive" in good.summary
+    loop.plant.R.neg_()  # which makes energy
+    growing = loop.certify(y, samples=0)
+    assert not growing.holds
+    assert growing.dissipated < 0
+    assert "does NOT hold in 3 steps from 1 state: a step made energy" in growing.summary
+    for changes, clause in (
+        ({"violation": 1e-9}, "differ by 1.0e-09"),
+        ({"gained": 1.0, "dissipated": -2.0}, r"instead of taking it away (it took -2)"),
+        ({"exceeded": 0.1, "bound": 1.0, "raised": 1.1}, "above their bound by 1.0e-01"),
+    ):
+        broken = replace(good, **changes)
+        assert not broken.holds
+        assert clause in broken.summary
+        assert "passive" not in broken.summary
+        assert "keeps" not in broken.summary
+
+
+@pytest.mark.parametrize(
+    "name", ["violation", "dissipated", "bound", "raised", "gained", "exceeded"]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_cannot_be_computed_is_never_certified(name, value):
+    certificate = still(T=1).certify(torch.zeros(2, 8), samples=0)
+    assert certificate.holds
+    assert certificate.summary.startswith("The only step from 1 state keeps")
+    broken = replace(certificate, **{name: value})
+    assert not broken.holds
+    assert "could not be computed" in broken.summary
+    assert "passive" not in broken.summary
+
+
+def test_states_that_are_too_large_are_never_certified():
+    loop = still(T=2)
+    y = loop.start(torch.full((2, 4), 1e200, dtype=torch.float64))
+    balance = loop.balance(y)
+    assert bool(balance.violation.isnan().any())
+    assert not loop.certify(y, samples=0).holds
+
+
+def test_no_state_is_no_certificate():
+    loop = still(T=2)
+    with pytest.raises(ShapeError, match=r"needs a state at least, but y is \(0, 2, 8\)"):
+        loop.certify(torch.zeros(0, 2, 8))
+
+
+def test_log_cosh_is_right_to_its_last_digits_and_in_two_derivatives():
+    x = torch.tensor(
+        [-700.0, -1.0, -0.3, -1e-9, 0.0, 1e-20, 1e-5, 0.999, 1.0, 1.5, 400.0], dtype=torch.float64
+    )
+    x.requires_grad_()
+    with mpmath.workdps(80):
+        exact = [float(mpmath.log(mpmath.cosh(mpmath.mpf(v)))) for v in x.tolist()]
+    assert log_cosh(x).tolist() == pytest.approx(exact, rel=4e-16, abs=0)
+    (slope,) = torch.autograd.grad(log_cosh(x).sum(), x, create_graph=True)
+    assert torch.allclose(slope, x.tanh(), rtol=1e-14, atol=0)
+    (bend,) = torch.autograd.grad(slope.sum(), x)
+    assert torch.allclose(bend, 1 - x.tanh().square(), rtol=1e-14, atol=1e-15)
+    some = torch.tensor([-2.0, -0.5, 0.0, 0.7, 3.0]).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(log_cosh, some)

@@ -162,4 +162,4 @@ def test_a_controller_starts_with_the_same_weights_in_all_steps_and_tells_its_si
     assert bool((controller.K[:1] == controller.K).all())
     sizes = controller.agents, controller.steps, controller.states, controller.inputs
     assert sizes == (3, 5, 4, 2)
-    assert repr(controller) == "Controller(3 agents, 5 steps, 4 states, 2 inputs, 1 links)"
+    assert repr(controller) == "Controller(3 agents, 5 steps, 4 states, 2 inputs, 1 link)"

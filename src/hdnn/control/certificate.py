@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,17 @@ from torch import Tensor
 
 from hdnn import activations
 from hdnn.control.controller import log_cosh
+from hdnn.control.plants import counted
 from hdnn.control.step import System
-from hdnn.errors import int_from
+from hdnn.errors import ShapeError, int_from
 from hdnn.integrators.chords import chord
 
 if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
 
-ROUNDING = 1e-12  # a violation below this is one of rounding: a step solves many small equations
+# In float64, what is below this is rounding, relative to what is summed: a step solves many small
+# equations. Other dtypes round as much more as their numbers are further apart.
+ROUNDING = 1e-12
 MOST = 512  # states of all agents together, up to which norms of dy_T/dy_t are computed
 
 
@@ -32,6 +36,8 @@ class Balance:
         jumps: how much the energy changes when the next weights come in, `(steps - 1, *batch)`.
         bounds: what these changes are bounded by: the sum of `|dK xi + db|`.
         violation: `|after - before + lost|`, relative to the terms that the energies sum up.
+        gained: how far `lost` is below 0, relative to the terms that it sums up.
+        exceeded: how far jumps are above their bounds, relative to the rows of both weights.
 
     Examples:
         >>> import torch
@@ -49,6 +55,8 @@ class Balance:
     jumps: Tensor
     bounds: Tensor
     violation: Tensor
+    gained: Tensor
+    exceeded: Tensor
 
 
 def balance_of(system: System, states: Tensor, ends: Tensor) -> Balance:
@@ -63,13 +71,20 @@ def balance_of(system: System, states: Tensor, ends: Tensor) -> Balance:
     f = _times(system.A.mT, _times(system.A, mean) + system.a)
     rows = (_times(K, y[..., p:]) + b for y in (first, second))
     f_c = _times(K.mT, chord(activations.get("tanh"), *rows))
-    lost = (f * _times(system.R, f)).sum((-2, -1)) + (system.R_c * f_c.square()).sum((-2, -1))
-    xi = stop[:last, ..., p:]
-    old, new = (_times(K[s], xi) + b[s] for s in (slice(0, last), slice(1, None)))
+    h, heat = system.h, (system.R_c * f_c.square()).sum((-2, -1))
+    lost = h * ((f * _times(system.R, f)).sum((-2, -1)) + heat)
+    terms = h * ((f.abs() * _times(system.R.abs(), f.abs())).sum((-2, -1)) + heat)
+    xi, changes = stop[:last, ..., p:], [(K[s], b[s]) for s in (slice(0, last), slice(1, None))]
+    old, new = (_times(K, xi) + b for K, b in changes)
     jumps, bounds = (log_cosh(new) - log_cosh(old)).sum((-2, -1)), (new - old).abs().sum((-2, -1))
-    sizes = _sizes(system, K, b, start) + _sizes(system, K, b, stop) + system.h * lost
-    violation = (after - before + system.h * lost).abs() / sizes
-    return Balance(before, after, system.h * lost, jumps, bounds, violation)
+    rows = [_rows(K, b, xi) for K, b in changes]
+    sizes = _sizes(system, K, b, start) + _sizes(system, K, b, stop) + lost.abs()
+    return Balance(
+        *(before, after, lost, jumps, bounds),
+        violation=_relative((after - before + lost).abs(), sizes),
+        gained=_relative(-lost, terms),
+        exceeded=_relative(jumps - bounds, rows[0] + rows[1]),
+    )
 
 
 def _per_step(system: System, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +109,18 @@ def _sizes(system: System, K: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """As the energy, with all terms of its rows taken as positive."""
     p, size = system.A.shape[2], y.abs()
     plant = 0.5 * (_times(system.A.abs(), size[..., :p]) + system.a.abs()).square()
-    controller = _times(K.abs(), size[..., p:]) + b.abs()
-    return plant.sum((-2, -1)) + controller.sum((-2, -1)) + torch.finfo(y.dtype).tiny
+    return plant.sum((-2, -1)) + _rows(K, b, y[..., p:])
+
+
+def _rows(K: Tensor, b: Tensor, xi: Tensor) -> Tensor:
+    """The rows of all controllers, with all of their terms taken as positive."""
+    return (_times(K.abs(), xi.abs()) + b.abs()).sum((-2, -1))
+
+
+def _relative(above: Tensor, size: Tensor) -> Tensor:
+    """What is above 0, relative to a size; NaN where that is not finite and says nothing."""
+    found = above.clamp(min=0) / (size + torch.finfo(size.dtype).tiny)
+    return torch.where(torch.isfinite(size), found, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -108,12 +133,15 @@ class LoopCertificate:
         samples: how many trajectories.
         violation: the largest violation of the energy balance over all steps and samples, relative
             to what the energies sum up.
-        dissipated: the smallest energy that a step took away; never negative.
+        dissipated: the smallest energy that a step took away; never negative, but for rounding.
         bound: by how much changing weights can raise the energy over the horizon at most; 0 where
             they stay the same. After the horizon nothing raises it.
         raised: by how much they did, at most.
         smallest_norm: of dy_T/dy_t along one horizon; None if it was not computed.
         largest_norm: of the same.
+        gained: the most that a step made instead of taking it away, relative to what is summed up.
+        exceeded: how far new weights raised the energy above their bound at most, likewise.
+        rounding: up to where such relative errors are those of rounding, in the loop's dtype.
 
     Examples:
         >>> import torch
@@ -134,25 +162,54 @@ class LoopCertificate:
     raised: float
     smallest_norm: float | None
     largest_norm: float | None
+    gained: float = 0.0
+    exceeded: float = 0.0
+    rounding: float = ROUNDING
 
     @property
     def holds(self) -> bool:
-        """Whether every step kept its balance to rounding, and took energy away or none."""
-        return self.violation <= ROUNDING and self.dissipated >= 0 and self.raised <= self.bound
+        """Whether every step kept its balance and took energy away or none, to rounding.
+
+        And whether no change of weights raised the energy above its bound. What is NaN or infinite
+        never holds.
+        """
+        return self._computed and not self._broken
+
+    @property
+    def _computed(self) -> bool:
+        found = (self.violation, self.gained, self.exceeded)
+        return all(map(math.isfinite, (*found, self.dissipated, self.bound, self.raised)))
+
+    @property
+    def _broken(self) -> list[str]:
+        """What does not hold, a clause each."""
+        conditions = (
+            (
+                self.violation,
+                f"energies before and after a step differ by {self.violation:.1e} of them from "
+                "what was taken away",
+            ),
+            (
+                self.gained,
+                f"a step made energy instead of taking it away (it took {self.dissipated:.3g})",
+            ),
+            (
+                self.exceeded,
+                f"new weights raised the energy above their bound by {self.exceeded:.1e} of it",
+            ),
+        )
+        return [clause for error, clause in conditions if not error <= self.rounding]
 
     @property
     def summary(self) -> str:
         """The certificate in a few sentences."""
-        kept = "keeps" if self.violation <= ROUNDING else "does NOT keep"
-        text = (
-            f"Every one of {self.steps} steps from {self.samples} states {kept} its energy balance "
-            f"(violated by {self.violation:.1e} of the energies at most): without new weights the "
-            f"energy of the {self.agents} agents and their controllers never grows, so that the "
-            "loop is passive. "
-        )
+        text = self._promise
+        if not self._computed:
+            return text
         if self.bound:
+            can = "can raise" if self.holds else "should raise"
             text += (
-                f"New weights can raise the energy by {self.bound:.3g} over the horizon at most, "
+                f"New weights {can} the energy by {self.bound:.3g} over the horizon at most, "
                 f"and did so by {self.raised:.3g}; afterwards nothing does. "
             )
         else:
@@ -161,28 +218,60 @@ class LoopCertificate:
             return f"{text}Norms of dy_T/dy_t were not computed."
         return f"{text}norm(dy_T/dy_t) is {self.smallest_norm:.3g} .. {self.largest_norm:.3g}."
 
+    @property
+    def _promise(self) -> str:
+        steps = "The only step" if self.steps == 1 else f"Every one of {self.steps} steps"
+        states, agents = counted(self.samples, "state"), counted(self.agents, "agent")
+        theirs = f"{agents} and {'its controller' if self.agents == 1 else 'their controllers'}"
+        if self.holds:
+            return (
+                f"{steps} from {states} keeps its energy balance (violated by "
+                f"{self.violation:.1e} of the energies at most): without new weights the energy of "
+                f"the {theirs} never grows, so that the loop is passive. "
+            )
+        if not self._computed:
+            return (
+                f"The energy balance of {counted(self.steps, 'step')} from {states} could not be "
+                "computed, for some energies are NaN or infinite: nothing is certified."
+            )
+        return (
+            f"The energy balance of the {theirs} does NOT hold in {counted(self.steps, 'step')} "
+            f"from {states}: {'; '.join(self._broken)}. "
+        )
+
     def __str__(self) -> str:
         return self.summary
 
 
 def certify(loop: ClosedLoop, y: Tensor, horizons: int, samples: int) -> LoopCertificate:
     """As `ClosedLoop.certify`."""
+    if not y.numel():
+        raise ShapeError(f"a certificate needs a state at least, but y is {tuple(y.shape)}.")
     balance, N = loop.balance(y, horizons), loop.plant.agents
     y = y.reshape(-1, *y.shape[-2:])
     norms = None
     if int_from(0, "samples", samples) and y[0].numel() <= MOST:
         norms = torch.stack([_norms(loop, each) for each in y[:samples]])
+    apart = torch.finfo(balance.before.dtype).eps / torch.finfo(torch.float64).eps
     return LoopCertificate(
         agents=N,
         steps=len(balance.before),
         samples=len(y),
-        violation=float(balance.violation.amax()),
+        violation=_largest(balance.violation),
         dissipated=float(balance.lost.amin()),
-        bound=float(balance.bounds.sum(0).amax()),
-        raised=max(0.0, float(balance.jumps.clamp(min=0).sum(0).amax())),
+        bound=_largest(balance.bounds.sum(0)),
+        raised=_largest(balance.jumps.clamp(min=0).sum(0)),
         smallest_norm=None if norms is None else float(norms.amin()),
         largest_norm=None if norms is None else float(norms.amax()),
+        gained=_largest(balance.gained),
+        exceeded=_largest(balance.exceeded),
+        rounding=ROUNDING * apart,
     )
+
+
+def _largest(found: Tensor) -> float:
+    """The largest of some numbers >= 0; 0 where there is none, NaN where one is NaN."""
+    return float(found.amax()) if found.numel() else 0.0
 
 
 def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.control.links import Edges, edges
-from hdnn.control.plants import check_skew
+from hdnn.control.plants import check_skew, counted
 from hdnn.errors import InterconnectionError, ShapeError, positive_int
 
 
@@ -104,15 +104,17 @@ class Controller(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.agents} agents, {self.steps} steps, {self.states} states, "
-            f"{self.inputs} inputs, {len(self.links)} links"
+            f"{counted(self.agents, 'agent')}, {counted(self.steps, 'step')}, "
+            f"{counted(self.states, 'state')}, {counted(self.inputs, 'input')}, "
+            f"{counted(len(self.links), 'link')}"
         )
 
 
 def log_cosh(x: Tensor) -> Tensor:
-    """log cosh x, for any x."""
+    """log cosh x, for any x: to rounding of its own size, and right when derived twice."""
+    near = 0.5 * torch.log1p(torch.sinh(x.clamp(-1, 1)).square())  # of x^2/2, nothing cancels
     size = x.abs()
-    return size + torch.log1p(torch.expm1(-2 * size) / 2)
+    return torch.where(size < 1, near, size + torch.log1p(torch.expm1(-2 * size) / 2))
 
 
 def _canonical(c: int) -> Tensor:

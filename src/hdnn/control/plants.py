@@ -127,8 +127,8 @@ class Plant(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{_count(self.agents, 'agent')} of {_count(self.states, 'state')} and "
-            f"{_count(self.inputs, 'input')}, {_count(len(self.links), 'link')}"
+            f"{counted(self.agents, 'agent')} of {counted(self.states, 'state')} and "
+            f"{counted(self.inputs, 'input')}, {counted(len(self.links), 'link')}"
         )
 
     def __repr__(self) -> str:
@@ -317,5 +317,6 @@ def _finite(name: str, given: Any) -> Tensor:
     return given.detach().double()
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """So many of something, in words: `1 link`, `2 links`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
