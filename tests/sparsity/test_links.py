@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,6 +152,92 @@ def test_a_file_of_another_search_is_refused(tmp_path: Path) -> None:
         sparsity.choose_links(4, Additive(4, 0), links=2, file=file)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"scores": [1.0, 2.0]}, "it has 2 scores for 6 candidates"),
+        ({"scores": [float("nan")] * 6}, "a score must be a finite number, but is nan"),
+        ({"scores": ["1"] * 6}, "a score must be a finite number"),
+        ({"scores": 3}, "no file of a search"),
+        ({"tried": [{"links": [[0, 1]], "cost": float("nan")}]}, "a cost must be a finite number"),
+        ({"tried": [{"links": [[0, 1]], "cost": None}]}, "a cost must be a finite number"),
+        ({"tried": [{"links": [[0, 9]], "cost": 1.0}]}, "a cost of other links"),
+        ({"tried": [{"links": [[[0], 1]], "cost": 1.0}]}, "no file of a search"),
+        ({"tried": [{"links": [[float("inf"), 1]], "cost": 1.0}]}, "no file of a search"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_stays(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    file, cost = tmp_path / "search.json", Additive(4, 0)
+    sparsity.choose_links(4, cost, links=2, relaxed=cost.relaxed, file=file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    before, again = file.read_bytes(), Additive(4, 0)
+    with pytest.raises(CheckpointError, match=words):
+        sparsity.choose_links(4, again, links=2, relaxed=again.relaxed, file=file)
+    assert file.read_bytes() == before
+    assert not again.calls
+
+
+def tried_in(file: Path) -> set[Links]:
+    found = json.loads(file.read_text())["tried"]
+    return {tuple((i, k) for i, k in one["links"]) for one in found}
+
+
+def test_searches_on_one_file_keep_the_trials_of_each_other(tmp_path: Path) -> None:
+    file, inner = tmp_path / "search.json", Additive(5, 0)
+
+    class Nested(Additive):
+        def __call__(self, links: Links) -> float:
+            if not self.calls:
+                sparsity.choose_links(5, inner, links=2, rounds=5, seed=1, file=file)
+            return super().__call__(links)
+
+    outer = Nested(5, 0)
+    found = sparsity.choose_links(5, outer, links=3, rounds=5, file=file)
+    assert tried_in(file) == {*inner.calls, *outer.calls}
+    assert {trial.links for trial in found.history} == {*outer.calls}
+
+
+def test_searches_at_once_lose_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    file, costs = tmp_path / "search.json", [Additive(6, 0) for _ in range(4)]
+
+    def search(k: int) -> None:
+        sparsity.choose_links(6, costs[k], links=k + 1, rounds=9, file=file)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(search, range(4)))
+    assert tried_in(file) == {links for cost in costs for links in cost.calls}
+    assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
+
+
+@settings(max_examples=25)
+@given(seeds, st.integers(2, 4), st.booleans(), st.data())
+def test_a_search_of_many_rounds_tries_all_graphs(
+    seed: int, agents: int, ranked: bool, data: Any
+) -> None:
+    cost = Additive(agents, seed)
+    relaxed = cost.relaxed if ranked else None
+    budget = data.draw(st.none() | st.integers(0, len(cost.worth)))
+    limit: Any = {"price": 0.5} if budget is None else {"links": budget}
+    found = sparsity.choose_links(agents, cost, **limit, relaxed=relaxed, rounds=99, seed=seed)
+    most = 2 ** len(cost.worth) if budget is None else math.comb(len(cost.worth), budget)
+    assert len(found.history) == most
+    assert found.total == min(t.cost + found.price * len(t.links) for t in found.history)
+
+
+def test_changes_grow_again_when_all_small_ones_are_known() -> None:
+    hidden = ((0, 1), (2, 3))  # all others are alike, so that no change of one link is better
+
+    def cost(links: Links) -> float:
+        return 1.0 - (links == hidden)
+
+    found = sparsity.choose_links(4, cost, links=2, rounds=14)
+    assert (found.links, found.cost) == (hidden, 0.0)
+    assert str(sparsity.choose_links(4, cost, links=1)).startswith("1 link of 4 agents")
+
+
 def test_a_file_that_cannot_be_written_costs_no_training(tmp_path: Path) -> None:
     cost = Additive(4, 0)
     with pytest.raises(CheckpointError):
@@ -191,9 +280,11 @@ def test_a_cost_that_cannot_be_called_is_refused() -> None:
         sparsity.choose_links(4, 3.0, links=1)  # pyright: ignore
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1", None])
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), "1", None, torch.ones(2), np.ones(2), [1.0]]
+)
 def test_a_cost_that_is_not_finite_is_refused(bad: Any) -> None:
-    with pytest.raises(TrainingError, match="cost of 1 links must be a finite number"):
+    with pytest.raises(TrainingError, match="cost of 1 link must be a finite number"):
         sparsity.choose_links(4, lambda _: bad, links=1)
 
 
@@ -203,6 +294,16 @@ def test_scores_must_be_finite_and_one_a_candidate() -> None:
         sparsity.choose_links(4, cost, links=1, relaxed=lambda _: [1.0, 2.0])
     with pytest.raises(TrainingError, match="score of relaxed"):
         sparsity.choose_links(4, cost, links=1, relaxed=lambda links: [float("nan")] * len(links))
+    assert not cost.calls
+
+
+@pytest.mark.parametrize("bad", [5, None, torch.ones(6, 1), np.ones((6, 2)), torch.tensor(1.0)])
+def test_scores_must_be_a_list(bad: Any) -> None:
+    cost = Additive(4, 0)
+    with pytest.raises(ShapeError, match="a score for each of the 6 candidates, but returned"):
+        sparsity.choose_links(4, cost, links=1, relaxed=lambda _: bad)
+    with pytest.raises(TrainingError, match="a score of relaxed must be a finite number"):
+        sparsity.choose_links(4, cost, links=1, relaxed=lambda _: [np.ones(2)] * 6)  # pyright: ignore
     assert not cost.calls
 
 

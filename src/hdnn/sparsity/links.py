@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from hdnn.errors import (
     int_from,
     quoted,
 )
-from hdnn.sparsity.trials import Link, Links, LinkTrial, Trials
+from hdnn.sparsity.trials import Link, Links, LinkTrial, Trials, links_text
 
 REDRAWS = 100  # how often a change is drawn again that leads to a graph tried before
 
@@ -74,9 +75,10 @@ class LinkChoice:
     def __str__(self) -> str:
         costs = [trial.cost for trial in self.history]
         paid = f", with {self.price:g} a link {self.total:.6g}" if self.price else ""
+        many = links_text(len(self.links))
         return "\n".join(
             [
-                f"{len(self.links)} links of {self.agents} agents: cost {self.cost:.6g}{paid}",
+                f"{many} of {self.agents} agents: cost {self.cost:.6g}{paid}",
                 " ".join(f"{i}-{k}" for i, k in self.links) or "nobody hears anybody",
                 f"of {len(costs)} graphs with costs from {min(costs):.6g} to {max(costs):.6g}, "
                 f"the first {costs[0]:.6g}",
@@ -103,10 +105,13 @@ def choose_links(
     none. Each round then tries a change: it takes some links away, rather those of low scores, and
     adds others, rather those of high ones; what costs less is kept. At first a quarter of the links
     change; half as many after each round in vain, down to one. At a price, rounds may also add or
-    take away a link, and the beginning is the best of the 0, 1, 2, 4, .. highest scores.
+    take away a link, and the beginning is the best of the 0, 1, 2, 4, .. highest scores. Where no
+    change of one link leads to a graph that was not tried, two change at least, then four, and so
+    on, until a graph is better. The search ends after its rounds, or when all graphs were tried.
 
     The same seed gives the same search. With a file, a search that was interrupted goes on from
-    there when it is called again, and other searches find the costs that are known.
+    there when it is called again, and other searches find the costs that are known, also while
+    both of them run.
 
     Args:
         agents: M.
@@ -117,7 +122,7 @@ def choose_links(
         relaxed: scores of candidates, the higher the better, one for each: such as how strongly
             they are used in a training with all of them. It is called once.
         candidates: pairs of agents that may be linked; by default all.
-        rounds: changes to try.
+        rounds: changes to try, at most.
         seed: of what is drawn.
         file: where to keep scores and costs as JSON; by default nowhere.
         progress: show one line while a person waits at a terminal.
@@ -126,12 +131,13 @@ def choose_links(
         The best links of all that were tried.
 
     Raises:
-        ShapeError: if a number is not whole or out of range, or there is not a score a candidate.
+        ShapeError: if a number is not whole or out of range, or relaxed does not return a list of
+            one score a candidate.
         OptionError: if not just one of links and price is given, the price is negative, or cost
             or relaxed cannot be called.
         SparsityError: if candidates are no pairs of agents, or fewer than the links.
-        TrainingError: if a cost or a score is not finite.
-        CheckpointError: if the file cannot be used, or is of another search.
+        TrainingError: if a cost or a score is not a finite number.
+        CheckpointError: if the file cannot be used, is damaged, or is of another search.
 
     Examples:
         >>> from hdnn import sparsity
@@ -161,7 +167,8 @@ def choose_links(
         search.begin(budget)
         for k in range(rounds):
             best = search.current
-            line.show(f"round {k + 1}/{rounds}, {len(best.links)} links, cost {best.cost:.4g}")
+            many = links_text(len(best.links))
+            line.show(f"round {k + 1}/{rounds}, {many}, cost {best.cost:.4g}")
             if not search.change(free=budget is None):
                 break
     finally:
@@ -184,7 +191,7 @@ class _Search:
         self.order = sorted(drawn, key=lambda link: -scores.get(link, 0.0))
         self.ranked = bool(scores)
         self.tried: dict[Links, LinkTrial] = {}
-        self.size = 1
+        self.size = self.least = 1  # links that change, and how many do so at least
         self.current: LinkTrial
 
     def begin(self, budget: int | None) -> None:
@@ -195,26 +202,45 @@ class _Search:
         self.size = max(1, len(self.current.links) // 4)
 
     def change(self, free: bool) -> bool:
-        """Try a change and keep it if it is better; False if no other can be found."""
-        for _ in range(REDRAWS):
-            links = self._changed(free)
-            if links not in self.tried:
-                break
-            self.size = max(1, self.size // 2)
-        else:
+        """Try a change and keep it if it is better; False if all graphs were tried."""
+        links = self._untried(free)
+        if links is None:
             return False
         found = self._try(links)
         if self._total(found) < self._total(self.current):
-            self.current = found
+            self.current, self.least = found, 1
         else:
-            self.size = max(1, self.size // 2)
+            self.size = max(self.least, self.size // 2)
         return True
+
+    def _untried(self, free: bool) -> Links | None:
+        """A graph that was not tried, by a small change if there is one."""
+        inside = len(self.current.links)
+        outside = len(self.order) - inside
+        most = max(inside, outside) if free else min(inside, outside)
+        while True:
+            for _ in range(REDRAWS):
+                links = self._changed(free)
+                if links not in self.tried:
+                    return links
+                self.size = max(self.least, self.size // 2)
+            if self.least >= most:
+                break
+            self.size = self.least = 2 * self.least
+        # One after another: as few of them were tried as there are trials, so this is quick.
+        sizes = range(len(self.order) + 1) if free else [inside]
+        graphs = itertools.chain.from_iterable(
+            itertools.combinations(self.order, size) for size in sizes
+        )
+        left = (tuple(sorted(graph)) for graph in graphs)
+        return next((graph for graph in left if graph not in self.tried), None)
 
     def _changed(self, free: bool) -> Links:
         inside = [link for link in self.order if link in self.current.links]
         outside = [link for link in self.order if link not in self.current.links]
         swapped = min(self.size, len(inside), len(outside))
-        away, new = self.source.choice([(swapped, swapped), *([(0, 1), (1, 0)] if free else [])])
+        some = [(0, self.least), (self.least, 0)] if free else []
+        away, new = self.source.choice([(swapped, swapped), *some])
         added, taken = self._drawn(outside, new), self._drawn(inside[::-1], away)
         return tuple(sorted({*inside, *added} - {*taken}))
 
