@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from closed_loops import random_loop
 from hdnn import control
+from hdnn.base import tensorfile
 from hdnn.control import costs
 from hdnn.control.objective import rest
 from hdnn.errors import (
@@ -104,6 +105,19 @@ def test_starts_in_collision_are_drawn_again():
         problem.starts(1)
 
 
+@pytest.mark.parametrize("at", [0.0, 1e8])
+def test_collisions_are_those_of_the_problem_as_it_is_now(at: float):
+    z = torch.zeros(40, 4, dtype=torch.float64)
+    z[:, 0] = 100 * torch.arange(40)
+    z[1, 0] = 2
+    loop = control.ClosedLoop(control.robots(z[:, :2]), control.Controller(40, 2))
+    problem = control.LoopProblem(loop, z, radius=0.0)
+    problem.starts(1)
+    problem.z = z + at
+    problem.radius, problem.collision = 0.4, 1.8
+    assert not costs.collisions(problem.starts(200)[None], 1.8).any()
+
+
 def test_a_cost_is_the_weighted_sum_of_its_terms():
     loop, normal = random_loop(0, 3, 1.0, 0.1, T=4)
     trajectory = loop(normal(2, 3, 7))
@@ -178,6 +192,37 @@ def test_a_problem_is_read_back_as_it_was_written(tmp_path: Path):
     assert torch.equal(again.starts(3), problem.starts(3))
 
 
+def test_the_engine_and_what_is_frozen_are_kept(tmp_path: Path):
+    problem = control.crossing(steps=2, engine="reference")
+    problem.loop.controller.G.requires_grad_(False)
+    problem.save(tmp_path)
+    loop = control.load_problem(tmp_path).loop
+    assert loop.engine == "reference"
+    frozen = [name for name, weight in loop.named_parameters() if not weight.requires_grad]
+    assert frozen == ["controller.G"]
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    packed = tensorfile.packed
+
+    def earlier(tensors: dict[str, torch.Tensor], key: str, about: dict[str, object]) -> bytes:
+        later = ("engine", "frozen")
+        return packed(tensors, key, {n: part for n, part in about.items() if n not in later})
+
+    monkeypatch.setattr(tensorfile, "packed", earlier)
+    small().save(tmp_path)
+    assert torch.equal(control.load_problem(tmp_path).start(), small().start())
+
+
+def test_a_cost_that_a_file_cannot_hold_is_not_written(tmp_path: Path):
+    class Dearer(control.Cost):
+        pass
+
+    with pytest.raises(OptionError, match="whose cost is a Dearer cannot be kept in a file"):
+        small(cost=Dearer()).save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_bad_file_is_one_sentence(tmp_path: Path):
     with pytest.raises(CheckpointError, match="does not exist"):
         control.load_problem(tmp_path)
@@ -195,6 +240,8 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path):
         control.load_problem(tmp_path)
     with pytest.raises(CheckpointError, match="cannot make the folder"):
         small().save(file / "below")
+    with pytest.raises(CheckpointError, match=r"cannot make the folder .*null byte"):
+        small().save("a\0b")
 
 
 def test_bad_problems_are_refused_in_a_sentence():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import closed_loops
 from hdnn import control
 from hdnn.control import costs, fused_cost
+from hdnn.control import training as trainings
 from hdnn.control.training import factor
 from hdnn.errors import CheckpointError, ShapeError, StepError, TrainingError
 
@@ -159,6 +160,89 @@ def test_a_run_in_parts_has_the_bits_of_one(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["cost"] for line in lines] == whole.history["cost"]
+
+
+def test_a_resumed_training_keeps_its_engine_and_what_is_frozen(tmp_path: Path):
+    def frozen() -> control.LoopProblem:
+        problem = crossing("reference")
+        problem.loop.controller.C.requires_grad_(False)
+        return problem
+
+    whole = control.LoopTraining(frozen(), iterations=4, batch=2)
+    whole.run()
+    control.LoopTraining(frozen(), iterations=4, batch=2, folder=tmp_path).run(until=2)
+    again = control.LoopTraining.resume(tmp_path)
+    assert again.loop.engine == "reference"
+    assert not again.loop.controller.C.requires_grad
+    again.run()
+    assert same(weights(again), weights(whole))
+    crossing("fused").save(tmp_path)  # of another training
+    with pytest.raises(CheckpointError, match="its engine of the loop is 'reference', not 'fused'"):
+        control.LoopTraining.resume(tmp_path)
+    moved = frozen()
+    moved.z = moved.z + 1
+    moved.save(tmp_path)
+    with pytest.raises(CheckpointError, match="its agents is"):
+        control.LoopTraining.resume(tmp_path)
+
+
+def test_a_training_goes_on_with_a_cost_of_ones_own_if_it_is_given_again(tmp_path: Path):
+    class Dearer(control.Cost):
+        pass
+
+    def problem() -> control.LoopProblem:
+        return control.crossing("ring", steps=4, cost=Dearer())
+
+    options = {"iterations": 2, "batch": 2, "folder": tmp_path, "resume": True}
+    control.LoopTraining(problem(), **options).run(until=1)
+    with pytest.raises(CheckpointError, match="is a Dearer, which no file can hold"):
+        control.LoopTraining.resume(tmp_path)
+    with pytest.raises(CheckpointError, match="its kind of cost is 'Dearer', not 'Cost'"):
+        control.LoopTraining(crossing(), **options)
+    assert control.LoopTraining(problem(), **options).done == 1
+
+
+def test_an_older_object_does_not_write_over_a_training(tmp_path: Path):
+    old = control.LoopTraining(crossing(), iterations=3, batch=2, folder=tmp_path)
+    control.LoopTraining.resume(tmp_path).run(until=2)
+    with pytest.raises(CheckpointError, match="has gone on to iteration 2, and this object is at"):
+        old.run(until=1)
+    assert control.LoopTraining.resume(tmp_path).done == 2
+
+
+def test_a_training_with_other_links_is_another_one(tmp_path: Path):
+    def problem(links: list[tuple[int, int]], plant: list[tuple[int, int]]) -> control.LoopProblem:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            controller = control.Controller(3, 2, inputs=1, links=links)
+        loop = control.ClosedLoop(control.oscillators(plant, agents=3), controller)
+        cost = control.Cost(dimensions=1)
+        return control.LoopProblem(loop, torch.zeros(3, loop.plant.states), 0, cost, collision=0)
+
+    options = {"iterations": 1, "batch": 1, "folder": tmp_path, "resume": True}
+    first, other = [(0, 1)], [(1, 2)]
+    control.LoopTraining(problem(first, first), **options)
+    with pytest.raises(CheckpointError, match="its links is '0-1', not '1-2'"):
+        control.LoopTraining(problem(other, first), **options)
+    with pytest.raises(CheckpointError, match="its plant links is '0-1', not '1-2'"):
+        control.LoopTraining(problem(first, other), **options)
+    control.LoopTraining(problem(first, first), **options)
+
+
+def test_checkpoints_of_earlier_versions_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as earlier:
+        now = trainings._identity  # pyright: ignore
+
+        def then(problem: control.LoopProblem):
+            return {n: part for n, part in now(problem).items() if n not in trainings.LATER}
+
+        earlier.setattr(trainings, "_identity", then)
+        control.LoopTraining(crossing(), iterations=2, batch=2, folder=tmp_path).run(until=1)
+    assert control.LoopTraining.resume(tmp_path).done == 1
+    options = {"iterations": 2, "batch": 2, "folder": tmp_path, "resume": True}
+    control.LoopTraining(crossing(), **options).run()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])

@@ -22,7 +22,6 @@ from hdnn.errors import (
     SENSIBLE,
     CheckpointError,
     DataError,
-    HDNNError,
     OptionError,
     ShapeError,
     as_float,
@@ -95,7 +94,7 @@ class LoopProblem:
             raise ShapeError(f"the pairs of the cost must be of the agents 0 .. {N - 1}.")
         if self.collision:
             costs.check_apart(self.z, self.collision, dimensions=self.cost.dimensions)
-        self._near = self._close_pairs()
+        self._near: tuple[Any, list[tuple[int, int]]] = (), []
 
     @property
     def agents(self) -> int:
@@ -167,19 +166,23 @@ class LoopProblem:
         return self.radius * torch.from_numpy(found)
 
     def _close_pairs(self) -> list[tuple[int, int]]:
-        """Agents that may collide at a random start."""
+        """Agents that may collide at a random start, by all that decides it as it is now."""
         if not self.collision:
             return []
         d = self.cost.dimensions
-        reach = self.collision + 2 * self.radius * d**0.5
-        q = self.z[:, :d]
-        near = torch.cdist(q, q).triu(1)
-        return [(i, k) for i, k in ((near > 0) & (near < reach)).nonzero().tolist()]
+        given = self.radius, self.collision, d, tensorfile.bits(self.z).tobytes()
+        if self._near[0] != given:
+            reach, q = self.collision + 2 * self.radius * d**0.5, self.z[:, :d]
+            # By differences: the product of matrices that is faster is wrong far from 0.
+            near = torch.cdist(q, q, compute_mode="donot_use_mm_for_euclid_dist") < reach
+            self._near = given, [(i, k) for i, k in near.triu(1).nonzero().tolist()]
+        return self._near[1]
 
     def _colliding(self, z: Tensor) -> Tensor:
-        if not self._near:
+        pairs = self._close_pairs()
+        if not pairs:
             return torch.zeros(len(z), dtype=torch.bool)
-        options = {"dimensions": self.cost.dimensions, "pairs": self._near}
+        options = {"dimensions": self.cost.dimensions, "pairs": pairs}
         return costs.collisions(z[None], self.collision, **options)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -193,12 +196,19 @@ class LoopProblem:
 
         Raises:
             CheckpointError: if it cannot be written.
+            OptionError: if its cost is of a class that extends `Cost`.
         """
         path = as_path(folder)
+        if type(self.cost) is not Cost:
+            raise OptionError(
+                f"a problem whose cost is a {type(self.cost).__name__} cannot be kept in a file, "
+                "which holds the numbers of a plain Cost only."
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make the folder {path}: {reason_of(error)}.") from error
+        except (OSError, ValueError) as error:  # or a zero byte in its name
+            reason = reason_of(error)
+            raise CheckpointError(f"cannot make the folder {str(path)!r}: {reason}.") from error
         plant, controller = self.loop.plant, self.loop.controller
         tensors = {f"plant.{name}": getattr(plant, name) for name in PLANT}
         tensors |= {
@@ -207,6 +217,8 @@ class LoopProblem:
         about = {
             "format": FORMAT,
             "step": self.loop.step,
+            "engine": self.loop.engine,
+            "frozen": [n for n, p in self.loop.named_parameters() if not p.requires_grad],
             "plant_links": [list(pair) for pair in plant.links],
             "links": [list(pair) for pair in controller.links],
             "cost": self.cost.to_dict(),
@@ -249,7 +261,7 @@ def load_problem(folder: str | os.PathLike[str]) -> LoopProblem:
             return _rebuilt(about, file.load(about))
         except CheckpointError:
             raise
-        except (HDNNError, LookupError, ValueError, TypeError, RuntimeError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as a problem of control; it is damaged or of another kind "
                 f"({reason_of(error)})."
@@ -274,8 +286,12 @@ def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> LoopProblem:
     controller.load_state_dict(
         {name: tensors[f"controller.{name}"] for name in (*WEIGHTS, "J", "R")}
     )
+    # Files of earlier versions have neither an engine nor frozen weights.
+    loop = ClosedLoop(plant, controller, about["step"], engine=about.get("engine"))
+    for name in about.get("frozen", ()):
+        loop.get_parameter(name).requires_grad_(False)
     return LoopProblem(
-        ClosedLoop(plant, controller, about["step"]),
+        loop,
         tensors["z"],
         tensors["xi"],
         Cost.from_dict(about["cost"]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,7 +19,8 @@ from hdnn.base.threads import threads_for
 from hdnn.control import costs, fused_cost
 from hdnn.control.certificate import LoopCertificate
 from hdnn.control.fused_cost import Priced
-from hdnn.control.objective import WEIGHTS
+from hdnn.control.links import Edges
+from hdnn.control.objective import WEIGHTS, Cost
 from hdnn.control.problems import LoopProblem, load_problem
 from hdnn.errors import CheckpointError, TrainingError, flag, int_from, positive_float, positive_int
 from hdnn.training import checkpoint, identity
@@ -28,6 +31,11 @@ SAVE_EVERY = 2.0  # seconds between checkpoints
 WARM_UP = 10  # iterations in which the rate rises
 LOWEST = 0.02  # of the rate, at the end
 TERMS = WEIGHTS
+KINDS = {"epoch": int, "seconds": float, "history": dict}
+KIND = "kind of cost"
+# What checkpoints of earlier versions do not have; there it is not compared.
+LATER = ("plant links", "links", "agents", "engine of the loop", KIND)
+LONG = 80  # characters; of more links only a digest is kept
 
 
 class LoopTraining:
@@ -40,7 +48,8 @@ class LoopTraining:
 
     With a folder, a training that was interrupted or killed goes on to the very bits that it would
     have had: `LoopTraining.resume(folder).run()`. It also keeps the problem with its weights there,
-    for `load_problem`, and a log with a line an iteration.
+    for `load_problem`, and a log with a line an iteration. A cost of a class that extends `Cost`
+    cannot be kept: then give the problem again, with `resume=True`.
 
     Args:
         problem: whose controllers.
@@ -97,7 +106,7 @@ class LoopTraining:
         self.folder = checkpoint.open_folder(folder, flag("resume", resume))
         if self.folder is not None:
             with checkpoint.locked(self.folder):
-                saved = checkpoint.read(self.folder, self.options)
+                saved = _read(self.folder, self.options)
                 if saved is None:
                     self._save()
                 else:
@@ -114,10 +123,18 @@ class LoopTraining:
             A training; `run` goes on with it.
 
         Raises:
-            CheckpointError: if the folder holds no training, or if it is damaged.
+            CheckpointError: if the folder holds no training, if it is damaged, or if it would not
+                go on to the same bits here.
         """
         path = as_path(folder)
-        problem, saved = load_problem(path), checkpoint.read(path, {})
+        saved = checkpoint.read(path, {})
+        kind = "Cost" if saved is None else saved.state["options"].get(KIND, "Cost")
+        if kind != "Cost":
+            raise CheckpointError(
+                f"the cost of the training in {path} is a {kind}, which no file can hold; go on "
+                "with LoopTraining(problem, .., folder=.., resume=True)."
+            )
+        problem = load_problem(path)
         if saved is None:
             raise CheckpointError(f"{path} holds no training; begin one with LoopTraining(..).")
         with checkpoint.understood(saved.path):
@@ -126,6 +143,8 @@ class LoopTraining:
                 for name in ("iterations", "batch", "rate", "seed")
             }
         training = cls(problem, **chosen)
+        # The weights of the problem are those of now; its start is of those at the start.
+        _read(path, {name: part for name, part in training.options.items() if name != "start"})
         training.options, training.folder = saved.state["options"], path
         training._restore(saved)
         return training
@@ -152,12 +171,14 @@ class LoopTraining:
         Raises:
             TrainingError: if the cost is not finite.
             ConvergenceError: if a step of the loop has no solution.
+            CheckpointError: if the training in the folder has gone further than this object.
         """
         last = self.iterations if until is None else int_from(0, "until", until)
         line, start, saved = ProgressLine(progress), time.perf_counter(), time.monotonic()
         spent = self.seconds
         try:
             with checkpoint.locked(self.folder), DeferredInterrupt(0.0) as interrupt:
+                self._check_last()
                 log = checkpoint.Log(self.folder, self.done)
                 wish = False
                 while self.done < min(last, self.iterations) and not (wish or interrupt.came):
@@ -235,6 +256,18 @@ class LoopTraining:
                 "lower the rate, or the weights of the cost."
             )
 
+    def _check_last(self) -> None:
+        """Refuse to write over what another object has done in the folder since."""
+        saved = None if self.folder is None else _read(self.folder, self.options)
+        if saved is None:
+            return
+        checkpoint.check_state(saved, KINDS, self.iterations)
+        if saved.state["epoch"] > self.done:
+            raise CheckpointError(
+                f"the training in {self.folder} has gone on to iteration {saved.state['epoch']}, "
+                f"and this object is at {self.done}; take LoopTraining.resume(..)."
+            )
+
     def _line(self) -> str:
         where, cost = f"iteration {self.done}/{self.iterations}", self.history["cost"][-1]
         near = "".join(f"nearest {x[-1]:.2f}, " for n, x in self.history.items() if n == "distance")
@@ -255,11 +288,11 @@ class LoopTraining:
         unused = torch.Generator().get_state()
         state["history"] = self.history
         checkpoint.save(self.folder, self.loop, self.optimizer, unused, state)
-        self.problem.save(self.folder)
+        if type(self.problem.cost) is Cost:
+            self.problem.save(self.folder)
 
     def _restore(self, saved: checkpoint.Saved) -> None:
-        kinds = {"epoch": int, "seconds": float, "history": dict}
-        checkpoint.check_state(saved, kinds, self.iterations)
+        checkpoint.check_state(saved, KINDS, self.iterations)
         with checkpoint.understood(saved.path):
             if saved.state["history"].keys() != self.history.keys():
                 raise ValueError("its history has other names")
@@ -285,8 +318,31 @@ def _identity(problem: LoopProblem) -> dict[str, Any]:
     tensors = [problem.z, problem.xi, *problem.loop.state_dict().values()]
     return {
         "cost": problem.cost.to_dict(),
+        KIND: type(problem.cost).__name__,
         "radius": problem.radius,
         "collision": problem.collision,
+        "plant links": _brief(problem.loop.plant.links),
+        "links": _brief(problem.loop.controller.links),
         "start": identity.digest(tensors),
+        "agents": identity.digest([problem.z, problem.xi, *problem.loop.buffers()]),
+        "engine of the loop": problem.loop.engine,
         **identity.of_model(problem.loop),
     }
+
+
+def _brief(links: Edges) -> str:
+    """Links as an error can show them, or how many there are and their digest."""
+    text = ", ".join(f"{i}-{k}" for i, k in links)
+    if len(text) <= LONG:
+        return text
+    return f"{len(links)} of digest {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _read(folder: Path, options: dict[str, Any]) -> checkpoint.Saved | None:
+    """A saved training with these options, or None if there is none yet."""
+    saved = checkpoint.read(folder, {})
+    if saved is None:
+        return None
+    theirs = saved.state["options"]
+    known = {n: part for n, part in options.items() if n in theirs or n not in LATER}
+    return checkpoint.read(folder, known)
