@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdnn.base.notice import said_if_slow
+from hdnn.control import step
 from hdnn.control.links import Edges
 from hdnn.control.step import System
 from hdnn.engine import jit
@@ -187,11 +187,15 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        system, steps, first = given[-1]
+        *weights, (system, steps, first) = given
         start = _array(y)
-        parts, rest = _eliminated(system)
         (B, N, n), c = start.shape, system.K.shape[-1]
         keep = B if any(ctx.needs_input_grad) else 0
+        if keep:  # copies: weights may be changed in place before the backward pass
+            ctx.save_for_backward(y, *weights)  # for gradients of gradients
+            K, b, G, C = (t.detach().clone() for t in weights)
+            system = replace(system, K=K, b=b, G=G, C=C)
+        parts, rest = _eliminated(system)
         kept = (
             np.empty((B, steps + 1, N, n)),
             np.empty((B, steps, N, n)),
@@ -211,16 +215,28 @@ class _Run(torch.autograd.Function):
             if kind:
                 _fail(kind, first + t, which, system.links, range(N))
         ctx.given, ctx.parts, ctx.kept = (system, first, rest), parts, kept
-        states, ends = torch.from_numpy(kept[0]), torch.from_numpy(kept[1])
+        states, ends = (torch.from_numpy(k.copy() if keep else k) for k in kept[:2])
         ctx.mark_non_differentiable(ends)
         return states, ends
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _twice(ctx, grads[0])
         return _gradients(ctx, *grads)
 
 
-@once_differentiable
+def _twice(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients that have gradients themselves: those of the definition, which takes longer."""
+    system, first, _ = ctx.given
+    y, K, b, G, C = given = ctx.saved_tensors
+    same = replace(system, K=K, b=b, G=G, C=C)
+    states = step.trajectory(same, y, g.shape[1] - 1, first)[0].transpose(0, 1)
+    wanted = [t for t in given if t.requires_grad]
+    found = iter(torch.autograd.grad(states, wanted, g, create_graph=True, allow_unused=True))
+    return *(next(found) if t.requires_grad else None for t in given), None
+
+
 def _gradients(ctx: Any, *grads: Any) -> Any:
     (system, first, rest), parts, kept = ctx.given, ctx.parts, ctx.kept
     (K, b), own, _, (_, C) = parts
@@ -248,8 +264,9 @@ def _fail(kind: int, t: int, which: int, links: Edges, names: Sequence[int]) -> 
     else:
         where = f"agent {names[which]}"
     raise ConvergenceError(
-        f"step {t}, {where}: the step has no solution that floating-point "
-        "numbers can hold: a state or weight is NaN, infinite or far too large."
+        f"step {t}, {where}: no solution of the step was found to rounding; states or weights are "
+        "NaN, infinite or far too large, or the plant is too stiff for the fused engine: take "
+        'engine="reference".'
     )
 
 

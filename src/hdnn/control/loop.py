@@ -13,7 +13,15 @@ from hdnn.control.certificate import Balance, LoopCertificate, balance_of, certi
 from hdnn.control.controller import Controller
 from hdnn.control.plants import Plant
 from hdnn.control.step import System
-from hdnn.errors import OptionError, ShapeError, choose, int_from, positive_float
+from hdnn.errors import (
+    ConvergenceError,
+    OptionError,
+    ShapeError,
+    choose,
+    int_from,
+    positive_float,
+    quoted,
+)
 
 
 class ClosedLoop(nn.Module):
@@ -28,8 +36,9 @@ class ClosedLoop(nn.Module):
         plant: the agents.
         controller: their controllers.
         step: h, the time of one step.
-        engine: "auto", "reference" (plain PyTorch, slow; differentiable twice) or "fused" (one
-            kernel for all steps: float64, needs numba); by default what `hdnn.engine.use` says.
+        engine: "reference" (plain PyTorch, slow), "fused" (one kernel for all steps: float64, needs
+            numba) or "auto": fused where it runs and finds a solution, else the reference. By
+            default what `hdnn.engine.use` says.
 
     Raises:
         ShapeError: if the plant and the controllers are not for the same agents and inputs.
@@ -52,6 +61,11 @@ class ClosedLoop(nn.Module):
         self, plant: Plant, controller: Controller, step: float = 0.05, *, engine: str | None = None
     ) -> None:
         super().__init__()
+        for name, part, kind in (("plant", plant, Plant), ("controller", controller, Controller)):
+            if not isinstance(part, kind):
+                raise ShapeError(
+                    f"{name} must be a {kind.__name__}, but got {type(part).__name__}."
+                )
         for name in ("agents", "inputs"):
             ours, theirs = getattr(plant, name), getattr(controller, name)
             if ours != theirs:
@@ -72,10 +86,14 @@ class ClosedLoop(nn.Module):
             xi: states of the controllers, a number or anything that expands to `(*batch, N, c)`.
         """
         N, p, c = self.plant.agents, self.plant.states, self.controller.states
-        if z.shape[-2:] != (N, p):
-            raise ShapeError(f"z must be (*batch, {N}, {p}), but is {tuple(z.shape)}.")
-        z = z.to(self.controller.K.dtype)
-        return torch.cat([z, torch.as_tensor(xi).to(z).expand(*z.shape[:-1], c)], -1)
+        z = _states("z", z, N, p).to(self.controller.K.dtype)
+        try:
+            rest = torch.as_tensor(xi).to(z).expand(*z.shape[:-1], c)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ShapeError(
+                f"xi must be a number, or expand to {(*z.shape[:-1], c)}, but got {quoted(xi)}."
+            ) from error
+        return torch.cat([z, rest], -1)
 
     def forward(self, y: Tensor, horizons: int = 1) -> Tensor:
         """All states from y on.
@@ -106,12 +124,8 @@ class ClosedLoop(nn.Module):
             States, `(steps + 1, *batch, N, n)`, and ends without gradients, `(steps, *batch, N,
             n)`.
         """
-        N, n = self.plant.agents, self.plant.states + self.controller.states
-        if y.ndim < 2 or y.shape[-2:] != (N, n):
-            raise ShapeError(
-                f"y must be (*batch, {N}, {n}), the states of plants and controllers, but is "
-                f"{tuple(y.shape)}; loop.start(z) adds those of the controllers."
-            )
+        y, (N, n) = self._whole(y), self._shape
+        steps, first = int_from(0, "steps", steps), int_from(0, "first", first)
         system = self.system()
         batch, y = y.shape[:-2], y.to(system.K.dtype).reshape(-1, N, n)
         engine = self.engine or engines.current().engine
@@ -119,7 +133,12 @@ class ClosedLoop(nn.Module):
         if engine == "fused" and missing:
             raise OptionError(f'engine="fused" cannot run here: {missing}.')
         plain = engine == "reference" or missing or not len(y)
-        found = (step if plain else fused).trajectory(system, y, steps, first)
+        try:
+            found = (step if plain else fused).trajectory(system, y, steps, first)
+        except ConvergenceError:
+            if plain or engine == "fused":
+                raise
+            found = step.trajectory(system, y, steps, first)  # which solves stiff plants too
         states, ends = (t.reshape(len(t), *batch, N, n) for t in found)
         return states, ends.detach()
 
@@ -151,7 +170,8 @@ class ClosedLoop(nn.Module):
         Returns:
             Energies, `(*batch,)`.
         """
-        p = self.plant.states
+        p, y = self.plant.states, self._whole(y)
+        t = int_from(0, "t", t)
         xi = y[..., p:].to(self.controller.K.dtype)
         return self.plant.energy(y[..., :p]) + self.controller.energy(xi, t)
 
@@ -202,5 +222,23 @@ class ClosedLoop(nn.Module):
         """
         return certify(self, y, horizons, samples)
 
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """N and n."""
+        return self.plant.agents, self.plant.states + self.controller.states
+
+    def _whole(self, y: Tensor) -> Tensor:
+        return _states("y", y, *self._shape, "; loop.start(z) adds those of the controllers")
+
     def extra_repr(self) -> str:
         return f"step={self.step:g}"
+
+
+def _states(name: str, given: Any, N: int, n: int, advice: str = "") -> Tensor:
+    """States `(*batch, N, n)` as they were given, or an error that says what is needed."""
+    shown = f"a {type(given).__name__}"
+    if isinstance(given, Tensor):
+        shown = "complex" if given.is_complex() else tuple(given.shape)
+        if not given.is_complex() and given.ndim >= 2 and given.shape[-2:] == (N, n):
+            return given
+    raise ShapeError(f"{name} must be a real tensor (*batch, {N}, {n}), but is {shown}{advice}.")
