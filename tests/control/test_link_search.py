@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdnn import control, sparsity
-from hdnn.errors import ShapeError, SparsityError, StepError
+from hdnn.errors import OptionError, ShapeError, SparsityError, StepError
 
 SHORT = {"iterations": 2, "batch": 2, "samples": 3}
 
@@ -115,6 +115,21 @@ def test_identities_tell_costs_apart(problem: control.LoopProblem) -> None:
     assert control.LinkCost(problem, **SHORT).identity == costs[0].identity
 
 
+def test_identities_tell_plants_and_frozen_weights_apart(problem: control.LoopProblem) -> None:
+    one = control.LinkCost(problem, **SHORT).identity
+    problem.loop.controller.G.requires_grad_(False)
+    two = control.LinkCost(problem, **SHORT).identity
+    plant = problem.loop.plant
+    given = (plant.A, plant.J, plant.R, plant.g)
+    pairs = torch.zeros(1, plant.states, plant.states, dtype=torch.float64)
+    found = []
+    for links in ([(0, 1)], [(1, 2)]):
+        linked = control.Plant(*given, a=plant.a, links=links, couplings=pairs)
+        loop = control.ClosedLoop(linked, problem.loop.controller)
+        found.append(control.LinkCost(control.LoopProblem(loop, problem.z), **SHORT).identity)
+    assert len({one, two, *found}) == 4
+
+
 def test_scores_are_in_the_order_of_the_candidates() -> None:
     cost = control.LinkCost(control.crossing(steps=6), **SHORT)
     some = [(2, 3), (0, 11), (5, 1)]
@@ -133,6 +148,10 @@ def test_links_are_found_where_one_agent_needs_another() -> None:
 def test_bad_input_is_refused(problem: control.LoopProblem) -> None:
     with pytest.raises(SparsityError, match="one is"):
         control.with_links(problem, [(0, 12)])
+    with pytest.raises(OptionError, match="problem must be a LoopProblem, but got None"):
+        control.with_links(None, [])  # pyright: ignore
+    with pytest.raises(OptionError, match="problem must be a LoopProblem, but got None"):
+        control.LinkCost(None)  # pyright: ignore
     with pytest.raises(ShapeError, match="iterations must be"):
         control.LinkCost(problem, iterations=0)
     with pytest.raises(ShapeError, match="samples must be"):

@@ -266,6 +266,33 @@ def test_bad_problems_are_refused_in_a_sentence():
         control.crossing(horizon=0.0)
     with pytest.raises(ShapeError, match="agents must be a whole number >= 1"):
         control.crowd(0)
+    with pytest.raises(SparsityError, match="\"ring\" or pairs of agents, but got 'star'"):
+        control.crossing("star")
+
+
+@pytest.mark.parametrize("name", ["z", "xi"])
+@pytest.mark.parametrize("given", ["a", [[1.0], [1.0, 2.0]], None, 1j, object()])
+def test_starts_that_are_no_numbers_are_refused_in_a_sentence(name: str, given: object):
+    with pytest.raises(ShapeError, match=f"{name} must be"):
+        dataclasses.replace(small(), **{name: given})  # pyright: ignore
+
+
+@pytest.mark.parametrize("given", [0, 5, "x", lambda loop, y: y])
+def test_what_is_no_cost_is_refused_in_a_sentence(given: control.Cost):
+    for problem in (small, control.crossing, control.crowd):
+        with pytest.raises(OptionError, match="cost must be a Cost, but got"):
+            problem(cost=given)
+    with pytest.raises(OptionError, match="cost must be a Cost, but got None"):
+        small(cost=None)
+    with pytest.raises(OptionError, match="loop must be a ClosedLoop, but got None"):
+        dataclasses.replace(small(), loop=None)  # pyright: ignore
+
+
+def test_a_crowd_keeps_the_class_of_its_cost():
+    class Dearer(control.Cost):
+        pass
+
+    assert type(control.crowd(4, steps=2, cost=Dearer()).cost) is Dearer
 
 
 def test_bad_costs_are_refused_in_a_sentence():
@@ -277,6 +304,10 @@ def test_bad_costs_are_refused_in_a_sentence():
         control.Cost(distance=0)
     with pytest.raises(ShapeError, match="pairs must be pairs of agents, but one is 3"):
         control.Cost(pairs=[3])  # pyright: ignore
+    with pytest.raises(ShapeError, match="pairs must be pairs of agents, but got 5"):
+        control.Cost(pairs=5)  # pyright: ignore
+    with pytest.raises(OptionError, match="a cost is made of fields by name, but got 5"):
+        control.Cost.from_dict(5)  # pyright: ignore
     with pytest.raises(ShapeError, match=r"pairs must be pairs of two agents, but one is \(1, 1\)"):
         control.Cost(pairs=[(1, 1)])
     with pytest.raises(OptionError, match="a cost has no 'speed'"):

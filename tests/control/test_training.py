@@ -20,7 +20,7 @@ from hdnn import control
 from hdnn.control import costs, fused_cost
 from hdnn.control import training as trainings
 from hdnn.control.training import factor
-from hdnn.errors import CheckpointError, ShapeError, StepError, TrainingError
+from hdnn.errors import CheckpointError, OptionError, ShapeError, StepError, TrainingError
 
 KILLED = """
 import sys
@@ -275,6 +275,12 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path: Path):
         control.LoopTraining(problem, batch=0)
     with pytest.raises(StepError, match="rate must be finite and > 0"):
         control.LoopTraining(problem, rate=-0.1)
+    with pytest.raises(OptionError, match="problem must be a LoopProblem, but got None"):
+        control.LoopTraining(None)  # pyright: ignore
+    with pytest.raises(OptionError, match="progress must be True or False, but got 'x'"):
+        control.LoopTraining(problem).run("x")  # pyright: ignore
+    with pytest.raises(OptionError, match="callback must be a function, but got 'x'"):
+        control.LoopTraining(problem).run(callback="x")  # pyright: ignore
     with pytest.raises(CheckpointError, match="does not exist"):
         control.LoopTraining.resume(tmp_path)
     problem.save(tmp_path)

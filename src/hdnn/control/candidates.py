@@ -11,7 +11,7 @@ import torch
 
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
-from hdnn.control.problems import LoopProblem
+from hdnn.control.problems import LoopProblem, checked
 from hdnn.control.training import LoopTraining
 from hdnn.errors import int_from, positive_float, positive_int
 from hdnn.training import identity
@@ -32,6 +32,7 @@ def with_links(problem: LoopProblem, links: Any) -> LoopProblem:
 
     Raises:
         SparsityError: if the links are no links of these agents.
+        OptionError: if the problem is no `LoopProblem`.
 
     Examples:
         >>> from hdnn import control
@@ -39,7 +40,7 @@ def with_links(problem: LoopProblem, links: Any) -> LoopProblem:
         >>> problem.loop.controller
         Controller(12 agents, 100 steps, 4 states, 2 inputs, 2 links)
     """
-    loop, old = problem.loop, problem.loop.controller
+    loop, old = checked(problem).loop, problem.loop.controller
     with torch.random.fork_rng(devices=[]):
         new = Controller(
             *(old.agents, old.steps),
@@ -84,6 +85,7 @@ class LinkCost:
     Raises:
         ShapeError: if iterations, batch, seed or samples are no whole numbers in range.
         StepError: if the rate is not > 0.
+        OptionError: if the problem is no `LoopProblem`.
 
     Examples:
         >>> from hdnn import control, sparsity
@@ -106,7 +108,7 @@ class LinkCost:
         seed: int = 0,
         samples: int = 64,
     ) -> None:
-        self.problem = with_links(problem, problem.loop.controller.links)
+        self.problem = with_links(problem, checked(problem).loop.controller.links)
         self.options: dict[str, Any] = {
             "iterations": positive_int("iterations", iterations),
             "batch": positive_int("batch", batch),
@@ -120,8 +122,11 @@ class LinkCost:
         """A digest of all that decides the costs."""
         problem = self.problem
         numbers = [self.options, self.samples, problem.radius, problem.collision]
-        about = [*numbers, problem.loop.step, problem.loop.controller.links, repr(problem.cost)]
-        tensors = identity.digest([problem.z, problem.xi, *problem.loop.state_dict().values()])
+        loop = problem.loop
+        frozen = [name for name, weight in loop.named_parameters() if not weight.requires_grad]
+        about = [*numbers, loop.step, loop.controller.links, loop.plant.links, frozen]
+        about.append(repr(problem.cost))
+        tensors = identity.digest([problem.z, problem.xi, *loop.state_dict().values()])
         return hashlib.sha256(json.dumps([about, tensors]).encode()).hexdigest()[:16]
 
     def trained(self, links: Any) -> LoopProblem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -91,6 +91,8 @@ class Cost:
         object.__setattr__(self, "distance", positive_float("distance", self.distance))
         object.__setattr__(self, "dimensions", int_from(1, "dimensions", self.dimensions))
         if self.pairs is not None:
+            if not isinstance(self.pairs, Iterable):
+                raise ShapeError(f"pairs must be pairs of agents, but got {quoted(self.pairs)}.")
             object.__setattr__(self, "pairs", tuple(_pair(pair) for pair in self.pairs))
 
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
@@ -152,7 +154,9 @@ class Cost:
         Raises:
             OptionError: if a name is not known, or a value is out of range.
         """
-        unknown = sorted({*given} - {each.name for each in fields(cls)})
+        if not isinstance(given, Mapping):
+            raise OptionError(f"a cost is made of fields by name, but got {quoted(given)}.")
+        unknown = sorted({*given} - {each.name for each in fields(cls)}, key=str)
         if unknown:
             raise OptionError(f"a cost has no {quoted(unknown[0])}.")
         return cls(**given)

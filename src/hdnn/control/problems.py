@@ -51,8 +51,8 @@ class LoopProblem:
         collision: the distance below which two agents collide; 0 if they cannot.
 
     Raises:
-        ShapeError: if z, xi or the pairs of the cost do not fit the loop, or are not finite.
-        OptionError: if radius or collision is negative.
+        ShapeError: if z, xi or the pairs of the cost do not fit the loop, or are no finite numbers.
+        OptionError: if radius or collision is negative, or the loop or the cost is none.
         DataError: if agents start in a collision.
 
     Examples:
@@ -76,6 +76,10 @@ class LoopProblem:
     collision: float = 0.5
 
     def __post_init__(self) -> None:
+        if not isinstance(self.loop, ClosedLoop):
+            raise OptionError(f"loop must be a ClosedLoop, but got {quoted(self.loop)}.")
+        if not isinstance(self.cost, Cost):
+            raise OptionError(f"cost must be a Cost, but got {quoted(self.cost)}.")
         N, p, c = self.loop.plant.agents, self.loop.plant.states, self.loop.controller.states
         self.z = _finite("z", self.z)
         if self.z.shape != (N, p):
@@ -230,6 +234,13 @@ class LoopProblem:
         return path / NAME
 
 
+def checked(problem: object) -> LoopProblem:
+    """The problem, or an error that says what was given instead."""
+    if not isinstance(problem, LoopProblem):
+        raise OptionError(f"problem must be a LoopProblem, but got {quoted(problem)}.")
+    return problem
+
+
 def load_problem(folder: str | os.PathLike[str]) -> LoopProblem:
     """The problem that `LoopProblem.save` or a training wrote to a folder.
 
@@ -301,7 +312,13 @@ def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> LoopProblem:
 
 
 def _finite(name: str, given: Any) -> Tensor:
-    found = torch.as_tensor(given).detach().double()
+    try:
+        found = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ShapeError(f"{name} must be numbers, in rows of one length.") from None
+    if found.is_complex():
+        raise ShapeError(f"{name} must be real numbers.")
+    found = found.double()
     if not bool(torch.isfinite(found).all()):
         raise ShapeError(f"{name} has NaN or infinite entries.")
     return found.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from hdnn.control.loop import ClosedLoop
 from hdnn.control.objective import Cost
 from hdnn.control.plants import robots
 from hdnn.control.problems import LoopProblem
-from hdnn.errors import int_from, positive_float, positive_int
+from hdnn.errors import (
+    OptionError,
+    SparsityError,
+    int_from,
+    positive_float,
+    positive_int,
+    quoted,
+)
 
 SPACING = 2.0  # between the places of a crowd
 JITTER = 0.2  # how far places of a crowd lie off the grid, in each coordinate
@@ -53,6 +61,7 @@ def crossing(
         SparsityError: if the links are no links of twelve agents.
         ShapeError: if seed or steps are no whole numbers in range.
         StepError: if the horizon is not > 0.
+        OptionError: if the cost is none, or the engine is not known.
 
     Examples:
         >>> from hdnn import control
@@ -64,10 +73,14 @@ def crossing(
     z = torch.zeros(12, 4, dtype=torch.float64)
     z[:6, 0], z[6:, 0], z[:, 1] = -3, 3, torch.cat([rows, rows])
     z[:, 3] = 0.5 * z[:, 1].sign()
-    if isinstance(links, str) and links == "ring":
+    if isinstance(links, str):
+        if links != "ring":
+            raise SparsityError(
+                f'links of the crossing are "ring" or pairs of agents, but got {quoted(links)}.'
+            )
         links = ring(z)
     time = positive_int("steps", steps), positive_float("horizon", horizon)
-    return _changing_places(z, -z[:, :2], links, seed, *time, cost or Cost(), engine)
+    return _changing_places(z, -z[:, :2], links, seed, *time, _cost(cost), engine)
 
 
 def ring(z: Tensor) -> list[tuple[int, int]]:
@@ -105,6 +118,7 @@ def crowd(
     Raises:
         ShapeError: if agents, seed or steps are no whole numbers in range.
         StepError: if the horizon is not > 0.
+        OptionError: if the cost is none, or the engine is not known.
 
     Examples:
         >>> from hdnn import control
@@ -124,8 +138,7 @@ def crowd(
         if i in free and k in free:
             target[i], target[k] = q[k], q[i]
             free -= {i, k}
-    given = cost or Cost()
-    known = Cost.from_dict({**given.to_dict(), "pairs": coloured(pairs)})
+    known = replace(_cost(cost), pairs=coloured(pairs))
     time = positive_int("steps", steps), positive_float("horizon", horizon)
     z = torch.cat([q, torch.zeros_like(q)], 1)
     return _changing_places(z, target, pairs, seed, *time, known, engine)
@@ -173,6 +186,13 @@ def _sideways(z: Tensor, target: Tensor, times: Tensor) -> Tensor:
     across = torch.stack([-y, x], 1) / 3
     push = torch.where(times < SWIRL, -2 * torch.cos(math.pi * times / 6), 0.0)
     return push.view(-1, 1, 1) * across
+
+
+def _cost(given: Cost | None) -> Cost:
+    found = Cost() if given is None else given
+    if not isinstance(found, Cost):
+        raise OptionError(f"cost must be a Cost, but got {quoted(given)}.")
+    return found
 
 
 def _generator(seed: int) -> torch.Generator:

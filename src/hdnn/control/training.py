@@ -21,8 +21,17 @@ from hdnn.control.certificate import LoopCertificate
 from hdnn.control.fused_cost import Priced
 from hdnn.control.links import Edges
 from hdnn.control.objective import WEIGHTS, Cost
-from hdnn.control.problems import LoopProblem, load_problem
-from hdnn.errors import CheckpointError, TrainingError, flag, int_from, positive_float, positive_int
+from hdnn.control.problems import LoopProblem, checked, load_problem
+from hdnn.errors import (
+    CheckpointError,
+    OptionError,
+    TrainingError,
+    flag,
+    int_from,
+    positive_float,
+    positive_int,
+    quoted,
+)
 from hdnn.training import checkpoint, identity
 from hdnn.training.interrupt import DeferredInterrupt
 from hdnn.training.schedule import cosine
@@ -65,6 +74,7 @@ class LoopTraining:
         StepError: if the rate is not > 0.
         CheckpointError: if the folder cannot be used, holds a training and is not to be resumed, or
             holds another one.
+        OptionError: if the problem is no `LoopProblem`.
 
     Examples:
         >>> from hdnn import control
@@ -88,7 +98,7 @@ class LoopTraining:
         folder: str | os.PathLike[str] | None = None,
         resume: bool = False,
     ) -> None:
-        self.problem, self.loop = problem, problem.loop
+        self.problem, self.loop = checked(problem), problem.loop
         self.iterations = positive_int("iterations", iterations)
         self.batch, self.seed = positive_int("batch", batch), int_from(0, "seed", seed)
         self.rate = positive_float("rate", rate)
@@ -172,9 +182,13 @@ class LoopTraining:
             TrainingError: if the cost is not finite.
             ConvergenceError: if a step of the loop has no solution.
             CheckpointError: if the training in the folder has gone further than this object.
+            OptionError: if progress is not True or False, or the callback cannot be called.
         """
         last = self.iterations if until is None else int_from(0, "until", until)
-        line, start, saved = ProgressLine(progress), time.perf_counter(), time.monotonic()
+        if callback is not None and not callable(callback):
+            raise OptionError(f"callback must be a function, but got {quoted(callback)}.")
+        line = ProgressLine(flag("progress", progress))
+        start, saved = time.perf_counter(), time.monotonic()
         spent = self.seconds
         try:
             with checkpoint.locked(self.folder), DeferredInterrupt(0.0) as interrupt:
