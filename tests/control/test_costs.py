@@ -200,3 +200,53 @@ def test_log_cosh_is_right_to_its_last_digits_and_in_two_derivatives():
     assert torch.allclose(bend, 1 - x.tanh().square(), rtol=1e-14, atol=1e-15)
     some = torch.tensor([-2.0, -0.5, 0.0, 0.7, 3.0]).double().requires_grad_()
     assert torch.autograd.gradgradcheck(log_cosh, some)
+
+
+def test_agents_whose_distance_is_nan_collide():
+    y = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).expand(2, 3, 2, 2).clone()
+    y[1, 1, 0, 0] = torch.nan
+    assert costs.collisions(y).tolist() == [False, True, False]
+    assert bool(costs.barrier(y, step=0.1).isnan())
+    with pytest.raises(DataError, match="agents 0 and 1 start where their distance is NaN"):
+        costs.check_apart(y[1])
+
+
+def test_positions_and_pairs_that_are_not_there_are_refused():
+    y = torch.zeros(2, 1, 3, 4)
+    for dimensions in (0, -1, 2.0, None):
+        with pytest.raises(ShapeError, match="dimensions must be a whole number >= 1"):
+            costs.collisions(y, dimensions=dimensions)  # pyright: ignore[reportArgumentType]
+    for cost in (costs.collisions, costs.check_apart):
+        with pytest.raises(ShapeError, match="an agent has 4 states here, so that 99 of them"):
+            cost(y, dimensions=99)
+    for pairs in (
+        [(0, 3)],
+        [(-1, 0)],
+        [(0, 0)],
+        [(0, 1, 2)],
+        [(0, 1), 2],
+        5,
+        [(0.5, 1.0)],
+        [(0, 10**30)],
+    ):
+        for cost in (costs.collisions, lambda y, **more: costs.barrier(y, step=0.1, **more)):
+            with pytest.raises(ShapeError, match=r"two of the agents 0 \.\. 2, but got"):
+                cost(y, pairs=pairs)  # pyright: ignore[reportArgumentType]
+    assert costs.collisions(y, pairs=[]).tolist() == [False]
+    assert costs.collisions(y, pairs=[[2, 0]]).tolist() == [True]  # pyright: ignore[reportArgumentType]
+    for states in (torch.zeros(4), [[0.0]]):
+        with pytest.raises(ShapeError, match=r"trajectory must be a tensor \(steps \+ 1, \*batch"):
+            costs.collisions(states)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match=r"trajectory must be a tensor \(steps \+ 1, \*batch"):
+            costs.barrier(states, step=0.1)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match=r"states must be a tensor \(\*batch, N, n\)"):
+            costs.check_apart(states)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match=r"inputs must be a tensor \(steps, \*batch, N, m\)"):
+            costs.effort(states, step=0.1)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match="trajectory must be a tensor"):
+            costs.tracking(states, torch.zeros(3, 2), step=0.1)  # pyright: ignore[reportArgumentType]
+    for k in (0, 5):
+        with pytest.raises(ShapeError, match=r"for the first k of its 4 states, but are \(3,"):
+            costs.tracking(y, torch.zeros(3, k), step=0.1)
+    with pytest.raises(ShapeError, match=r"targets must be a tensor \(3, k\)"):
+        costs.tracking(y, None, step=0.1)  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +47,8 @@ def tracking(
         The mean over all samples.
 
     Raises:
-        ShapeError: if there is not a target for each agent, or the horizon is not >= 1.
+        ShapeError: if there is not a target for each agent, or one of more states than it has, or
+            the horizon is not >= 1.
         StepError: if the step is not > 0.
         OptionError: if the discount is out of range.
 
@@ -56,11 +59,14 @@ def tracking(
         tensor(6.)
     """
     h, rate = positive_float("step", step), as_float(discount)
+    _check("trajectory", trajectory, 3, "(steps + 1, *batch, N, n)")
     if rate is None or not 0 < rate <= 1:
         raise OptionError(f"discount must be above 0 and at most 1, but got {quoted(discount)}.")
-    if targets.ndim != 2 or len(targets) != trajectory.shape[-2]:
+    N, n = trajectory.shape[-2:]
+    _check("targets", targets, 2, f"({N}, k)")
+    if targets.ndim != 2 or len(targets) != N or not 1 <= targets.shape[1] <= n:
         raise ShapeError(
-            f"targets must be ({trajectory.shape[-2]}, k), a row an agent, but are "
+            f"targets must be ({N}, k), a row an agent, for the first k of its {n} states, but are "
             f"{tuple(targets.shape)}."
         )
     apart = trajectory[..., : targets.shape[1]] - targets.to(trajectory)
@@ -81,6 +87,7 @@ def effort(inputs: Tensor, *, step: float) -> Tensor:
         The mean over all samples.
 
     Raises:
+        ShapeError: if the inputs have fewer dimensions.
         StepError: if the step is not > 0.
 
     Examples:
@@ -89,6 +96,7 @@ def effort(inputs: Tensor, *, step: float) -> Tensor:
         >>> control.costs.effort(torch.ones(10, 5, 2, 2), step=0.5)
         tensor(20.)
     """
+    _check("inputs", inputs, 3, "(steps, *batch, N, m)")
     squares = inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1)
     return positive_float("step", step) * squares.sum()
 
@@ -116,6 +124,8 @@ def barrier(
         The mean over all samples.
 
     Raises:
+        ShapeError: if an agent has fewer states than its position, or a pair does not name two of
+            the agents.
         StepError: if the step or the distance is not > 0.
 
     Examples:
@@ -126,8 +136,9 @@ def barrier(
         tensor(88.8724)
     """
     h, far = positive_float("step", step), positive_float("distance", distance) ** 2
+    _check("trajectory", trajectory, 3, "(steps + 1, *batch, N, n)")
     q, (i, k) = _positions(trajectory, dimensions), _ends(trajectory, pairs)
-    pair, at = (_squares(q.detach(), i, k) < far).nonzero().T  # most are far from each other
+    pair, at = _nearer(_squares(q.detach(), i, k), far).nonzero().T  # most are far from each other
     squares = (q[:, i[pair], at] - q[:, k[pair], at]).square().sum(0)
     price = (1 / (squares + 1e-3) - 1 / (far + 1e-3)).sum()
     return h * price / max(1, q.shape[2] // len(trajectory))
@@ -185,9 +196,11 @@ def collisions(
         pairs: which agents to compare; by default all.
 
     Returns:
-        True for each sample with a collision, `(*batch,)`.
+        True for each sample with a collision, `(*batch,)`; agents whose distance is NaN collide.
 
     Raises:
+        ShapeError: if an agent has fewer states than its position, or a pair does not name two of
+            the agents.
         StepError: if the distance is not > 0.
 
     Examples:
@@ -198,7 +211,8 @@ def collisions(
         (tensor([False]), tensor([True]))
     """
     far = positive_float("distance", distance) ** 2
-    return (between(trajectory, dimensions, pairs) < far).any(-1).any(0)
+    _check("trajectory", trajectory, 3, "(steps + 1, *batch, N, n)")
+    return _nearer(between(trajectory, dimensions, pairs), far).any(-1).any(0)
 
 
 def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> None:
@@ -210,7 +224,8 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
         dimensions: how many of the first states are the position.
 
     Raises:
-        DataError: if two agents of a sample are closer; it names them.
+        DataError: if two agents of a sample are closer, or where they are is NaN; it names them.
+        ShapeError: if an agent has fewer states than its position.
         StepError: if the distance is not > 0.
 
     Examples:
@@ -222,10 +237,12 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
     """
     far = positive_float("distance", distance) ** 2
     squares = between(y, dimensions, None)
-    near = (squares < far).nonzero()
+    near = _nearer(squares, far).nonzero()
     if len(near):
         i, k = torch.triu_indices(y.shape[-2], y.shape[-2], 1)[:, near[0, -1]].tolist()
         found = float(squares[tuple(near[0])]) ** 0.5
+        if found != found:
+            raise DataError(f"agents {i} and {k} start where their distance is NaN.")
         raise DataError(
             f"agents {i} and {k} start in a collision: they are {found:.3g} apart, and {distance} "
             "is needed."
@@ -238,16 +255,50 @@ def between(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
     return found.T.reshape(*y.shape[:-2], len(found))
 
 
+def _nearer(squares: Tensor, far: float) -> Tensor:
+    """Which squared distances are below a bound; NaN is."""
+    return ~(squares >= far)
+
+
+def _check(name: str, given: Any, least: int, shape: str) -> None:
+    if not isinstance(given, Tensor) or given.ndim < least:
+        shown = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ShapeError(f"{name} must be a tensor {shape}, but is {shown}.")
+
+
 def _positions(y: Tensor, dimensions: int) -> Tensor:
     """Coordinates first and samples last, so that what belongs to an agent lies side by side."""
-    return y[..., :dimensions].reshape(-1, y.shape[-2], dimensions).permute(2, 1, 0).contiguous()
+    _check("states", y, 2, "(*batch, N, n)")
+    d = int_from(1, "dimensions", dimensions)
+    if d > y.shape[-1]:
+        raise ShapeError(
+            f"an agent has {y.shape[-1]} states here, so that {d} of them are no position."
+        )
+    samples = y.shape[:-2].numel()
+    return y[..., :d].reshape(samples, y.shape[-2], d).permute(2, 1, 0).contiguous()
 
 
 def _ends(y: Tensor, pairs: Pairs | None) -> Tensor:
     """The first and the second agent of each pair."""
+    N = y.shape[-2]
     if pairs is None:
-        return torch.triu_indices(y.shape[-2], y.shape[-2], 1, device=y.device)
-    return torch.tensor([*pairs], device=y.device, dtype=torch.long).reshape(-1, 2).T
+        return torch.triu_indices(N, N, 1, device=y.device)
+    try:
+        given = pairs if isinstance(pairs, Tensor | np.ndarray) else [*pairs]
+        ends = torch.as_tensor(given, device=y.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of other lengths, or no numbers
+        ends = y.new_zeros(1)
+    if not ends.numel():
+        return ends.new_zeros(2, 0, dtype=torch.long)
+    known = ends.ndim == 2 and ends.shape[1] == 2
+    known = known and not (ends.is_floating_point() or ends.is_complex())
+    known = known and int(ends.amin()) >= 0 and int(ends.amax()) < N
+    if not known or bool((ends[:, 0] == ends[:, 1]).any()):
+        raise ShapeError(
+            f"pairs must be pairs (i, k) of two of the agents 0 .. {N - 1}, but got "
+            f"{quoted(pairs)}."
+        )
+    return ends.long().T
 
 
 def _squares(q: Tensor, i: Tensor, k: Tensor) -> Tensor:
