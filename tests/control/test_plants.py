@@ -9,7 +9,7 @@ import torch
 import hdnn
 from hdnn import control
 from hdnn.control.links import coloured
-from hdnn.errors import InterconnectionError, ShapeError, SparsityError, StepError
+from hdnn.errors import InterconnectionError, OptionError, ShapeError, SparsityError, StepError
 
 
 def field(plant: control.Plant, z: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_bad_plants_are_refused_in_a_sentence():
         control.robots(torch.zeros(3))
     with pytest.raises(StepError, match="mass must be finite and > 0"):
         control.robots(torch.zeros(3, 2), mass=0.0)
-    with pytest.raises(InterconnectionError, match="R must be positive semidefinite"):
+    with pytest.raises(InterconnectionError, match="damping must be >= 0, for it takes"):
         control.robots(torch.zeros(3, 2), damping=-0.1)
     with pytest.raises(SparsityError, match=r"pairs of two of the agents 0 \.\. 1, but one is"):
         control.oscillators([(0, 1), (1, 1)])
@@ -163,3 +163,59 @@ def test_a_controller_starts_with_the_same_weights_in_all_steps_and_tells_its_si
     sizes = controller.agents, controller.steps, controller.states, controller.inputs
     assert sizes == (3, 5, 4, 2)
     assert repr(controller) == "Controller(3 agents, 5 steps, 4 states, 2 inputs, 1 link)"
+
+
+def test_matrices_are_measured_by_their_own_size_and_are_finite():
+    one, none, g = torch.eye(2)[None].double(), torch.zeros(1, 2, 2), torch.ones(1, 2, 1)
+    with pytest.raises(InterconnectionError, match="R must be positive semidefinite"):
+        control.Plant(1e8 * one, none, -9e-13 * one, g)
+    with pytest.raises(InterconnectionError, match="J must be skew-symmetric"):
+        control.Plant(one, 1e-13 * one, none, g)
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(InterconnectionError, match="J has NaN or infinite entries"):
+            control.Controller(1, 2, J=torch.full((4, 4), value))
+
+
+def test_plants_take_links_as_controllers_do():
+    A, C = torch.eye(2).expand(2, 2, 2), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+    none, g = torch.zeros(2, 2, 2), torch.ones(2, 2, 1)
+    for links in (
+        [[0, 1]],
+        ((0, 1),),
+        [np.array([0, 1])],
+        [torch.tensor([0, 1])],
+        torch.ones(2, 2),
+    ):
+        plant = control.Plant(A, none, none, g, links=links, couplings=C)  # pyright: ignore
+        assert plant.links == ((0, 1),)
+        assert torch.equal(plant.couplings, C.double())
+    assert control.oscillators(np.ones((3, 3))).agents == 3  # pyright: ignore
+    for links in (None, 5, [5], "01", [(0, 1, 2)]):
+        with pytest.raises(SparsityError, match="links must be pairs"):
+            control.Plant(A, none, none, g, links=links, couplings=C)  # pyright: ignore
+        for make in (control.oscillators, control.microgrid):
+            with pytest.raises(SparsityError, match="links must be pairs"):
+                make(links)  # pyright: ignore
+    with pytest.raises(ShapeError, match="too many agents"):
+        control.oscillators([(0, 10**12)])
+
+
+@pytest.mark.parametrize("value", ["x", None, 10**400, torch.tensor(0.1), float("nan")])
+def test_losses_are_finite_numbers(value):
+    with pytest.raises(StepError, match="damping must be a finite number >= 0"):
+        control.robots(torch.zeros(1, 2), damping=value)
+    with pytest.raises(StepError, match="damping must be a finite number >= 0"):
+        control.oscillators([(0, 1)], damping=value)
+    with pytest.raises(StepError, match="resistance must be a finite number >= 0"):
+        control.microgrid([(0, 1)], resistance=value)
+
+
+def test_controllers_refuse_other_numbers_and_sizes():
+    for given in ("x", None, [[1.0], [1.0, 2.0]], torch.ones(4, dtype=torch.complex64)):
+        with pytest.raises(ShapeError, match=r"dissipation must be a number, \(4,\) or \(2, 4\)"):
+            control.Controller(2, 3, dissipation=given)
+    for dtype in (torch.int64, "float64", torch.complex128, torch.float16, None):
+        with pytest.raises(OptionError, match=r"dtype must be torch.float32 or torch.float64"):
+            control.Controller(2, 3, dtype=dtype)  # pyright: ignore
+    with pytest.raises(ShapeError, match="too many weights"):
+        control.Controller(10**9, 10**9)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.control.links import Edges, edges
-from hdnn.control.plants import check_skew, counted
-from hdnn.errors import InterconnectionError, ShapeError, positive_int
+from hdnn.control.plants import check_size, check_skew, counted
+from hdnn.errors import InterconnectionError, OptionError, ShapeError, positive_int, quoted
 
 
 class Controller(nn.Module):
@@ -29,11 +29,12 @@ class Controller(nn.Module):
             `hdnn.Sparsity`; by default nobody.
         J: skew-symmetric, `(c, c)`; by default positions and momenta, which needs an even c.
         dissipation: the diagonal of R, >= 0: a number, `(c,)` or `(N, c)`.
-        dtype: of the parameters.
+        dtype: of the parameters, float32 or float64.
 
     Raises:
         ShapeError: if a size is no whole number >= 1, or J or the dissipation has another shape.
-        InterconnectionError: if J is not skew-symmetric, or the dissipation is negative.
+        InterconnectionError: if J is not finite or skew-symmetric, or the dissipation is negative.
+        OptionError: if the dtype is another one.
         SparsityError: if the links are no links of these agents.
 
     Examples:
@@ -60,6 +61,12 @@ class Controller(nn.Module):
         super().__init__()
         N, T = positive_int("agents", agents), positive_int("steps", steps)
         c, m = positive_int("states", states), positive_int("inputs", inputs)
+        if dtype not in (torch.float32, torch.float64):
+            raise OptionError(
+                f"dtype must be torch.float32 or torch.float64, but got {quoted(dtype)}."
+            )
+        check_size("weights", T, N, c, c)
+        check_size("inputs", N, c, m)
         self.links: Edges = edges(links, N)
         self.register_buffer("J", _canonical(c) if J is None else _square(J, c))
         check_skew("J", self.J)
@@ -127,18 +134,24 @@ def _canonical(c: int) -> Tensor:
 
 
 def _square(J: Tensor, c: int) -> Tensor:
-    if not isinstance(J, Tensor) or J.shape != (c, c):
+    if not isinstance(J, Tensor) or J.shape != (c, c) or J.is_complex():
         shown = tuple(J.shape) if isinstance(J, Tensor) else type(J).__name__
+        shown = "complex" if isinstance(J, Tensor) and J.is_complex() else shown
         raise ShapeError(f"J must be ({c}, {c}), but is {shown}.")
     return J.detach().double()
 
 
 def _diagonal(given: Any, N: int, c: int) -> Tensor:
-    R = torch.as_tensor(given, dtype=torch.float64).detach()
+    wanted = f"dissipation must be a number, ({c},) or ({N}, {c}), but is"
+    try:
+        R = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ShapeError(f"{wanted} {quoted(given)}.") from error
+    if R.is_complex():
+        raise ShapeError(f"{wanted} complex.")
+    R = R.double() if isinstance(given, Tensor) else torch.as_tensor(given, dtype=torch.float64)
     if R.shape not in ((), (c,), (N, c)):
-        raise ShapeError(
-            f"dissipation must be a number, ({c},) or ({N}, {c}), but is {tuple(R.shape)}."
-        )
+        raise ShapeError(f"{wanted} {tuple(R.shape)}.")
     if not bool((torch.isfinite(R) & (R >= 0)).all()):
         raise InterconnectionError("dissipation must be finite and >= 0 in every entry.")
     return R.expand(N, c).clone()

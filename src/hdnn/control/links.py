@@ -17,27 +17,33 @@ Edges = tuple[tuple[int, int], ...]
 
 def edges(links: Any, agents: int) -> Edges:
     """Pairs (i, k), i < k, of a list of pairs, a symmetric 0-1 matrix or a `hdnn.Sparsity`."""
+    return coloured({(min(pair), max(pair)) for pair in pairs_of(links, agents)})
+
+
+def pairs_of(links: Any, agents: int) -> list[tuple[int, int]]:
+    """The same in the order, and from the ends, that they are given; a matrix row by row."""
     if links is None:
-        return ()
+        return []
     if isinstance(links, Sparsity):
         links = links.R if links.S is None else links.S
     if isinstance(links, Tensor | np.ndarray):
         return _of_pattern(links, agents)
     given = list(links) if isinstance(links, Iterable) else [links]
-    pairs = set()
+    pairs: list[tuple[int, int]] = []
     for shown in given:
-        pair: list[Any] = list(shown) if isinstance(shown, Iterable) else []
+        listed = shown.tolist() if isinstance(shown, Tensor | np.ndarray) else shown
+        pair: list[Any] = list(listed) if isinstance(listed, Iterable) else []
         known = [int(i) for i in pair if isinstance(i, Integral) and 0 <= int(i) < agents]
         if len(pair) != 2 or len(set(known)) != 2:
             raise SparsityError(
                 f"links must be pairs of two of the agents 0 .. {agents - 1}, "
                 f"but one is {quoted(shown)}."
             )
-        pairs.add((min(known), max(known)))
-    return coloured(pairs)
+        pairs.append((known[0], known[1]))
+    return pairs
 
 
-def _of_pattern(links: Any, agents: int) -> Edges:
+def _of_pattern(links: Any, agents: int) -> list[tuple[int, int]]:
     pattern = binary("links", links)
     if pattern.shape != (agents, agents):
         raise SparsityError(
@@ -45,7 +51,7 @@ def _of_pattern(links: Any, agents: int) -> Edges:
         )
     if not bool((pattern == pattern.mT).all()):
         raise SparsityError("links must be symmetric: neighbours move each other; use S | S.T.")
-    return coloured((i, k) for i, k in pattern.triu(1).nonzero().tolist())
+    return [(i, k) for i, k in pattern.triu(1).nonzero().tolist()]
 
 
 def coloured(pairs: Iterable[tuple[int, int]]) -> Edges:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdnn.control.links import Edges, edges
+from hdnn.control.links import Edges, edges, pairs_of
 from hdnn.errors import (
     InterconnectionError,
     ShapeError,
     SparsityError,
+    StepError,
+    as_float,
     positive_float,
     positive_int,
+    quoted,
 )
+from hdnn.sparsity import Sparsity
 
 SKEW = 1e-12  # how far from skew or semidefinite a given matrix may be, relative to its entries
+LARGEST = 2**30  # numbers in a tensor of a plant or a controller: 8 GiB in float64
 
 
 class Plant(nn.Module):
@@ -88,18 +96,19 @@ class Plant(nn.Module):
             raise ShapeError(f"a must be {(N, r)} like A, but is {tuple(offsets.shape)}.")
         check_skew("J", J)
         check_semidefinite("R", R)
-        known = edges(list(links), N)
-        if len(known) != len(links):
+        named = pairs_of(_given(links), N)
+        known = edges(named, N)
+        if len(known) != len(named):
             raise SparsityError("links must name each pair of agents once.")
         C = A.new_zeros(0, p, p) if couplings is None else _finite("couplings", couplings)
-        if C.shape != (len(links), p, p):
+        if C.shape != (len(named), p, p):
             raise ShapeError(
-                f"couplings must be {(len(links), p, p)}, a matrix a link, but are "
+                f"couplings must be {(len(named), p, p)}, a matrix a link, but are "
                 f"{tuple(C.shape)}."
             )
         self.links: Edges = known
-        given = {pair: C[e] for e, pair in enumerate(links)}
-        given |= {(k, i): -C[e].mT for e, (i, k) in enumerate(links)}  # as the other end has it
+        given = {pair: C[e] for e, pair in enumerate(named)}
+        given |= {(k, i): -C[e].mT for e, (i, k) in enumerate(named)}  # as the other end has it
         C = torch.stack([given[pair] for pair in known]) if known else C
         for name, t in (("A", A), ("a", offsets), ("J", J), ("R", R), ("g", g)):
             self.register_buffer(name, t)
@@ -153,7 +162,7 @@ def robots(
 
     Raises:
         ShapeError: if targets are not `(N, d)` or not finite.
-        StepError: if mass or spring is not > 0.
+        StepError: if mass or spring is not > 0, or the damping is no finite number.
         InterconnectionError: if the damping is negative.
 
     Examples:
@@ -170,7 +179,7 @@ def robots(
     one, none = torch.eye(d, dtype=targets.dtype), torch.zeros(d, d, dtype=targets.dtype)
     A = torch.block_diag(stiff * one, inertia * one)
     J = torch.cat([torch.cat([none, one], 1), torch.cat([-one, none], 1)])
-    R, g = torch.block_diag(none, damping * one), torch.cat([none, one])
+    R, g = torch.block_diag(none, _loss("damping", damping) * one), torch.cat([none, one])
     a = torch.cat([-stiff * targets, torch.zeros_like(targets)], 1)
     return Plant(*(t.expand(N, *t.shape).clone() for t in (A, J, R, g)), a=a)
 
@@ -203,7 +212,8 @@ def oscillators(
 
     Raises:
         SparsityError: if the links are no pairs of agents.
-        StepError: if mass, spring or coupling is not > 0.
+        ShapeError: if the links name more agents than a plant can have.
+        StepError: if mass, spring or coupling is not > 0, or the damping is no finite number.
         InterconnectionError: if the damping is negative.
 
     Examples:
@@ -217,7 +227,7 @@ def oscillators(
     A[:, 0, 0] = positive_float("spring", spring) ** 0.5
     A[:, 1, 1] = positive_float("mass", mass) ** -0.5
     J, R, g = torch.zeros_like(A), torch.zeros_like(A), A.new_zeros(N, p, 1)
-    J[:, 0, 1], J[:, 1, 0], R[:, 1, 1], g[:, 1, 0] = 1, -1, damping, 1
+    J[:, 0, 1], J[:, 1, 0], R[:, 1, 1], g[:, 1, 0] = 1, -1, _loss("damping", damping), 1
     C, stiff = A.new_zeros(len(slots), p, p), positive_float("coupling", coupling) ** 0.5
     for e, ((i, _), slot) in enumerate(slots.items()):
         A[i, slot, slot], J[i, slot, 1], J[i, 1, slot], C[e, slot, 1] = stiff, 1, -1, -1
@@ -252,7 +262,9 @@ def microgrid(
 
     Raises:
         SparsityError: if the links are no pairs of agents.
-        StepError: if capacitance, inductance or load is not > 0.
+        ShapeError: if the links name more agents than a plant can have.
+        StepError: if capacitance, inductance or load is not > 0, or the resistance is no finite
+            number.
         InterconnectionError: if the resistance is negative.
 
     Examples:
@@ -267,8 +279,9 @@ def microgrid(
     J, R, g = torch.zeros_like(A), torch.zeros_like(A), A.new_zeros(N, p, 1)
     R[:, 0, 0], g[:, 0, 0] = 1 / positive_float("load", load), 1
     C, inertia = A.new_zeros(len(slots), p, p), positive_float("inductance", inductance) ** -0.5
+    heat = _loss("resistance", resistance)
     for e, ((i, _), slot) in enumerate(slots.items()):
-        A[i, slot, slot], R[i, slot, slot] = inertia, resistance
+        A[i, slot, slot], R[i, slot, slot] = inertia, heat
         J[i, slot, 0], J[i, 0, slot], C[e, slot, 0] = 1, -1, -1
     return Plant(A, J, R, g, links=[*slots], couplings=C)
 
@@ -277,36 +290,80 @@ def _owned(
     links: Sequence[tuple[int, int]], agents: int | None, first: int = 2
 ) -> tuple[tuple[int, int], dict[tuple[int, int], int]]:
     """How many agents of how many states; and which state of its first agent each link is."""
-    named = (int(i) for pair in links for i in pair if isinstance(i, Integral))
+    given: Any = _given(links)
+    if isinstance(given, Sparsity):
+        given = given.R if given.S is None else given.S
+    if isinstance(given, Tensor | np.ndarray):
+        named = [given.shape[0] - 1] if given.ndim else [0]
+    else:
+        given = [*given] if isinstance(given, Iterable) else [given]
+        ends = (pair for pair in given if isinstance(pair, Iterable))
+        named = [int(i) for pair in ends for i in pair if isinstance(i, Integral)]
     N = max(named, default=0) + 1 if agents is None else positive_int("agents", agents)
-    counts, slots = [first] * N, {}
-    for i, k in edges(list(links), N):
-        slots[i, k] = counts[i]
+    check_size("agents", N, first, first)
+    counts, slots = Counter[int](), {}
+    for i, k in edges(given, N):
+        slots[i, k] = first + counts[i]
         counts[i] += 1
-    return (N, max(counts)), slots
+    p = first + max(counts.values(), default=0)
+    check_size("agents with so many links", N, p, p)
+    return (N, p), slots
+
+
+def _given(links: Any) -> Any:
+    if links is None:
+        raise SparsityError("links must be pairs of agents, but got None; for no links give ().")
+    return links
+
+
+def _loss(name: str, value: object) -> float:
+    """Return `value` as a number >= 0: what takes energy away."""
+    number = as_float(value)
+    if number is None or not math.isfinite(number):
+        raise StepError(f"{name} must be a finite number >= 0, but got {quoted(value)}.")
+    if number < 0:
+        raise InterconnectionError(
+            f"{name} must be >= 0, for it takes energy away, but got {quoted(value)}."
+        )
+    return number
+
+
+def check_size(what: str, *shape: int) -> None:
+    """Raise if a tensor of that shape is too large to work with."""
+    if math.prod(shape) > LARGEST:
+        raise ShapeError(
+            f"there are too many {what}: a tensor {shape} has more than {LARGEST} numbers."
+        )
 
 
 def check_skew(name: str, J: Tensor) -> None:
     """Raise unless all matrices `(..., n, n)` are skew-symmetric to rounding."""
-    defect = float((J + J.mT).abs().amax()) if J.numel() else 0.0
-    if defect > SKEW * max(1.0, float(J.abs().amax())):
+    _check_finite(name, J)
+    defects, sizes = (t.abs().amax((-2, -1)) for t in (J + J.mT, J))
+    if bool((defects > SKEW * sizes).any()):
         raise InterconnectionError(
             f"{name} must be skew-symmetric ({name} = -{name}^T), but {name} + {name}^T has an "
-            f"entry of {defect:.3g}; use ({name} - {name}^T) / 2."
+            f"entry of {float(defects.amax()):.3g}; use ({name} - {name}^T) / 2."
         )
 
 
 def check_semidefinite(name: str, R: Tensor) -> None:
     """Raise unless all matrices `(..., n, n)` are symmetric and positive semidefinite."""
-    scale = max(1.0, float(R.abs().amax())) if R.numel() else 1.0
-    if float((R - R.mT).abs().amax()) > SKEW * scale:
+    _check_finite(name, R)
+    defects, sizes = (t.abs().amax((-2, -1)) for t in (R - R.mT, R))
+    if bool((defects > SKEW * sizes).any()):
         raise InterconnectionError(f"{name} must be symmetric; use ({name} + {name}^T) / 2.")
-    least = float(torch.linalg.eigvalsh(R.double()).amin())
-    if least < -SKEW * scale:
+    least = torch.linalg.eigvalsh(R.double()).amin(-1)
+    if bool((least < -SKEW * sizes).any()):
         raise InterconnectionError(
             f"{name} must be positive semidefinite, for it takes energy away, but has an "
-            f"eigenvalue of {least:.3g}."
+            f"eigenvalue of {float(least.amin()):.3g}."
         )
+
+
+def _check_finite(name: str, matrix: Tensor) -> None:
+    if not bool(torch.isfinite(matrix).all()):
+        raise InterconnectionError(f"{name} has NaN or infinite entries.")
 
 
 def _finite(name: str, given: Any) -> Tensor:
