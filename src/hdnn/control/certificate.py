@@ -207,10 +207,10 @@ class LoopCertificate:
         if not self._computed:
             return text
         if self.bound:
-            can = "can raise" if self.holds else "should raise"
+            can, later = ("can", "; afterwards nothing does") if self.holds else ("should", "")
             text += (
-                f"New weights {can} the energy by {self.bound:.3g} over the horizon at most, "
-                f"and did so by {self.raised:.3g}; afterwards nothing does. "
+                f"New weights {can} raise the energy by {self.bound:.3g} over the horizon at most, "
+                f"and did so by {self.raised:.3g}{later}. "
             )
         else:
             text += "The weights stay the same. "
