@@ -12,8 +12,8 @@ import torch
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.problems import LoopProblem, checked
-from hdnn.control.training import LoopTraining
-from hdnn.errors import int_from, positive_float, positive_int
+from hdnn.control.training import LoopTraining, in_range
+from hdnn.errors import positive_int
 from hdnn.training import identity
 
 
@@ -109,12 +109,7 @@ class LinkCost:
         samples: int = 64,
     ) -> None:
         self.problem = with_links(problem, checked(problem).loop.controller.links)
-        self.options: dict[str, Any] = {
-            "iterations": positive_int("iterations", iterations),
-            "batch": positive_int("batch", batch),
-            "rate": positive_float("rate", rate),
-            "seed": int_from(0, "seed", seed),
-        }
+        self.options = in_range(iterations, batch, rate, seed)
         self.samples = positive_int("samples", samples)
 
     @property

@@ -139,7 +139,7 @@ class Phases:
 
     @property
     def _size(self) -> Any:
-        return _size(self.parts[0][0].shape[-1])
+        return size_of(self.parts[0][0].shape[-1])
 
     def _both(self, y: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """The controllers at both ends of edges, `(B, E, 2 c)`."""
@@ -202,7 +202,7 @@ class _Run(torch.autograd.Function):
             np.empty((keep, steps, len(system.links), 2 * c)),
         )
         failed = np.zeros((GROUPS, 3), dtype=np.int64)
-        run, size = kernels()["forward"], _size(c)
+        run, size = kernels()["forward"], size_of(c)
 
         y_now, chosen = start.copy(), _everything(system)
 
@@ -240,7 +240,7 @@ def _twice(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 def _gradients(ctx: Any, *grads: Any) -> Any:
     (system, first, rest), parts, kept = ctx.given, ctx.parts, ctx.kept
     (K, b), own, _, (_, C) = parts
-    g, run, size = _array(grads[0]), kernels()["backward"], _size(K.shape[-1])
+    g, run, size = _array(grads[0]), kernels()["backward"], size_of(K.shape[-1])
     B, dy, chosen = len(g), g[:, -1].copy(), _everything(system)
     ahead = np.empty((0, 1, 1))
     shapes = (K, b, *(own[k] for k in GRADED), C)
@@ -322,7 +322,7 @@ def _whole(which: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(which, dtype=np.int64)
 
 
-def _size(c: int) -> Any:
+def size_of(c: int) -> Any:
     """c as the kernel takes it: small ones are compiled each by itself."""
     return (0,) * c if c <= UNROLLED else np.zeros(c)
 

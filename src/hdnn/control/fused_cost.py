@@ -54,8 +54,7 @@ def priced(loop: ClosedLoop, cost: Cost, trajectory: Tensor) -> Priced:
     )
     discounts = cost.discount ** (h * np.arange(len(trajectory) - 1, -1, -1))
     terms, to = np.zeros(len(WEIGHTS)), (np.empty_like(y), *(np.zeros_like(w) for w in (K, b, G)))
-    kernel, c = loop_cost.compiled(jit.compiled), controller.states
-    size = (0,) * c if c <= fused.UNROLLED else np.zeros(c)
+    kernel, size = loop_cost.compiled(jit.compiled), fused.size_of(controller.states)
     given = (size, y, (K, b, G), rows, pairs.reshape(-1, 2), prices, discounts, terms, to)
     with nullcontext() if kernel.signatures else said_if_slow(fused.COMPILING):
         near = kernel(*given)

@@ -18,8 +18,9 @@ from hdnn.base.progress import ProgressLine
 from hdnn.control import fused_cost
 from hdnn.control.fused import Phases
 from hdnn.control.problems import LoopProblem, load_problem
-from hdnn.control.shared import SharedTraining, check, checked, name_of
+from hdnn.control.shared import SharedTraining, check, name_of
 from hdnn.control.shares import shared_out
+from hdnn.control.training import in_range
 from hdnn.distributed.graph.plan import Plan
 from hdnn.distributed.launch import launch
 from hdnn.distributed.transport import DistributedError, Local, Transport
@@ -113,7 +114,7 @@ def train_on_processes(
     """
     plan = shared_out(problem, ranks)
     check(problem)
-    options = checked(iterations, batch, rate, seed)
+    options = in_range(iterations, batch, rate, seed)
     seconds = positive_float("timeout", timeout)
     line = ProgressLine(progress)
 
@@ -173,7 +174,7 @@ def read_task(home: Path) -> tuple[LoopProblem, dict[str, Any]]:
     """The problem in a folder, and the options of its training."""
     try:
         given = json.loads((home / OPTIONS).read_text(encoding="utf-8"))
-        options = checked(**given)
+        options = in_range(**given)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OptionError(f"{home} has no options of a training: {reason}.") from error

@@ -29,13 +29,13 @@ from hdnn.control.problems import LoopProblem
 from hdnn.control.shared_costs import AgentCosts
 from hdnn.control.shares import Colour, Share
 from hdnn.control.step import System
-from hdnn.control.training import TERMS, factor
+from hdnn.control.training import TERMS, factor, in_range
 from hdnn.distributed.graph.plan import Part, Plan, Round
 from hdnn.distributed.messages.handshake import shake_hands
 from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.training.training import NodeAdam
 from hdnn.distributed.transport import Transport
-from hdnn.errors import OptionError, TrainingError, int_from, positive_float, positive_int
+from hdnn.errors import OptionError, TrainingError
 from hdnn.training import identity
 
 EVERY = 10  # iterations after which the history is summed up along the tree
@@ -75,7 +75,7 @@ class SharedTraining:
         seed: int = 0,
         tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        options = checked(iterations, batch, rate, seed)
+        options = in_range(iterations, batch, rate, seed)
         self.iterations, self.batch, self.rate, self.seed = options.values()
         check(problem)
         self.problem, self.transport, self.tell = problem, transport, tell
@@ -327,16 +327,6 @@ def check(problem: LoopProblem) -> None:
         raise OptionError("processes know a Cost, and nothing that extends it.")
     if not all(weight.requires_grad for weight in loop.controller.parameters()):
         raise TrainingError("processes train all weights of controllers, but some are frozen.")
-
-
-def checked(iterations: Any, batch: Any, rate: Any, seed: Any) -> dict[str, Any]:
-    """The options of a training, if they are in range."""
-    return {
-        "iterations": positive_int("iterations", iterations),
-        "batch": positive_int("batch", batch),
-        "rate": positive_float("rate", rate),
-        "seed": int_from(0, "seed", seed),
-    }
 
 
 def name_of(plan: Plan) -> Callable[[int], str]:

@@ -99,9 +99,8 @@ class LoopTraining:
         resume: bool = False,
     ) -> None:
         self.problem, self.loop = checked(problem), problem.loop
-        self.iterations = positive_int("iterations", iterations)
-        self.batch, self.seed = positive_int("batch", batch), int_from(0, "seed", seed)
-        self.rate = positive_float("rate", rate)
+        options = in_range(iterations, batch, rate, seed)
+        self.iterations, self.batch, self.rate, self.seed = options.values()
         self.weights = [p for p in self.loop.parameters() if p.requires_grad]
         if not self.weights:
             raise TrainingError(
@@ -313,6 +312,16 @@ class LoopTraining:
         state, _ = checkpoint.restore(saved, self.loop, self.optimizer)
         self.done, self.seconds = state["epoch"], state["seconds"]
         self.history = state["history"]
+
+
+def in_range(iterations: Any, batch: Any, rate: Any, seed: Any) -> dict[str, Any]:
+    """The options of a training, or an error that names the one that cannot be."""
+    return {
+        "iterations": positive_int("iterations", iterations),
+        "batch": positive_int("batch", batch),
+        "rate": positive_float("rate", rate),
+        "seed": int_from(0, "seed", seed),
+    }
 
 
 def factor(done: int, iterations: int) -> float:
