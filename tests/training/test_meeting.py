@@ -16,7 +16,7 @@ import torch.distributed as dist
 from audit import listeners
 from graph_runs import make_task
 from hdnn.app import cli
-from hdnn.distributed import launch
+from hdnn.distributed import Gloo, launch
 from hdnn.training.processes import meeting
 
 pytestmark = pytest.mark.skipif(
@@ -190,6 +190,25 @@ def test_what_the_user_says_of_gloo_is_kept(monkeypatch):
         assert os.environ[meeting.INTERFACE] == "lo"
     with meeting.kept_here(False):
         assert meeting.INTERFACE not in os.environ
+
+
+def test_a_group_of_gloo_writes_no_variables_of_the_environment_that_threads_share(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("a variable of the environment was written")
+
+    with monkeypatch.context() as inside:  # pytest writes one itself when a test ends
+        inside.setattr(os, "putenv", refuse)
+        inside.setattr(os, "unsetenv", refuse)
+        for lazy in (False, True):
+            group = meeting.gloo_group(dist.HashStore(), 0, 1, 5.0, lazy=lazy)
+            assert (group.rank(), group.size()) == (0, 1)
+        Gloo(0, 1, dist.HashStore(), timeout=5.0).close()
+
+
+def test_a_group_of_gloo_listens_where_the_user_says(monkeypatch):
+    monkeypatch.setenv(meeting.INTERFACE, "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        meeting.gloo_group(dist.HashStore(), 0, 1, 5.0)
 
 
 # A machine that cannot talk to itself

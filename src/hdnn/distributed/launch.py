@@ -49,6 +49,7 @@ def launch(
     show: Callable[[dict[str, Any]], None] = lambda _: None,
     environment: dict[str, str] | None = None,
     started: Callable[[list[subprocess.Popen[str]]], None] = lambda _: None,
+    grace: float = GRACE,
 ) -> Ended:
     """Run a command once for each part on this machine; after a fault again, if asked.
 
@@ -65,6 +66,8 @@ def launch(
         show: called with each progress report of the root, and at each restart.
         environment: variables that the parts get besides those of this process.
         started: called with the processes.
+        grace: the seconds that parts have to end by themselves after Ctrl-C; a second one kills
+            them.
 
     Returns:
         The exit code `code`, the `output`, the first `fault` in words, and the number of
@@ -96,7 +99,7 @@ def launch(
             for part in range(parts):
                 watch.start(command, {**environment, "HDNN_PART": str(part)})
             started(watch.processes)
-            bad = watch.wait(timeout + GRACE)
+            bad = watch.wait(timeout + GRACE, grace)
             if not bad:
                 return Ended(0, watch.output, restarts=restart)
             fault = _fault(store, restart) or watch.last_words(bad, name)
@@ -150,7 +153,7 @@ class _Watch(contextlib.ExitStack):
                 else:
                     self.output += line
 
-    def wait(self, patience: float) -> tuple[int, int] | None:
+    def wait(self, patience: float, grace: float) -> tuple[int, int] | None:
         """The first part that failed and its exit code; None if all ended well."""
         bad, since = None, 0.0
         try:
@@ -163,7 +166,7 @@ class _Watch(contextlib.ExitStack):
                     break
                 time.sleep(0.02)
         except KeyboardInterrupt:
-            self._end(signal.SIGINT)
+            self._end(signal.SIGINT, grace)
             raise
         self._end(signal.SIGKILL)
         for reader in self.readers:
@@ -179,13 +182,13 @@ class _Watch(contextlib.ExitStack):
         # A part that was killed is the cause; the others only noticed.
         return min(failed, key=lambda pair: (pair[1] > 0, pair[1] != 2), default=None)
 
-    def _end(self, how: signal.Signals) -> None:
+    def _end(self, how: signal.Signals, grace: float = GRACE) -> None:
         """Send a signal to all, and kill those that do not end."""
         try:
             for process in self.processes:
                 if process.poll() is None:
                     process.send_signal(how)
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + grace
             for process in self.processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))

@@ -21,7 +21,7 @@ from hdnn.distributed.graph.file import graph_of
 from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.launch import tell_launcher
 from hdnn.distributed.messages.connect import connect, parts_here
-from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.messages.stored import LostError
 from hdnn.distributed.training import run
 from hdnn.errors import HDNNError, OptionError
 

@@ -5,6 +5,7 @@ HDNN_RESTART. Started by torchrun, its own variables do; the part is then the ra
 says otherwise, because after a restart a process may have another rank but not another node.
 HDNN_REPLICAS = k makes k replicas of the graph of all these processes, one after the other. Started
 by mpiexec with HDNN_TRANSPORT=mpi, MPI knows it all. Started by hand, this process owns all nodes.
+HDNN_TRANSPORT=tcp is for processes of one machine that send many short messages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from hdnn.distributed.messages.gloo import Gloo
 from hdnn.distributed.messages.mpi import Mpi, world
 from hdnn.distributed.messages.replicas import Replicas
+from hdnn.distributed.messages.tcp import Tcp
 from hdnn.distributed.transport import DistributedError, Local, Transport, short
 from hdnn.errors import OptionError, choose
 from hdnn.training.processes import meeting
@@ -88,6 +90,11 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
     if store.add(f"part-{number}", 1) > 1:
         raise DistributedError(f"{name(part)} was started twice; each part is one process.")
     near = meeting.PrefixStore(f"graph-{replica}", store)
+    if _transport() == "tcp":
+        if replicas > 1 or not _on_one_machine():
+            raise OptionError("HDNN_TRANSPORT=tcp is for one graph on one machine; take gloo.")
+        direct = Tcp(part, parts, near, timeout=timeout, name=name, faults=store)
+        return Process(direct, Replicas())
     where = f" of replica {replica}" if replicas > 1 else ""
     with meeting.kept_here(_on_one_machine()):
         transport = Gloo(
@@ -103,9 +110,13 @@ def connect(*, timeout: float = 60.0, name: Callable[[int], str] = "part {}".for
         return Process(transport, Replicas(replica, replicas, copies, timeout))
 
 
+def _transport() -> str:
+    known = ("gloo", "mpi", "tcp")
+    return choose("HDNN_TRANSPORT", os.environ.get("HDNN_TRANSPORT", "gloo"), known)
+
+
 def _by_mpi() -> bool:
-    known = ("gloo", "mpi")
-    if choose("HDNN_TRANSPORT", os.environ.get("HDNN_TRANSPORT", "gloo"), known) != "mpi":
+    if _transport() != "mpi":
         return False
     if "HDNN_STORE" in os.environ or _whole("HDNN_REPLICAS", 1) != 1:
         raise OptionError(

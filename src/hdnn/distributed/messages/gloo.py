@@ -1,36 +1,25 @@
 """Messages over TCP by gloo, to linked parts only.
 
 Connections are opened when they are first used, so that there are none between parts that are not
-linked. One store for all parts holds their addresses, which of them have started, and the first
-fault. The messages are neither encrypted nor authenticated: use it on networks that you trust.
+linked. The messages are neither encrypted nor authenticated: use it on networks that you trust.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from hdnn.distributed.transport import DistributedError, Message, Pending, Transport, Works, short
+from hdnn.distributed.messages.stored import StoreTransport
+from hdnn.distributed.transport import DistributedError, Message, Pending, Works, short
 from hdnn.errors import OptionError
 from hdnn.training.processes import meeting
-from hdnn.training.processes.meeting import Fault, first_fault
-
-PATIENCE = 2.0  # seconds to wait for what a lost part reported about others
-PAUSE = 0.2  # seconds between two looks at the store, at most
 
 
-class LostError(DistributedError):
-    """A part is gone or silent: it may help to start all parts again."""
-
-
-class Gloo(Transport):
+class Gloo(StoreTransport):
     """Messages over TCP by gloo, of one process for each part.
 
     `connect` makes one as the environment says.
@@ -70,18 +59,14 @@ class Gloo(Transport):
         faults: Any = None,
         everyone: int | None = None,
     ) -> None:
-        super().__init__(part, parts)
         if not (dist.is_available() and hasattr(dist, "ProcessGroupGloo")):
             raise OptionError("this build of PyTorch has no gloo; use the local transport.")
-        self.store, self.faults, self.everyone = store, faults or store, everyone or parts
-        if not timeout > 0:
-            raise OptionError(f"timeout must be a number of seconds > 0, but got {timeout!r}.")
-        self.name, self.timeout, self.met = name, timeout, False
-        self.waiting, self.faulty = 0, False  # exchanges that have begun; whether any went wrong
+        common = {"timeout": timeout, "name": name, "faults": faults, "everyone": everyone}
+        super().__init__(part, parts, store, **common)
+        self.waiting = 0  # exchanges that have begun
         try:
-            # Otherwise everybody would be connected to everybody.
-            with meeting.variable("TORCH_GLOO_LAZY_INIT", "1"):
-                self.group = meeting.gloo_group(store, part, parts, timeout)
+            # Lazy: otherwise everybody would be connected to everybody.
+            self.group = meeting.gloo_group(store, part, parts, timeout, lazy=True)
         except RuntimeError as error:
             raise DistributedError(
                 f"{name(part)} cannot open a connection: {short(error)}"
@@ -90,7 +75,7 @@ class Gloo(Transport):
     def start(self, out: Sequence[Message], into: Sequence[Message]) -> Pending:
         """Begin to receive `into` and to send `out`; the first call waits for all parts."""
         if not self.met:
-            self._meet()
+            self.meet()
         self.traffic.count(out)
         self.waiting += 1
         pending = _Pending(self)
@@ -99,83 +84,6 @@ class Gloo(Transport):
         for part, tensor in out:
             pending.begin(part, self.group.send, [tensor], part, 0)
         return pending
-
-    def cards(self, name: str, card: list[int]) -> list[tuple[str, list[int]]]:
-        """The card that was shown first, in any replica."""
-        try:
-            other, theirs = json.loads(
-                self.faults.compare_set("card", "", json.dumps([name, card]))
-            )
-        except RuntimeError as error:
-            raise LostError(f"the store is gone: {short(error)}") from error
-        return [(other, theirs)]
-
-    def _meet(self) -> None:
-        """Wait for all parts, because gloo would wait much longer for one that never comes."""
-        deadline, pause = time.monotonic() + self.timeout, 0.01
-        try:
-            self.store.set(f"here-{self.part}", "")
-            here, there = self.store.add("here", 1), self.faults.add("everyone", 1)
-            while here < self.parts or there < self.everyone:
-                known = first_fault(self.faults)
-                if known is None and time.monotonic() > deadline:
-                    absent = [p for p in range(self.parts) if not self.store.check([f"here-{p}"])]
-                    names = ", ".join(map(self.name, absent[:4])) + ", .." * (len(absent) > 4)
-                    names = names or "a part of another replica" * (there < self.everyone)
-                    if names:  # otherwise the last one has just started
-                        message = f"{names} did not start within {self.timeout:g} s"
-                        known = self._report(message, True)
-                if known is not None:
-                    raise _stopped("did not start", known)
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
-                here, there = self.store.add("here", 0), self.faults.add("everyone", 0)
-        except RuntimeError as error:
-            raise LostError(f"the store is gone: {short(error)}") from error
-        self.met = True
-
-    def lost(self, part: int, error: Exception) -> DistributedError:
-        """The error when a neighbour does not answer: it names what went wrong first."""
-        late = "imed out" in str(error)
-        what = f"sent nothing for {self.timeout:g} s" if late else "is gone"
-        seen = f"{self.name(part)} {what}"
-        return _stopped("stopped", self._first(part, seen, late), seen)
-
-    def _first(self, part: int, text: str, late: bool) -> Fault:
-        """The first fault: follow the neighbour to the part that it lost itself, and so on."""
-        # A slow part gives up later than those that wait for it.
-        patience = max(PATIENCE, self.timeout / 10) if late else PATIENCE
-        followed, silent = {self.part}, text if late else ""
-        try:
-            self.faults.set_timeout(timedelta(seconds=PATIENCE))
-            self.store.set(f"lost-{self.part}", json.dumps([part, text, late]))
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                known = first_fault(self.faults)
-                if known is not None:
-                    return known
-                if not self.store.check([f"lost-{part}"]):
-                    time.sleep(0.02)
-                    continue
-                if part in followed:  # a circle of parts: one of them timed out first
-                    return self._report(silent or text, True)
-                followed.add(part)
-                part, text, late = json.loads(self.store.get(f"lost-{part}"))
-                silent, deadline = text if late else silent, time.monotonic() + patience
-        except RuntimeError:  # the store is gone too
-            return Fault(text, True)
-        return self._report(text, True)
-
-    def _report(self, message: str, lost: bool) -> Fault:
-        self.faulty = True
-        with contextlib.suppress(RuntimeError):
-            self.faults.set_timeout(timedelta(seconds=PATIENCE))
-            return meeting.report_fault(self.faults, Fault(message, lost))
-        return Fault(message, lost)
-
-    def report(self, message: str) -> str:
-        """Report a fault, unless another one came first; the first one is returned."""
-        return self._report(message, False).text
 
     def close(self) -> None:
         """Close all connections; after a fault they stay open until the process ends."""
@@ -198,10 +106,3 @@ class _Pending(Works):
 
     def lost(self, parts: int, error: RuntimeError) -> DistributedError:
         return self.transport.lost(parts, error)
-
-
-def _stopped(how: str, first: Fault, seen: str = "") -> DistributedError:
-    """The error for a first fault; `seen` is what this part noticed of it."""
-    kind = LostError if first.lost else DistributedError
-    why = f" ({seen})" if seen not in ("", first.text) else ""
-    return kind(f"the training {how} because {first.text}{why}.")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.messages.stored import LostError
 from hdnn.distributed.transport import short
 from hdnn.errors import DataError
 from hdnn.training.processes.meeting import gloo_group

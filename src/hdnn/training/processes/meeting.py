@@ -136,10 +136,23 @@ def variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def gloo_group(store: Any, rank: int, size: int, seconds: float) -> Any:
-    """A group of processes apart from all others, which wait so long for each other."""
+def gloo_group(store: Any, rank: int, size: int, seconds: float, *, lazy: bool = False) -> Any:
+    """A group of processes apart from all others, which wait so long for each other.
+
+    A `lazy` one opens connections when they are first used; all its processes must ask for that,
+    because gloo crashes otherwise. It is said to the device: a variable of the environment would be
+    shared with other threads, which may just be taking it back.
+    """
     group: Any = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
-    return group(store, rank, size, timedelta(seconds=seconds))
+    # PyTorch before 2.8 cannot open connections later, and does not know the word.
+    when = {"lazy_init": True} if lazy and "lazy_init" in group.create_device.__doc__ else {}
+    names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    options = group._Options()
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [group.create_device(interface=name, **when) for name in names]
+    options._devices = options._devices or [group.create_default_device(**when)]
+    options._threads = 2 * len(options._devices)
+    return group(store, rank, size, options)
 
 
 class Fault(NamedTuple):
