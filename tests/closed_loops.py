@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from hdnn import control
+from hdnn import activations, control
 from strategies import Random
 
 seeds = st.integers(0, 2**31 - 1)
@@ -19,8 +19,22 @@ def random_links(normal: Random, N: int) -> list[tuple[int, int]]:
     return [(i, k) for i in range(N) for k in range(i) if chosen[i, k]]
 
 
+# Of the four rows of a random plant: all of them, or one each.
+rows = st.sampled_from(activations.names()) | st.lists(
+    st.sampled_from(activations.names()), min_size=4, max_size=4
+)
+
+
 def random_loop(
-    seed: int, N: int, scale: float, h: float, *, T: int = 3, c: int = 4, engine: str = "auto"
+    seed: int,
+    N: int,
+    scale: float,
+    h: float,
+    *,
+    T: int = 3,
+    c: int = 4,
+    engine: str = "auto",
+    activation: str | list[str] = "identity",
 ) -> tuple[control.ClosedLoop, Random]:
     """A loop whose plant has random rows, ports, dissipation and couplings; weights likewise."""
     normal = Random(seed)
@@ -31,6 +45,8 @@ def random_loop(
         a=normal(N, p + 1),
         links=links,
         couplings=normal(len(links), p, p),
+        activation=activation,
+        weights=None if activation == "identity" else normal(N, p + 1).abs() + 0.1,
     )
     controller = control.Controller(
         *(N, T),

@@ -413,7 +413,7 @@ def discrete_gradient(
     """
     B, where = ((-h if inverse else h) * times_J(K, J)).mT, f"discrete_gradient, layer {j}"
     solved = {"where": where, "inverse": inverse, **newton}
-    return implicit.solve_chord(y, B, K, b, Chord(sigma), **solved)
+    return implicit.solve_chord(y, B, K, b, Chord((sigma,)), **solved)
 
 
 # How a stack runs

@@ -7,6 +7,8 @@ from dataclasses import replace
 import mpmath
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from closed_loops import random_loop
 from hdnn import control
@@ -212,12 +214,83 @@ def test_agents_whose_distance_is_nan_collide():
         costs.check_apart(y[1])
 
 
+@given(st.integers(1, 30), st.integers(1, 3), st.integers(0, 10**6))
+def test_the_nearest_of_each_agent_is_found_without_looking_at_all(agents, dimensions, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(4, agents, dimensions + 1, generator=generator, dtype=torch.float64)
+    found = costs.nearest(q, dimensions=dimensions)
+    apart = (q[..., None, :, :dimensions] - q[..., :, None, :dimensions]).norm(dim=-1)
+    apart[..., range(agents), range(agents)] = torch.inf
+    assert torch.allclose(found, apart.amin(-1), rtol=1e-14, atol=0)
+    distance = 1.001 * float(apart.flatten().quantile(0.2)) if agents > 1 else 1.0
+    hit = costs.colliding(q, distance, dimensions=dimensions)
+    assert torch.equal(hit, (apart < distance).any(-1))
+    every = [(i, k) for i in range(agents) for k in range(i)]
+    alike = costs.collisions(q[None], distance, dimensions=dimensions, pairs=every)
+    assert torch.equal(costs.collisions(q[None], distance, dimensions=dimensions), alike)
+
+
+def test_agents_beside_one_that_is_nowhere_collide_whatever_their_order():
+    for value in (torch.nan, torch.inf):
+        for agent in range(3):
+            for axis in range(2):
+                y = torch.tensor([[0.0, 0.0], [3.0, 0.0], [6.0, 0.0]]).expand(2, 3, 2).clone()
+                y[1, agent, axis] = value
+                assert bool(costs.nearest(y)[1].isnan().all())
+                assert costs.colliding(y).tolist() == [[False] * 3, [True] * 3]
+    assert costs.colliding(torch.full((1, 2), torch.nan)).tolist() == [False]
+    assert costs.colliding(torch.zeros(3, 0, 2)).shape == (3, 0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_nowhere_collides_whether_pairs_are_named_or_not(value):
+    y = torch.tensor([[0.0, 0.0], [3.0, 0.0], [6.0, 0.0]]).expand(2, 4, 3, 2).clone()
+    y[1, 1, 0, 1] = value
+    y[0, 2, 2, 0] = value
+    y[1, 3, :, 0] = value
+    every = [(0, 1), (0, 2), (1, 2)]
+    assert costs.collisions(y).tolist() == [False, True, True, True]
+    assert costs.collisions(y, pairs=every).tolist() == [False, True, True, True]
+    assert costs.collisions(y, pairs=[(1, 2)]).tolist() == [False, False, True, True]
+    with pytest.raises(DataError, match="start where their distance is NaN"):
+        costs.check_apart(y[1])
+    alone = torch.full((2, 1, 1, 2), value)
+    assert costs.nearest(alone).tolist() == [[[torch.inf]]] * 2
+    for pairs in (None, []):
+        assert costs.collisions(alone, pairs=pairs).tolist() == [False]
+
+
+def test_states_that_are_no_real_numbers_are_refused():
+    for dtype in (torch.int64, torch.bool, torch.complex128, torch.uint8):
+        y = torch.zeros(2, 1, 3, 4, dtype=dtype)
+        for cost in (
+            costs.collisions,
+            lambda y: costs.collisions(y, pairs=[(0, 1)]),
+            costs.colliding,
+            costs.nearest,
+            costs.check_apart,
+            lambda y: costs.barrier(y, step=0.1),
+        ):
+            with pytest.raises(
+                ShapeError, match=f"floating-point numbers, but are {str(dtype)[6:]}"
+            ):
+                cost(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_does_not_overflow(dtype):
+    y = torch.tensor([[-300.0, 0.0], [300.0, 0.0]]).to(dtype)  # 600 squared is above 65504
+    assert costs.nearest(y).tolist() == [float(y[1, 0] - y[0, 0])] * 2
+    assert costs.collisions(y[None, None], 700.0).tolist() == [True]
+    assert costs.collisions(y[None, None], 700.0, pairs=[(0, 1)]).tolist() == [True]
+
+
 def test_positions_and_pairs_that_are_not_there_are_refused():
     y = torch.zeros(2, 1, 3, 4)
     for dimensions in (0, -1, 2.0, None):
         with pytest.raises(ShapeError, match="dimensions must be a whole number >= 1"):
             costs.collisions(y, dimensions=dimensions)  # pyright: ignore[reportArgumentType]
-    for cost in (costs.collisions, costs.check_apart):
+    for cost in (costs.collisions, costs.check_apart, costs.nearest, costs.colliding):
         with pytest.raises(ShapeError, match="an agent has 4 states here, so that 99 of them"):
             cost(y, dimensions=99)
     for pairs in (
@@ -242,6 +315,8 @@ def test_positions_and_pairs_that_are_not_there_are_refused():
             costs.barrier(states, step=0.1)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ShapeError, match=r"states must be a tensor \(\*batch, N, n\)"):
             costs.check_apart(states)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ShapeError, match=r"states must be a tensor \(\*batch, N, n\)"):
+            costs.nearest(states)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ShapeError, match=r"inputs must be a tensor \(steps, \*batch, N, m\)"):
             costs.effort(states, step=0.1)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ShapeError, match="trajectory must be a tensor"):

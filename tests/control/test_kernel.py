@@ -15,6 +15,7 @@ from hdnn.control import fused
 from hdnn.control.step import System
 from hdnn.engine import jit
 from hdnn.errors import ConvergenceError
+from strategies import Random
 
 pytestmark = pytest.mark.skipif(not jit.installed(), reason="needs numba")
 
@@ -67,7 +68,7 @@ class Process:
     closed_loops.seeds,
     st.integers(1, 6),
     st.integers(1, 3),
-    st.sampled_from([1, 3, 11]),
+    st.sampled_from([1, 3, 8, 11]),
     st.sampled_from([4, 5]),
     st.integers(0, 1),
 )
@@ -152,6 +153,14 @@ def test_a_thousand_random_controllers_of_any_size_keep_the_balance():
     assert worst < 1e-12
 
 
+@pytest.mark.parametrize("scale", [10.0, 20.0])
+def test_samples_that_need_many_newton_steps_keep_the_balance_beside_others(scale):
+    """Lanes that do not arrive in time are solved for by themselves, and take nobody's solution."""
+    for seed in range(15):
+        loop, normal = random_loop(seed, 6, scale, 0.1, T=2, c=4, engine="fused")
+        assert float(loop.balance(3 * normal(64, 6, 7)).violation.amax()) < 1e-12
+
+
 @pytest.mark.parametrize("far", [0.0, 1e-300, 1e-8, 1e-3, 0.05])
 def test_controllers_that_start_at_nought_are_solved_however_near_to_rest(far):
     """Where b and xi are 0, chords start at 0: all that their energies sum is in the step."""
@@ -166,3 +175,59 @@ def test_controllers_that_start_at_nought_are_solved_however_near_to_rest(far):
         if seed < 3:
             loop.engine = "reference"
             torch.testing.assert_close(found, loop(loop.start(z)), rtol=1e-11, atol=1e-15)
+
+
+def stiff_loop(seed: int, A: np.ndarray, h: float, linked: bool):
+    """Two agents whose plants have these rows, with all else random."""
+    normal = Random(seed)
+    links, p, heat = [(0, 1)] if linked else [], A.shape[2], normal(2, A.shape[2], A.shape[2])
+    plant = control.Plant(
+        *(torch.from_numpy(A), normal.skew(2, p), heat @ heat.mT, normal(2, p, 2)),
+        a=normal(2, A.shape[1]),
+        links=links,
+        couplings=normal(len(links), p, p),
+    )
+    controller = control.Controller(2, 3, states=4, inputs=2, links=[(0, 1)])
+    with torch.no_grad():
+        for parameter in controller.parameters():
+            parameter.copy_(0.5 * normal(*parameter.shape))
+    return control.ClosedLoop(plant, controller, h, engine="fused"), normal(2, 2, p + 4)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["springs", "rows"])
+def test_stiff_plants_keep_the_balance_and_agree_with_the_definition(kind, linked):
+    """Springs from 1e-8 to 1e12 side by side, and rows of any condition up to 1e10."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        if kind == "springs":
+            A = np.sqrt(10 ** rng.uniform(-8, 12, (2, 3)))[..., None] * np.eye(3)
+        else:
+            left = np.linalg.qr(rng.standard_normal((2, 4, 4)))[0][:, :, :3]
+            right, top = np.linalg.qr(rng.standard_normal((2, 3, 3)))[0], rng.uniform(-3, 6)
+            A = left * 10 ** np.linspace(top, top - rng.uniform(0, 10), 3) @ right
+        loop, y = stiff_loop(seed, A, 10 ** rng.uniform(-3, 0), linked)
+        found = loop(y)
+        assert float(loop.balance(y).violation.amax()) < 1e-12
+        loop.engine = "reference"
+        wanted, stiffness = loop(y), 1 + loop.step * float(np.linalg.norm(A, 2, (1, 2)).max()) ** 2
+        size = wanted.abs().amax((0, 1)) + 1
+        # Both round, and stiff plants turn that into as much more.
+        assert float(((found - wanted).abs() / size).detach().amax()) < 1e-11 + 1e-14 * stiffness
+
+
+def test_code_on_disk_is_found_by_the_sources_that_it_is_made_of(tmp_path, monkeypatch):
+    """Parts of a kernel lie in other functions and files, whose changes numba does not see."""
+    import numba
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def twice(x):
+        return 2 * x
+
+    for digest, hits in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        found = jit.compiled(twice, made_of=digest)
+        assert found(3) == 6
+        assert sum(found.stats.cache_hits.values()) == hits
+    assert len(jit.digest("hdnn.engine.jit")) == 64
+    assert jit.digest("hdnn.engine.not_there") == ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdnn import control, sparsity
+from hdnn.control.training import factor
 from hdnn.errors import OptionError, ShapeError, SparsityError, StepError
 
 SHORT = {"iterations": 2, "batch": 2, "samples": 3}
@@ -130,6 +131,39 @@ def test_identities_tell_plants_and_frozen_weights_apart(problem: control.LoopPr
     assert len({one, two, *found}) == 4
 
 
+class Priced(torch.nn.Module):
+    """The cost of a problem as a module, so that weights can be given to it."""
+
+    def __init__(self, problem: control.LoopProblem) -> None:
+        super().__init__()
+        self.loop, self.cost = problem.loop, problem.cost
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.cost(self.loop, self.loop(y))
+
+
+def test_scores_are_those_of_couplings_that_are_a_mask_times_what_is_trained() -> None:
+    """By Adam on D with C = mask D, written out with the reference."""
+    problem, links, mask = three(steps=4, engine="reference"), [(0, 1), (0, 2), (1, 2)], 0.3
+    linked = control.with_links(problem, links)
+    priced = Priced(linked)
+    weights = dict(priced.named_parameters())
+    D = torch.zeros_like(weights.pop("loop.controller.C"), requires_grad=True)
+    # Adam adds eps to the size of gradients, and those in D are smaller by the mask.
+    groups = [{"params": [*weights.values()]}, {"params": [D], "eps": mask * 1e-8}]
+    optimizer = torch.optim.Adam(groups)
+    for k in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * factor(k, 3)
+        optimizer.zero_grad()
+        given = {**weights, "loop.controller.C": mask * D}
+        torch.func.functional_call(priced, given, (linked.starts(2, draw=k),)).backward()
+        optimizer.step()
+    cost = control.LinkCost(problem, iterations=3, batch=2, rate=0.05, mask=mask)
+    norms = (mask * D.detach()).flatten(1).norm(dim=1)
+    assert cost.relaxed(links) == pytest.approx(norms.tolist(), rel=1e-9)
+
+
 def test_scores_are_in_the_order_of_the_candidates() -> None:
     cost = control.LinkCost(control.crossing(steps=6), **SHORT)
     some = [(2, 3), (0, 11), (5, 1)]
@@ -156,5 +190,7 @@ def test_bad_input_is_refused(problem: control.LoopProblem) -> None:
         control.LinkCost(problem, iterations=0)
     with pytest.raises(ShapeError, match="samples must be"):
         control.LinkCost(problem, samples=0)
+    with pytest.raises(OptionError, match="mask must be above 0 and at most 1, but got 0"):
+        control.LinkCost(problem, mask=0)
     with pytest.raises(StepError, match="rate must be"):
         control.LinkCost(problem, rate=0.0)

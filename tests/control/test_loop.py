@@ -173,7 +173,7 @@ def test_batches_of_any_shape_and_float32_states_are_taken():
     assert start[1, 2, 1, 6] == 3
 
 
-def test_float32_controllers_run_by_the_definition():
+def test_float32_controllers_run_where_the_kernel_cannot():
     plant = control.robots(torch.zeros(2, 2))
     controller = control.Controller(2, 2, links=[(0, 1)], dtype=torch.float32)
     loop = control.ClosedLoop(plant, controller)

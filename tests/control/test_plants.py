@@ -9,6 +9,7 @@ import torch
 import hdnn
 from hdnn import control
 from hdnn.control.links import coloured
+from hdnn.control.rest import rest
 from hdnn.errors import InterconnectionError, OptionError, ShapeError, SparsityError, StepError
 
 
@@ -219,3 +220,137 @@ def test_controllers_refuse_other_numbers_and_sizes():
             control.Controller(2, 3, dtype=dtype)  # pyright: ignore
     with pytest.raises(ShapeError, match="too many weights"):
         control.Controller(10**9, 10**9)
+
+
+def test_energies_of_rows_are_integrals_of_their_activations_times_weights():
+    names = hdnn.activations.names()
+    A = torch.ones(1, len(names), 1).double()
+    none, weights = torch.zeros(1, 1, 1), torch.linspace(0.5, 2, len(names))[None].double()
+    a = torch.linspace(-1, 1, len(names))[None].double()
+    options = {"a": a, "activation": list(names), "weights": weights}
+    plant = control.Plant(A, none, none, torch.ones(1, 1, 1), **options)
+    for z in (-30.0, -1.0, 0.0, 0.3, 30.0):
+        rows = zip(names, (z + a)[0], weights[0], strict=True)
+        wanted = sum(float(w * hdnn.activations.get(name).integral(u)) for name, u, w in rows)
+        found = float(plant.energy(torch.full((1, 1), z, dtype=torch.float64)))
+        assert found == pytest.approx(wanted, rel=1e-13, abs=1e-14)
+        assert found >= plant.lowest
+    quadratic = control.Plant(A, none, none, torch.ones(1, 1, 1), a=a, weights=weights)
+    assert quadratic.weights is None  # a part of its rows
+    wanted = 0.5 * (weights * (2 + a).square()).sum()
+    assert torch.allclose(quadratic.energy(torch.full((1, 1), 2.0)), wanted)
+
+
+@pytest.mark.parametrize("name", hdnn.activations.names())
+def test_no_energy_of_a_known_activation_is_below_its_lowest(name):
+    one, none = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
+    plant = control.Plant(one, none, none, one, activation=name)
+    x = torch.linspace(-60, 60, 20001).double().view(-1, 1, 1)
+    least = float(plant.energy(x).amin())
+    assert plant.lowest - 1e-13 <= least <= plant.lowest + 1e-3
+
+
+def test_pendulums_fall_as_they_should():
+    plant = control.pendulums(
+        [(0, 1)], mass=2.0, length=0.5, gravity=3.0, coupling=5.0, damping=0.4
+    )
+    controller = control.Controller(2, 1, inputs=1)
+    with torch.no_grad():
+        controller.G.zero_()
+    h, q, p = 1e-6, torch.tensor([2.0, -0.4]).double(), torch.tensor([0.3, 0.7]).double()
+    z = torch.stack([q, p, torch.tensor([2.4, 0.0]).double()], -1)
+    loop = control.ClosedLoop(plant, controller, h)
+    moved = (loop.run(loop.start(z), 2)[0][-1, :, :3] - z) / (2 * h)
+    spring = 5.0 * 2.4 * torch.tensor([-1.0, 1.0])
+    inertia = 2.0 * 0.5**2
+    torque = -2.0 * 3.0 * 0.5 * q.sin() - 0.4 * p / inertia + spring
+    assert torch.allclose(moved[:, 0], p / inertia, rtol=1e-4)
+    assert torch.allclose(moved[:, 1], torque, rtol=1e-4)
+    assert torch.allclose(moved[0, 2], (p[0] - p[1]) / inertia, rtol=1e-4)
+
+
+def test_agents_of_any_energy_have_a_rest_or_a_sentence():
+    one, none = torch.ones(1, 2, 1), torch.zeros(1, 1, 1)
+    a = torch.tensor([[-1.0, -3.0]])
+
+    def plant(*names):
+        return control.Plant(one, none, none, torch.ones(1, 1, 1), a=a, activation=list(names))
+
+    assert float(rest(plant("identity", "relu"))) == pytest.approx(1.0)  # a wall at 3
+    found = float(rest(plant("identity", "softplus")))
+    assert found - 1 == pytest.approx(-np.log1p(np.exp(found - 3)), rel=1e-9)
+    assert not rest(control.pendulums([(0, 1)])).any()
+    with pytest.raises(OptionError, match="has no smallest value"):
+        rest(plant("sigmoid", "softplus"))
+
+
+def test_plants_of_other_energies_are_kept_and_told_apart(tmp_path):
+    plant = control.pendulums([(0, 1)])
+    loop = control.ClosedLoop(plant, control.Controller(2, 3, inputs=1))
+    options = {"cost": control.Cost(dimensions=1, barrier=0.0), "collision": 0.0}
+    problem = control.LoopProblem(loop, torch.ones(2, 3), **options)
+    problem.save(tmp_path)
+    again = control.load_problem(tmp_path)
+    assert again.loop.plant.activation == ("sin", "identity", "identity")
+    y = problem.starts(2)
+    assert torch.equal(again.loop(y), problem.loop(y))
+    history = control.LoopTraining(again, iterations=2, batch=2)
+    history.run(progress=False)
+    other = control.pendulums([(0, 1)])
+    other.activation = ("tanh", "identity", "identity")
+    theirs = control.LoopProblem(control.ClosedLoop(other, loop.controller), problem.z, **options)
+    assert control.LinkCost(theirs).identity != control.LinkCost(problem).identity
+
+
+def test_bad_activations_and_weights_are_refused_in_a_sentence():
+    one, none = torch.ones(1, 2, 1), torch.zeros(1, 1, 1)
+    given = (one, none, none, torch.ones(1, 1, 1))
+    with pytest.raises(OptionError, match="activation 'tahn' is not known"):
+        control.Plant(*given, activation="tahn")
+    for wrong in (["tanh"], 5, ["tanh"] * 3):
+        with pytest.raises(ShapeError, match="activation must be a name, or 2 of them"):
+            control.Plant(*given, activation=wrong)  # pyright: ignore
+    with pytest.raises(ShapeError, match=r"weights must be \(1, 2\) like a"):
+        control.Plant(*given, weights=torch.ones(2))
+    with pytest.raises(OptionError, match="weights must be > 0"):
+        control.Plant(*given, weights=torch.zeros(1, 2))
+
+
+def test_a_plant_at_the_top_of_its_energy_does_not_rest_there():
+    none, port = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
+    a = torch.tensor([[torch.pi, -torch.pi]]).double()
+    plant = control.Plant(torch.ones(1, 2, 1), none, none, port, a=a, activation="sin")
+    assert float(plant.energy(rest(plant))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("J", "R", "error"),
+    [
+        ([[0.0, 0.0], [0.0, 0.0]], [[1e12, 0.0], [0.0, -0.5]], "R must be positive semidefinite"),
+        ([[0.0, 0.0], [0.0, 0.0]], [[1e12, 0.0], [1e-7, 1.0]], None),
+        ([[0.0, 0.0], [0.0, 0.4]], [[1e12, 0.0], [0.0, 0.0]], "J must be skew-symmetric"),
+    ],
+)
+def test_large_entries_of_some_states_do_not_hide_wrong_ones_of_others(J, R, error):
+    given_ = [torch.tensor(t).double()[None] for t in (J, R)]
+    eye, port = torch.eye(2).double()[None], torch.ones(1, 2, 1).double()
+    if error is None:  # 1e-7 beside 1e12 and 1 is rounding
+        control.Plant(eye, given_[0], given_[1], port)
+        return
+    with pytest.raises(InterconnectionError, match=error):
+        control.Plant(eye, *given_, port)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "name"),
+    [
+        (control.pendulums, {"length": 1e200}, r"mass \* length\^2 is inf"),
+        (control.pendulums, {"length": 1e-200}, r"mass \* length\^2 is 0"),
+        (control.pendulums, {"mass": 1e308, "gravity": 1e308}, "gravity .* is inf"),
+        (control.oscillators, {"mass": 1e-310}, "mass is 1e-310"),
+        (control.microgrid, {"load": 1e-310}, "load is 1e-310"),
+    ],
+)
+def test_numbers_that_cannot_be_divided_by_are_named(make, options, name):
+    with pytest.raises(StepError, match=name):
+        make([(0, 1)], **options)

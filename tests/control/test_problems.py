@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hdnn import control
 from hdnn.base import tensorfile
 from hdnn.control import costs
 from hdnn.control.objective import rest
+from hdnn.control.shares import shared_out
 from hdnn.errors import (
     CheckpointError,
     DataError,
@@ -70,8 +72,24 @@ def test_robots_of_a_crowd_change_places_with_those_they_hear(agents: int, seed:
     assert torch.allclose(q[partner], target, rtol=0, atol=1e-12)
     links = {*problem.loop.controller.links}
     assert {(min(i, k), max(i, k)) for i, k in enumerate(partner) if i != k} <= links
-    assert {*(problem.cost.pairs or ())} == links
+    pairs = {*(problem.cost.pairs or ())}
+    wide = math.ceil(agents**0.5)
+    apart = {(i, k): max(abs(i % wide - k % wide), abs(i // wide - k // wide)) for i, k in pairs}
+    assert {pair for pair, places in apart.items() if places == 1} == links
+    assert {*apart.values()} <= {1, 2}
+    assert len(pairs) <= 12 * agents
     assert not costs.collisions(problem.starts(5, seed=seed)[None], problem.collision).any()
+
+
+def test_agents_that_a_cost_names_are_neighbours_of_processes():
+    problem = control.crowd(9, steps=5)
+    pairs, links = {*(problem.cost.pairs or ())}, {*problem.loop.controller.links}
+    assert (0, 8) in pairs - links
+    plan = shared_out(problem, 9)
+    assert {(i, k) for i, near in enumerate(plan.graph.used) for k in near if i < k} == pairs
+    alone = dataclasses.replace(problem, cost=control.Cost())
+    with pytest.raises(SparsityError, match="the cost compares agents 0 and 2, which no link"):
+        shared_out(alone, 9)
 
 
 def test_starts_lie_within_the_radius_and_are_those_of_their_seed_and_number():
@@ -242,6 +260,10 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path):
         small().save(file / "below")
     with pytest.raises(CheckpointError, match=r"cannot make the folder .*null byte"):
         small().save("a\0b")
+    with pytest.raises(CheckpointError, match=r"cannot make the folder .*null byte"):
+        control.LoopTraining(small(), folder="a\0b")
+    with pytest.raises(CheckpointError, match="a path must be a string"):
+        control.LoopTraining(small(), folder=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_bad_problems_are_refused_in_a_sentence():

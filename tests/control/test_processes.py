@@ -20,103 +20,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from audit import linked
-from closed_loops import random_loop, seeds
+from closed_loops import seeds
 from graph_runs import Ended, Process, until
 from hdnn import control
 from hdnn.control import processes, worker
 from hdnn.control.problems import load_problem
 from hdnn.control.shared import SharedTraining
 from hdnn.control.shares import Share, shared_out
-from hdnn.distributed import DistributedError, Local, Transport
+from hdnn.distributed import DistributedError
 from hdnn.distributed.graph.plan import Part
 from hdnn.engine import jit
 from hdnn.errors import OptionError, SparsityError, TrainingError
 from hdnn.training.processes.meeting import TCPStore
+from shared_loops import TINY, Threads, random_problem, ring, same, train, weights
 
 pytestmark = pytest.mark.skipif(not jit.installed(), reason="needs numba")
 needs_processes = pytest.mark.skipif(
     not (sys.platform.startswith("linux") and dist.is_gloo_available()),
     reason="needs Linux and gloo",
 )
-
-TINY = {"iterations": 3, "batch": 2}
-
-
-def ring(steps: int = 4) -> control.LoopProblem:
-    """Twelve robots on a ring whose neighbours keep apart."""
-    links = control.crossing("ring").loop.controller.links
-    cost = control.Cost(pairs=links, distance=5.0)
-    return control.crossing("ring", steps=steps, horizon=0.1 * steps, cost=cost)
-
-
-def random_problem(seed: int, N: int) -> control.LoopProblem:
-    """Agents on a line and along random links, some of their plants coupled, some pairs priced."""
-    loop, normal = random_loop(seed, N, 1.0, 0.1)
-    line = [(i, i + 1) for i in range(N - 1)]
-    links = sorted({*line, *((min(pair), max(pair)) for pair in loop.controller.links)})
-    more = control.Controller(
-        *(N, 3), links=links, J=loop.controller.J, dissipation=loop.controller.R
-    )
-    with torch.no_grad():
-        for parameter in more.parameters():
-            parameter.copy_(normal(*parameter.shape))
-    pairs = [pair[:: 1 if e % 2 else -1] for e, pair in enumerate(links) if e % 3]
-    cost = control.Cost(pairs=pairs, distance=3.0, barrier=2.0, dimensions=2)
-    joined = control.ClosedLoop(loop.plant, more, 0.1)
-    return control.LoopProblem(joined, normal(N, 3), normal(N, 4), cost, collision=0.0)
-
-
-class Threads(Transport):
-    """Parts as threads of this process: quick to start, and as strict about who talks to whom."""
-
-    def __init__(self, part: int, parts: int, lines: dict[tuple[int, int], queue.Queue]) -> None:
-        super().__init__(part, parts)
-        self.lines = lines
-
-    def start(self, out, into):
-        self.traffic.count(out)
-        for other, tensor in out:
-            self.lines[self.part, other].put(tensor.clone())
-        return Waiting(self, into)
-
-
-class Waiting:
-    def __init__(self, transport: Threads, into) -> None:
-        self.transport, self.into = transport, into
-
-    def wait(self) -> None:
-        for other, tensor in self.into:
-            found = self.transport.lines[other, self.transport.part].get(timeout=60)
-            assert found.shape == tensor.shape
-            tensor.copy_(found)
-
-
-def train(make, ranks: int, **options) -> tuple[control.LoopProblem, control.ProcessRun]:
-    """The problem as trained by so many threads, and what they say."""
-    plan, options = shared_out(make(), ranks), {"rate": 0.1, "seed": 0, **TINY, **options}
-    pairs = itertools.product(range(ranks), repeat=2)
-    lines = {pair: queue.Queue() for pair in pairs}
-    found: dict[int, tuple[control.LoopProblem, control.ProcessRun]] = {}
-
-    def work(part: int) -> None:
-        problem, transport = make(), Threads(part, ranks, lines) if ranks > 1 else Local()
-        found[part] = problem, processes.part_of(problem, plan, transport, options, lambda _: None)
-
-    threads = [threading.Thread(target=work, args=(part,), daemon=True) for part in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found[plan.owner[plan.tree.root]]
-
-
-def weights(problem: control.LoopProblem) -> list[torch.Tensor]:
-    return [weight.detach() for weight in problem.loop.controller.parameters()]
-
-
-def same(a: control.LoopProblem, b: control.LoopProblem) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
-
 
 # The same bits, however agents are shared out
 
@@ -223,6 +145,19 @@ def test_a_cost_of_ones_own_is_refused():
     problem.cost = Dearer(pairs=problem.cost.pairs)
     with pytest.raises(OptionError, match="nothing that extends it"):
         control.train_on_processes(problem, 2)
+
+
+def test_what_cannot_work_is_refused_before_processes_are_started(monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(processes, "launch", lambda *_, **__: begun.append(1))
+    with pytest.raises(OptionError, match="started must be a function of processes, but got 3"):
+        control.train_on_processes(ring(), 2, **TINY, started=3)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("HDNN_TRANSPORT", "mpi")
+    with pytest.raises(OptionError, match=r"talk by tcp or gloo, but .* HDNN_TRANSPORT=mpi"):
+        control.train_on_processes(ring(), 2, **TINY, folder=tmp_path / "kept")
+    assert not begun
+    assert not (tmp_path / "kept").exists()
+    assert len(control.train_on_processes(ring(), 1, **TINY).history["cost"]) == TINY["iterations"]
 
 
 def test_a_cost_that_is_not_finite_ends_the_training():

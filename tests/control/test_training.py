@@ -233,12 +233,12 @@ def test_checkpoints_of_earlier_versions_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as earlier:
-        now = trainings._identity  # pyright: ignore
+        now = trainings.identity_of
 
         def then(problem: control.LoopProblem):
             return {n: part for n, part in now(problem).items() if n not in trainings.LATER}
 
-        earlier.setattr(trainings, "_identity", then)
+        earlier.setattr(trainings, "identity_of", then)
         control.LoopTraining(crossing(), iterations=2, batch=2, folder=tmp_path).run(until=1)
     assert control.LoopTraining.resume(tmp_path).done == 1
     options = {"iterations": 2, "batch": 2, "folder": tmp_path, "resume": True}

@@ -14,7 +14,7 @@ import hdnn
 import oracle
 from hdnn import activations, analysis, functional
 from hdnn.activations import Activation
-from hdnn.integrators.chords import chord, chord_slope
+from hdnn.integrators.chords import chord, chord_sides, chord_slope
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
@@ -52,6 +52,41 @@ def test_a_chord_of_no_length_is_sigma_itself(name):
     sigma, x = activations.get(name), torch.linspace(-9, 9, 38, dtype=F64)
     torch.testing.assert_close(chord(sigma, x, x), sigma(x))
     torch.testing.assert_close(chord_slope(sigma, x, x), sigma.slope(x) / 2)
+
+
+@pytest.mark.parametrize("name", ["softplus", "gelu", "silu", "relu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("a", [1e4, 1e8, 1e12])
+def test_chords_far_from_0_are_those_of_the_straight_lines_there(name, a):
+    """Their integrals are x^2 / 2 or x there, and a difference of these would lose all digits."""
+    sigma, bent = activations.get(name), name not in ("sigmoid", "tanh")
+    for low, high in ((a, a + 2), (a + 2, a), (a, a + 0.75 * a)):
+        value, slope = (low + 0.5 * (high - low), 0.5) if bent else (1.0, 0.0)
+        ends = number(low), number(high)
+        assert float(chord(sigma, *ends)) == pytest.approx(value, rel=1e-15)
+        assert float(chord_slope(sigma, *ends)) == pytest.approx(slope, abs=1e-14)
+        assert [float(x) for x in chord_sides(sigma, *ends)] == pytest.approx(
+            [value, slope, slope], rel=1e-14, abs=1e-14
+        )
+    across = float(chord(sigma, number(-a), number(a)))
+    assert across == pytest.approx(a / 4 if bent else float(name == "sigmoid") / 2, rel=1e-7)
+
+
+@pytest.mark.parametrize("b", [0.01, 0.002, 1e-5, 1e-9, -0.01])
+def test_a_chord_sees_a_kink_close_to_its_end(b):
+    leaky = Activation(
+        "leaky at its end",
+        lambda x: torch.where(x > 0, x, 0.1 * x),
+        lambda x: torch.where(x > 0, 1.0, 0.1).to(x),
+        lambda x: torch.where(x > 0, 0.5 * x * x, 0.05 * x * x),
+        s_min=0.1,
+        s_max=1.0,
+    )
+    for ends in ((-0.98, b), (b, -0.98)):
+        rise = [0.5 * x * x if x > 0 else 0.05 * x * x for x in ends]
+        wanted = (rise[1] - rise[0]) / (ends[1] - ends[0])
+        assert float(chord(leaky, number(ends[0]), number(ends[1]))) == pytest.approx(
+            wanted, rel=1e-13
+        )
 
 
 def test_a_chord_over_the_kink_of_an_activation_of_ones_own_is_exact():

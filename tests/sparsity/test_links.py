@@ -88,6 +88,47 @@ def test_changes_find_the_best_graph_without_scores() -> None:
     assert found.links == tuple(sorted(best))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_that_mislead_are_not_used_for_long(seed: int) -> None:
+    cost = Additive(8, seed)
+
+    def wrong(candidates: Links) -> list[float]:
+        return [-cost.worth[link] for link in candidates]
+
+    options: Any = {"links": 7, "rounds": 60, "seed": seed}
+    misled = sparsity.choose_links(8, cost, relaxed=wrong, **options)
+    without = sparsity.choose_links(8, cost, **options)
+    worst, best = (
+        10 - sum(sorted(cost.worth.values())[part]) for part in (slice(7), slice(-7, None))
+    )
+    assert misled.history[0].cost == pytest.approx(worst)
+    assert misled.cost - best < 0.2 * (worst - best)
+    assert misled.cost == pytest.approx(without.cost, abs=0.15 * (worst - best))
+
+
+def test_scores_that_are_right_are_used_to_the_end() -> None:
+    """A change by scores takes a good link more often than one without."""
+    found = []
+    for relaxed in (True, False):
+        taken = []
+        for seed in range(10):
+            cost = Additive(8, seed)
+            scores = cost.relaxed if relaxed else None
+            options: Any = {"links": 7, "rounds": 20, "seed": seed}
+            choice = sparsity.choose_links(8, cost, relaxed=scores, **options)
+            taken += [cost.worth[link] for trial in choice.history[6:] for link in trial.links]
+        found.append(sum(taken) / len(taken))
+    assert found[0] > 1.1 * found[1]
+
+
+def test_the_first_quarter_of_the_rounds_draws_graphs_at_random() -> None:
+    cost = Additive(12, 0)
+    found = sparsity.choose_links(12, cost, links=12, relaxed=cost.relaxed, rounds=20)
+    first, *others = (set(trial.links) for trial in found.history)
+    shared = [len(first & links) for links in others]
+    assert max(shared[:5]) < 8 < min(shared[5:])
+
+
 def test_a_price_buys_links_that_are_worth_it() -> None:
     cost = Additive(6, 1)
     found = sparsity.choose_links(6, cost, price=0.5, relaxed=cost.relaxed, rounds=200)

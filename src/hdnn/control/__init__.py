@@ -12,7 +12,7 @@ from hdnn.control.certificate import Balance, LoopCertificate
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.objective import Cost
-from hdnn.control.plants import Plant, microgrid, oscillators, robots
+from hdnn.control.plants import Plant, microgrid, oscillators, pendulums, robots
 from hdnn.control.problems import LoopProblem, load_problem
 from hdnn.control.processes import ProcessRun, train_on_processes
 from hdnn.control.scenarios import crossing, crowd
@@ -35,6 +35,7 @@ __all__ = [
     "load_problem",
     "microgrid",
     "oscillators",
+    "pendulums",
     "robots",
     "train_on_processes",
     "with_links",

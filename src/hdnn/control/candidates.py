@@ -13,7 +13,7 @@ from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.problems import LoopProblem, checked
 from hdnn.control.training import LoopTraining, in_range
-from hdnn.errors import positive_int
+from hdnn.errors import OptionError, as_float, positive_int, quoted
 from hdnn.training import identity
 
 
@@ -81,11 +81,13 @@ class LinkCost:
         rate: the largest rate of Adam; a small one tells links apart that noise would mix up.
         seed: of the starts.
         samples: starts that judge.
+        mask: of each candidate in `relaxed`, above 0 and at most 1: about the share of candidates
+            that will be links.
 
     Raises:
         ShapeError: if iterations, batch, seed or samples are no whole numbers in range.
         StepError: if the rate is not > 0.
-        OptionError: if the problem is no `LoopProblem`.
+        OptionError: if the mask is out of range, or the problem is no `LoopProblem`.
 
     Examples:
         >>> from hdnn import control, sparsity
@@ -107,20 +109,27 @@ class LinkCost:
         rate: float = 0.05,
         seed: int = 0,
         samples: int = 64,
+        mask: float = 0.2,
     ) -> None:
         self.problem = with_links(problem, checked(problem).loop.controller.links)
         self.options = in_range(iterations, batch, rate, seed)
         self.samples = positive_int("samples", samples)
+        number = as_float(mask)
+        if number is None or not 0 < number <= 1:
+            raise OptionError(f"mask must be above 0 and at most 1, but got {quoted(mask)}.")
+        self.mask = number
 
     @property
     def identity(self) -> str:
         """A digest of all that decides the costs."""
         problem = self.problem
-        numbers = [self.options, self.samples, problem.radius, problem.collision]
+        numbers = [self.options, self.samples, self.mask, problem.radius, problem.collision]
         loop = problem.loop
         frozen = [name for name, weight in loop.named_parameters() if not weight.requires_grad]
         about = [*numbers, loop.step, loop.controller.links, loop.plant.links, frozen]
         about.append(repr(problem.cost))
+        if not loop.plant.quadratic:
+            about.append(loop.plant.activation)
         tensors = identity.digest([problem.z, problem.xi, *loop.state_dict().values()])
         return hashlib.sha256(json.dumps([about, tensors]).encode()).hexdigest()[:16]
 
@@ -169,8 +178,9 @@ class LinkCost:
     def relaxed(self, candidates: Sequence[tuple[int, int]]) -> list[float]:
         """How strongly each link is used after a training with all of them: the norm of its C.
 
-        A coupling is a mask times a direction, and both are trained at once from 0 on: what
-        lowers the cost grows first.
+        All candidates at once would change the loop far more than the few links that are left in
+        the end. So each is there to a part only: its coupling is C = mask D, and D is trained.
+        What lowers the cost grows first.
 
         Args:
             candidates: pairs of agents.
@@ -178,7 +188,17 @@ class LinkCost:
         Returns:
             A number a candidate.
         """
-        controller = self.trained(candidates).loop.controller
+        copy = with_links(self.problem, candidates)
+        controller = copy.loop.controller
+        before = controller.C.detach().clone()
+
+        def masked(_: LoopTraining) -> None:
+            """Adam moves D as far as it would move C, and C = mask D moves by that part of it."""
+            with torch.no_grad():
+                before.lerp_(controller.C, self.mask)
+                controller.C.copy_(before)
+
+        LoopTraining(copy, **self.options).run(progress=False, callback=masked)
         norms = controller.C.detach().flatten(1).norm(dim=1).tolist()
         found = dict(zip(controller.links, norms, strict=True))
         return [found[min(i, k), max(i, k)] for i, k in candidates]

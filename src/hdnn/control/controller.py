@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn.control.energies import log_cosh
 from hdnn.control.links import Edges, edges
 from hdnn.control.plants import check_size, check_skew, counted
 from hdnn.errors import InterconnectionError, OptionError, ShapeError, positive_int, quoted
@@ -115,13 +116,6 @@ class Controller(nn.Module):
             f"{counted(self.states, 'state')}, {counted(self.inputs, 'input')}, "
             f"{counted(len(self.links), 'link')}"
         )
-
-
-def log_cosh(x: Tensor) -> Tensor:
-    """log cosh x, for any x: to rounding of its own size, and right when derived twice."""
-    near = 0.5 * torch.log1p(torch.sinh(x.clamp(-1, 1)).square())  # of x^2/2, nothing cancels
-    size = x.abs()
-    return torch.where(size < 1, near, size + torch.log1p(torch.expm1(-2 * size) / 2))
 
 
 def _canonical(c: int) -> Tensor:

@@ -21,7 +21,17 @@ from hdnn.errors import (
     quoted,
 )
 
-__all__ = ["barrier", "check_apart", "collisions", "effort", "end", "smoothness", "tracking"]
+__all__ = [
+    "barrier",
+    "check_apart",
+    "colliding",
+    "collisions",
+    "effort",
+    "end",
+    "nearest",
+    "smoothness",
+    "tracking",
+]
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -196,11 +206,13 @@ def collisions(
         pairs: which agents to compare; by default all.
 
     Returns:
-        True for each sample with a collision, `(*batch,)`; agents whose distance is NaN collide.
+        True for each sample with a collision, `(*batch,)`. Agents collide in a state in which the
+        position of any of them, or of any that the pairs name, is not finite; an agent alone, or
+        one that no pair names, never does. Half precision is computed in float32.
 
     Raises:
-        ShapeError: if an agent has fewer states than its position, or a pair does not name two of
-            the agents.
+        ShapeError: if an agent has fewer states than its position, a pair does not name two of the
+            agents, or the states are no real floating-point numbers.
         StepError: if the distance is not > 0.
 
     Examples:
@@ -212,7 +224,60 @@ def collisions(
     """
     far = positive_float("distance", distance) ** 2
     _check("trajectory", trajectory, 3, "(steps + 1, *batch, N, n)")
+    if pairs is None:
+        return colliding(trajectory, distance, dimensions=dimensions).any(-1).any(0)
     return _nearer(between(trajectory, dimensions, pairs), far).any(-1).any(0)
+
+
+def colliding(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Tensor:
+    """Which agents are closer than a distance to another one, in each state.
+
+    Args:
+        y: states `(*batch, N, n)`, positions first.
+        distance: below which it is a collision.
+        dimensions: how many of the first states are the position.
+
+    Returns:
+        True for each agent that collides, `(*batch, N)`: all agents of a state in which a position
+        is not finite, but an agent alone never. Half precision is computed in float32.
+
+    Raises:
+        ShapeError: if an agent has fewer states than its position, or the states are no real
+            floating-point numbers.
+        StepError: if the distance is not > 0.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.costs.colliding(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 0.1]]))
+        tensor([False,  True,  True])
+    """
+    far = positive_float("distance", distance) ** 2
+    return _nearer(_nearest(y, dimensions), far)
+
+
+def nearest(y: Tensor, *, dimensions: int = 2) -> Tensor:
+    """How far each agent is from the nearest other one, in each state.
+
+    Args:
+        y: states `(*batch, N, n)`, positions first.
+        dimensions: how many of the first states are the position.
+
+    Returns:
+        Distances `(*batch, N)`: infinite for an agent alone, wherever it is, and NaN for all agents
+        of a state in which a position is not finite; float32 for half precision.
+
+    Raises:
+        ShapeError: if an agent has fewer states than its position, or the states are no real
+            floating-point numbers.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.costs.nearest(torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 0.5]]))
+        tensor([3.0000, 0.5000, 0.5000])
+    """
+    return _nearest(y, dimensions).sqrt()
 
 
 def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> None:
@@ -224,8 +289,9 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
         dimensions: how many of the first states are the position.
 
     Raises:
-        DataError: if two agents of a sample are closer, or where they are is NaN; it names them.
-        ShapeError: if an agent has fewer states than its position.
+        DataError: if two agents of a sample are closer, or one of them is nowhere; it names them.
+        ShapeError: if an agent has fewer states than its position, or the states are no real
+            floating-point numbers.
         StepError: if the distance is not > 0.
 
     Examples:
@@ -250,9 +316,35 @@ def check_apart(y: Tensor, distance: float = 0.5, *, dimensions: int = 2) -> Non
 
 
 def between(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
-    """Squared distances of pairs of agents, `(*batch, pairs)`."""
-    found = _squares(_positions(y, dimensions), *_ends(y, pairs))
+    """Squared distances of pairs of agents, `(*batch, pairs)`; NaN from what is not finite."""
+    q, (i, k) = _positions(y, dimensions), _ends(y, pairs)
+    found, nowhere = _squares(q, i, k), ~torch.isfinite(q.detach()).all(0)
+    if bool(nowhere.any()):
+        found = found.masked_fill(nowhere[i] | nowhere[k], torch.nan)
     return found.T.reshape(*y.shape[:-2], len(found))
+
+
+def _nearest(y: Tensor, dimensions: int) -> Tensor:
+    """The square of how far each agent is from the nearest other one, `(*batch, N)`.
+
+    Agents are sorted by their first coordinate, and each is compared with those beside it until
+    these are further away in that coordinate alone: a crowd takes far fewer comparisons than pairs.
+    """
+    q = _positions(y.detach() if isinstance(y, Tensor) else y, dimensions)
+    order = q[0].argsort(0)
+    q = q.gather(1, order.expand_as(q))
+    best = torch.full_like(q[0], torch.inf)
+    for shift in range(1, q.shape[1]):
+        apart = (q[:, shift:] - q[:, :-shift]).square()
+        if not bool((apart[0] < torch.maximum(best[shift:], best[:-shift])).any()):
+            break
+        squares = apart.sum(0)
+        for ends in (slice(shift, None), slice(None, -shift)):
+            best[ends] = torch.minimum(best[ends], squares)
+    if q.shape[1] > 1:
+        best[:, ~torch.isfinite(q).all(0).all(0)] = torch.nan
+    found = torch.empty_like(best).scatter_(0, order, best)
+    return found.T.reshape(y.shape[:-1])
 
 
 def _nearer(squares: Tensor, far: float) -> Tensor:
@@ -274,7 +366,13 @@ def _positions(y: Tensor, dimensions: int) -> Tensor:
         raise ShapeError(
             f"an agent has {y.shape[-1]} states here, so that {d} of them are no position."
         )
+    if not y.is_floating_point():
+        raise ShapeError(
+            f"states must be real floating-point numbers, but are {str(y.dtype)[6:]}; convert them "
+            "by .double()."
+        )
     samples = y.shape[:-2].numel()
+    y = y.float() if y.dtype in (torch.float16, torch.bfloat16) else y  # squares would overflow
     return y[..., :d].reshape(samples, y.shape[-2], d).permute(2, 1, 0).contiguous()
 
 

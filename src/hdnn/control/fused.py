@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,20 +16,26 @@ import torch
 from torch import Tensor
 
 from hdnn.base.notice import said_if_slow
-from hdnn.control import step
+from hdnn.control import elimination, step
 from hdnn.control.links import Edges
 from hdnn.control.step import System
 from hdnn.engine import jit
-from hdnn.engine.kernels import closed_loop
+from hdnn.engine.kernels import closed_loop, closed_loop_lanes
+from hdnn.engine.kernels.closed_loop_lanes import LANES
 from hdnn.errors import ConvergenceError
 
-GROUPS = 8  # of samples that share sums: fixed, so that the bits do not depend on threads
 UNROLLED = 4  # states of a controller up to which loops are compiled for just that number
 GIVEN = ("A", "a", "J", "R", "g", "couplings", "J_c", "R_c")  # of no gradients here
-GRADED = (0, 1, 2, 5)  # the matrices of agents by themselves that change with the weights
+GRADED = ("M", "U", "u", "W")  # the matrices of agents by themselves that change with the weights
 NONE, START = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 COMPILING = "hdnn: compiling the kernels of closed loops for this processor (once, a minute)"
 
+# Read now: sources may change before the first use, and then code of the old ones would be kept on
+# disk as that of the new ones.
+_njit = partial(
+    jit.compiled,
+    made_of=jit.digest(closed_loop.__name__, closed_loop_lanes.__name__),
+)
 _lock = threading.Lock()
 
 
@@ -39,6 +45,8 @@ def why_not(y: Tensor, system: System) -> str:
         return "it needs numba; pip install 'hdnn[fast]'"
     if y.device.type != "cpu" or system.K.dtype != torch.float64:
         return f"it is for float64 on a CPU, but states are {system.K.dtype} on {y.device.type}"
+    if {*system.activation} - {"identity"}:
+        return "it is for plants of a quadratic energy only"
     if any(getattr(system, name).requires_grad for name in GIVEN):
         return "it has gradients of the controllers' weights only, not of plants, J or R"
     return ""
@@ -86,13 +94,10 @@ class Phases:
     """
 
     def __init__(self, system: System, batch: int, names: Sequence[int] | None = None) -> None:
-        self.system, self.groups = system, min(batch, GROUPS)
+        self.system, self.same = system, batch >= LANES
         self.names = list(names) if names is not None else list(range(len(system.A)))
         self.parts, self.rest = _eliminated(system)
-        (K, b), own, _, (_, C) = self.parts
-        self.ends = np.array([high for _, _, high in _bounds(batch)], dtype=np.int64)
-        shapes = (K, b, *(own[k] for k in GRADED), C)
-        self.found = [np.zeros((self.groups, *a.shape)) for a in shapes]
+        self.found = _sums(self.parts, len(groups(batch)))
 
     def own(self, y: np.ndarray, t: int, agents: Sequence[int] | np.ndarray) -> Phase:
         """These agents by themselves in step t."""
@@ -116,8 +121,8 @@ class Phases:
 
     def adjoint(self, phase: Phase, g: np.ndarray) -> None:
         """From gradients after a phase to those before it, in place; those of weights are added."""
-        B, n, (K, _) = len(g), g.shape[2], self.parts[0]
-        c, which, count = K.shape[-1], phase.which, len(phase.which)
+        B, n, c = len(g), g.shape[2], self._c
+        which, count = phase.which, len(phase.which)
         states, mids, before = (np.empty(s) for s in ((B, 2, 0, n), (B, 1, 0, n), (B, 1, 0, 2 * c)))
         after = np.empty((B, 0, 2 * c))
         chosen = NONE, which, NONE, START
@@ -130,28 +135,29 @@ class Phases:
             before, after = phase.kept[0].reshape(B, 1, count, 2 * c), phase.kept[1]
         dK, db, *to_own, dC = self.found
         found, grads = ((dK, db), tuple(to_own), dC), np.empty((0, 1, 1, 1))
-        kept, size = (states, mids, before, after), self._size
-        kernels()["backward"](size, g, phase.t, chosen, *self.parts, kept, grads, self.ends, found)
+        given = (states, mids, before, after), grads, found
+        kernels()["backward"](size_of(c), g, phase.t, chosen, *self.parts, self.same, *given)
 
     def gradients(self) -> dict[str, Tensor]:
         """Those of K, b, G and C, of all that was run backwards so far."""
         return _of_weights(self.system, [*self.found], self.rest)
 
     @property
-    def _size(self) -> Any:
-        return size_of(self.parts[0][0].shape[-1])
+    def _c(self) -> int:
+        return self.parts[0][1].shape[-1]
 
     def _both(self, y: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """The controllers at both ends of edges, `(B, E, 2 c)`."""
-        pairs, xi = self.parts[3][0][edges], y[:, :, -self.parts[0][0].shape[-1] :]
+        pairs, xi = self.parts[3][0][edges], y[:, :, -self._c :]
         return np.concatenate([xi[:, pairs[:, 0]], xi[:, pairs[:, 1]]], -1)
 
     def _run(self, y: np.ndarray, t: int, chosen: tuple[np.ndarray, ...]) -> None:
         failed = np.zeros(3, dtype=np.int64)
         kept = np.empty((0, 2, 1, 1)), np.empty((0, 1, 1, 1)), np.empty((0, 1, 1, 1))
-        kernels()["forward"](self._size, y, t, chosen, *self.parts, kept, failed)
+        run, size = kernels()["forward"], size_of(self._c)
+        run(size, y, t, chosen, *self.parts, self.same, kept, failed)
         if failed[0]:
-            _fail(int(failed[0]), t, int(failed[2]), self.system.links, self.names)
+            _fail(int(failed[0]), t, int(failed[2]), self.system, self.names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,19 +207,19 @@ class _Run(torch.autograd.Function):
             np.empty((B, steps, N, n)),
             np.empty((keep, steps, len(system.links), 2 * c)),
         )
-        failed = np.zeros((GROUPS, 3), dtype=np.int64)
+        failed = np.zeros((len(groups(B)), 3), dtype=np.int64)
         run, size = kernels()["forward"], size_of(c)
 
         y_now, chosen = start.copy(), _everything(system)
 
         def group(j: int, low: int, high: int) -> None:
             ours = tuple(k[low:high] for k in kept)
-            run(size, y_now[low:high], first, chosen, *parts, ours, failed[j])
+            run(size, y_now[low:high], first, chosen, *parts, B >= LANES, ours, failed[j])
 
-        _each_group(B, run, group)
+        each_group(B, run, group)
         for kind, t, which in failed.tolist():
             if kind:
-                _fail(kind, first + t, which, system.links, range(N))
+                _fail(kind, first + t, which, system, range(N))
         ctx.given, ctx.parts, ctx.kept = (system, first, rest), parts, kept
         states, ends = (torch.from_numpy(k.copy() if keep else k) for k in kept[:2])
         ctx.mark_non_differentiable(ends)
@@ -239,27 +245,23 @@ def _twice(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 def _gradients(ctx: Any, *grads: Any) -> Any:
     (system, first, rest), parts, kept = ctx.given, ctx.parts, ctx.kept
-    (K, b), own, _, (_, C) = parts
-    g, run, size = _array(grads[0]), kernels()["backward"], size_of(K.shape[-1])
+    g, run, size = _array(grads[0]), kernels()["backward"], size_of(system.K.shape[-1])
     B, dy, chosen = len(g), g[:, -1].copy(), _everything(system)
-    ahead = np.empty((0, 1, 1))
-    shapes = (K, b, *(own[k] for k in GRADED), C)
-    found = [np.zeros((min(B, GROUPS), *a.shape)) for a in shapes]
+    ahead, found = np.empty((0, 1, 1)), _sums(parts, len(groups(B)))
 
     def group(j: int, low: int, high: int) -> None:
         dK, db, *to_own, dC = (each[j : j + 1] for each in found)
         to, ours = ((dK, db), tuple(to_own), dC), (*(k[low:high] for k in kept), ahead)
-        ends = np.array([high - low])
-        run(size, dy[low:high], first, chosen, *parts, ours, g[low:high], ends, to)
+        run(size, dy[low:high], first, chosen, *parts, B >= LANES, ours, g[low:high], to)
 
-    _each_group(B, run, group)
+    each_group(B, run, group)
     to_weights = _of_weights(system, found, rest)
     return torch.from_numpy(dy), *to_weights.values(), None
 
 
-def _fail(kind: int, t: int, which: int, links: Edges, names: Sequence[int]) -> NoReturn:
-    if kind == 2:
-        i, k = links[which]
+def _fail(kind: int, t: int, which: int, system: System, names: Sequence[int]) -> NoReturn:
+    if kind > 1:
+        i, k = (system.links if kind == 2 else system.plant_links)[which]
         where = f"link ({names[i]}, {names[k]})"
     else:
         where = f"agent {names[which]}"
@@ -270,32 +272,32 @@ def _fail(kind: int, t: int, which: int, links: Edges, names: Sequence[int]) -> 
     )
 
 
-def _eliminated(system: System) -> tuple[tuple[Any, ...], tuple[np.ndarray, ...]]:
+def _eliminated(system: System) -> tuple[tuple[Any, ...], elimination.Rest]:
     """Weights, own matrices, plant edges and edges as the kernel takes them; what G is used by."""
-    plant = tuple(_array(getattr(system, name)) for name in ("A", "a", "J", "R", "g"))
-    J_c, R_c, G = (_array(t) for t in (system.J_c, system.R_c, system.G))
-    (N, _, p), (c, m) = plant[0].shape, G.shape[1:]
-    links, pairs = _indices(system.links), _indices(system.plant_links)
-    n, reduced = p + c, ((c, c), (c, p), (c,), (p, p), (p,), (p, c))
-    own = tuple(np.empty((N, *s)) for s in (*reduced, (n, n), (p, p), (p,)))
-    rest = tuple(np.empty((N, *s)) for s in ((m, m), (m, p), (m,), (p, m)))
-    linear = np.empty((len(pairs), 2 * p, 2 * p)), np.empty((len(pairs), 2 * p))
-    couplings, run = _array(system.couplings), kernels()["eliminate"]
-    run(system.h, plant, (J_c, R_c, G), (pairs, couplings), own, rest, linear)
-    weights = _array(system.K), _array(system.b)
-    return (weights, own, (pairs, *linear), (links, system.h * _array(system.C))), rest
+    own, rest = elimination.eliminate(system)
+    K, b, C = (_array(t) for t in (system.K, system.b, system.C))
+    weights, C = (K.reshape(*b.shape[:2], -1), b), system.h * C.reshape(len(C), K.shape[-1] ** 2)
+    plant = _indices(system.plant_links), *elimination.plant_edges(system)
+    links = _indices(system.links), C
+    return (weights, tuple(own), plant, links), rest
+
+
+def _sums(parts: tuple[Any, ...], groups: int) -> list[np.ndarray]:
+    """Room for the gradients of K, b, M, U, u, W and C of each group of samples."""
+    (K, b), own, _, (_, C) = parts
+    graded = (getattr(elimination.Own(*own), name) for name in GRADED)
+    return [np.zeros((groups, *a.shape)) for a in (K, b, *graded, C)]
 
 
 def _of_weights(system: System, found: list[np.ndarray], rest: Any) -> dict[str, Tensor]:
     """Gradients of K, b, G, C from those that the groups of samples found."""
-    K, b, *to_own, C = (_summed(each) for each in found)
-    G = np.empty(system.G.shape)
-    kernels()["eliminate_adjoint"](system.h, _array(system.G), rest, tuple(to_own), G)
-    found_ = {"K": K, "b": b, "G": G, "C": system.h * C}
-    return {name: torch.from_numpy(each) for name, each in found_.items()}
+    K, b, M, U, u, W, C = (summed(each) for each in found)
+    G = elimination.eliminate_adjoint(system, rest, (M, U, u, W))
+    shaped = K.reshape(system.K.shape), b, G, system.h * C.reshape(system.C.shape)
+    return {n: torch.from_numpy(a) for n, a in zip(("K", "b", "G", "C"), shaped, strict=True)}
 
 
-def _summed(each: np.ndarray) -> np.ndarray:
+def summed(each: np.ndarray) -> np.ndarray:
     """The sum over groups, one after the other, so that its bits do not depend on shapes."""
     total = each[0].copy()
     for part in each[1:]:
@@ -330,35 +332,35 @@ def size_of(c: int) -> Any:
 def kernels() -> dict[str, Any]:
     """By name; numba compiles each when it is first called."""
     with _lock:
-        return closed_loop.compiled(jit.compiled)
+        return closed_loop.compiled(_njit)
 
 
-def _bounds(B: int) -> list[tuple[int, int, int]]:
-    """Groups of samples: number, first sample, end."""
-    groups = min(B, GROUPS)
-    return [(j, B * j // groups, B * (j + 1) // groups) for j in range(groups)]
+def groups(B: int) -> list[tuple[int, int, int]]:
+    """Groups of samples that share sums: number, first sample, end.
+
+    As many as there are lanes, or each by itself if they are fewer: fixed, so that the bits do not
+    depend on threads.
+    """
+    width = LANES if B >= LANES else 1
+    return [(j, low, min(B, low + width)) for j, low in enumerate(range(0, B, width))]
 
 
-def _each_group(B: int, kernel: Any, run: Callable[[int, int, int], None]) -> None:
-    """Run groups of samples, shared out to as many threads as PyTorch may use."""
-    bounds = _bounds(B)
-    threads = min(len(bounds), torch.get_num_threads())
+def each_group(B: int, kernel: Any, run: Callable[[int, int, int], None]) -> None:
+    """Run groups of samples by as many threads as PyTorch may use: who is free takes the next."""
+    bounds = groups(B)
+    threads, waiting = min(len(bounds), torch.get_num_threads()), iter(bounds)
 
-    def share(first: int) -> None:
-        for bound in bounds[first::threads]:
+    def share() -> None:
+        for bound in waiting:  # an iterator of a list gives each to one thread
             run(*bound)
 
     with nullcontext() if kernel.signatures else said_if_slow(COMPILING):
-        if threads <= 1:
-            for bound in bounds:
-                run(*bound)
-        else:
-            rest = [_pool().submit(share, j) for j in range(1, threads)]
-            try:
-                share(0)
-            finally:
-                for future in rest:
-                    future.result()
+        rest = [_pool().submit(share) for _ in range(1, threads)]
+        try:
+            share()
+        finally:
+            for future in rest:
+                future.result()
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hdnn import engine as engines
-from hdnn.base.notice import said_if_slow
 from hdnn.control import fused
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.objective import WEIGHTS, Cost, rest
@@ -53,15 +51,23 @@ def priced(loop: ClosedLoop, cost: Cost, trajectory: Tensor) -> Priced:
         ]
     )
     discounts = cost.discount ** (h * np.arange(len(trajectory) - 1, -1, -1))
-    terms, to = np.zeros(len(WEIGHTS)), (np.empty_like(y), *(np.zeros_like(w) for w in (K, b, G)))
+    B, pairs = len(y), pairs.reshape(-1, 2)
+    groups, gy = fused.groups(B), np.empty_like(y)
+    sums = [np.zeros((len(groups), *w.shape)) for w in (K, b, G, np.zeros(len(WEIGHTS)))]
     kernel, size = loop_cost.compiled(jit.compiled), fused.size_of(controller.states)
-    given = (size, y, (K, b, G), rows, pairs.reshape(-1, 2), prices, discounts, terms, to)
-    with nullcontext() if kernel.signatures else said_if_slow(fused.COMPILING):
-        near = kernel(*given)
-    gy, *gradients = (torch.from_numpy(g) for g in to)
-    found = {str(name): g for name, g in zip("KbG", gradients, strict=True)}
+    later = np.where(np.arange(len(prices)) == loop_cost.SMOOTHNESS, 0.0, prices)  # is priced once
+    near = [math.inf] * len(groups)
+
+    def group(j: int, low: int, high: int) -> None:
+        *to, terms = (each[j] for each in sums)
+        given = (K, b, G), rows, pairs, later if j else prices, discounts, terms
+        near[j] = kernel(size, y[low:high], B, *given, (gy[low:high], *to))
+
+    fused.each_group(B, kernel, group)
+    *gradients, terms = (fused.summed(each) for each in sums)
+    found = {str(n): torch.from_numpy(g) for n, g in zip("KbG", gradients, strict=True)}
     by_name = {str(name): float(term) for name, term in zip(WEIGHTS, terms, strict=True)}
-    return Priced(by_name, gy.transpose(0, 1), found, math.sqrt(near))
+    return Priced(by_name, torch.from_numpy(gy).transpose(0, 1), found, math.sqrt(min(near)))
 
 
 def _all(agents: int) -> Any:

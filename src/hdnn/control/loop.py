@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdnn import engine as engines
-from hdnn.control import fused, step
+from hdnn.control import batched, fused, step
 from hdnn.control.certificate import Balance, LoopCertificate, balance_of, certify
 from hdnn.control.controller import Controller
+from hdnn.control.gains import gain_of
 from hdnn.control.plants import Plant
 from hdnn.control.step import System
 from hdnn.errors import (
@@ -22,6 +24,8 @@ from hdnn.errors import (
     positive_float,
     quoted,
 )
+
+ENGINES = (*engines.OPTIONS["engine"], "batched")
 
 
 class ClosedLoop(nn.Module):
@@ -36,9 +40,10 @@ class ClosedLoop(nn.Module):
         plant: the agents.
         controller: their controllers.
         step: h, the time of one step.
-        engine: "reference" (plain PyTorch, slow), "fused" (one kernel for all steps: float64, needs
-            numba) or "auto": fused where it runs and finds a solution, else the reference. By
-            default what `hdnn.engine.use` says.
+        engine: "fused" (one kernel for all steps: quadratic energies in float64 on a CPU, needs
+            numba), "batched" (plain PyTorch, all agents at once, on any device), "reference" (the
+            definition, one agent after the other, slow) or "auto": fused where it runs and finds
+            a solution, else batched. By default what `hdnn.engine.use` says.
 
     Raises:
         ShapeError: if the plant and the controllers are not for the same agents and inputs.
@@ -74,7 +79,7 @@ class ClosedLoop(nn.Module):
                     f"the controller is for {theirs}; give Controller {name}={ours}."
                 )
         if engine is not None:
-            choose("engine", engine, engines.OPTIONS["engine"])
+            choose("engine", engine, ENGINES)
         self.plant, self.controller = plant, controller
         self.step, self.engine = positive_float("step", step), engine
 
@@ -95,30 +100,35 @@ class ClosedLoop(nn.Module):
             ) from error
         return torch.cat([z, rest], -1)
 
-    def forward(self, y: Tensor, horizons: int = 1) -> Tensor:
+    def forward(self, y: Tensor, horizons: int = 1, forces: Any = None) -> Tensor:
         """All states from y on.
 
         Args:
             y: states `(*batch, N, n)`.
             horizons: how many; after the first one the last weights stay.
+            forces: from outside, as `run` takes them.
 
         Returns:
             The trajectory, `(horizons T + 1, *batch, N, n)`.
 
         Raises:
-            ShapeError: if y has another shape.
+            ShapeError: if y or forces have another shape, or forces are not finite.
             ConvergenceError: if a step has no solution, with the step and the agent.
         """
         steps = int_from(1, "horizons", horizons) * self.controller.steps
-        return self.run(y, steps)[0]
+        return self.run(y, steps, forces=forces)[0]
 
-    def run(self, y: Tensor, steps: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    def run(
+        self, y: Tensor, steps: int, first: int = 0, forces: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """States from y at step `first` on, and the other ends of the agents' own substeps.
 
         Args:
             y: states `(*batch, N, n)`.
             steps: how many.
             first: the number of the first one.
+            forces: from outside, which act on the plants' inputs beside the controllers: a number
+                or anything that expands to `(steps, *batch, N, m)`; by default none.
 
         Returns:
             States, `(steps + 1, *batch, N, n)`, and ends without gradients, `(steps, *batch, N,
@@ -126,19 +136,26 @@ class ClosedLoop(nn.Module):
         """
         y, (N, n) = self._whole(y), self._shape
         steps, first = int_from(0, "steps", steps), int_from(0, "first", first)
-        system = self.system()
-        batch, y = y.shape[:-2], y.to(system.K.dtype).reshape(-1, N, n)
+        system, pushes = self.system(), self._forces(forces, steps, y.shape[:-2])
+        batch, y = y.shape[:-2], y.to(system.K).reshape(-1, N, n)
+        if pushes is not None:
+            pushes = pushes.reshape(steps, len(y), N, self.plant.inputs)
         engine = self.engine or engines.current().engine
         missing = fused.why_not(y, system)
+        if pushes is not None:
+            missing = "it knows no forces from outside"
         if engine == "fused" and missing:
             raise OptionError(f'engine="fused" cannot run here: {missing}.')
-        plain = engine == "reference" or missing or not len(y)
-        try:
-            found = (step if plain else fused).trajectory(system, y, steps, first)
-        except ConvergenceError:
-            if plain or engine == "fused":
-                raise
-            found = step.trajectory(system, y, steps, first)  # which solves stiff plants too
+        found = None
+        if engine in ("auto", "fused") and not missing and len(y):
+            try:
+                found = fused.trajectory(system, y, steps, first)
+            except ConvergenceError:
+                if engine == "fused":
+                    raise  # others solve stiff plants too
+        if found is None:
+            plain = step if engine == "reference" else batched
+            found = plain.trajectory(system, y, steps, first, pushes)
         states, ends = (t.reshape(len(t), *batch, N, n) for t in found)
         return states, ends.detach()
 
@@ -158,6 +175,8 @@ class ClosedLoop(nn.Module):
             links=controller.links,
             C=controller.C,
             h=self.step,
+            activation=plant.activation,
+            weights=None if plant.weights is None else plant.weights.to(dtype),
         )
 
     def energy(self, y: Tensor, t: int) -> Tensor:
@@ -195,19 +214,22 @@ class ClosedLoop(nn.Module):
         u = -((K @ controller.G).mT @ slopes).permute(0, 3, 1, 2)
         return u.reshape(*xi.shape[:-1], controller.inputs)
 
-    def balance(self, y: Tensor, horizons: int = 1) -> Balance:
+    def balance(self, y: Tensor, horizons: int = 1, forces: Any = None) -> Balance:
         """The energy of every step before and after it, and what was dissipated.
 
         Args:
             y: states `(*batch, N, n)` to start from.
             horizons: how many; after the first one the last weights stay.
+            forces: from outside, as `run` takes them.
 
         Returns:
             The balance of each step and sample.
         """
         steps = int_from(1, "horizons", horizons) * self.controller.steps
         with torch.no_grad():
-            return balance_of(self.system(), *self.run(y, steps))
+            found = self.run(y, steps, forces=forces)
+            given = self._forces(forces, steps, y.shape[:-2])
+            return balance_of(self.system(), *found, given)
 
     def certify(self, y: Tensor, horizons: int = 1, samples: int = 2) -> LoopCertificate:
         """Check the energy balance from the given states, and the gradients along the horizon.
@@ -221,6 +243,38 @@ class ClosedLoop(nn.Module):
             A certificate; print it to read it.
         """
         return certify(self, y, horizons, samples)
+
+    @property
+    def gain(self) -> float:
+        """How much larger than forces from outside the plants' outputs can become, at most.
+
+        Both are measured as roots of sums of squares over all steps and agents, beside what the
+        energy at the start and new weights add; it holds for any weights and any step. Infinite
+        where there is no such bound: an input acts on states that R does not damp, or the energy
+        has no lower bound that is known. For robots it is 1 / damping.
+        """
+        known = self.plant.lowest > -math.inf
+        return gain_of(self.plant.R, self.plant.g, self.plant.A) if known else math.inf
+
+    def _forces(self, given: Any, steps: int, batch: torch.Size) -> Tensor | None:
+        """Forces as `(steps, *batch, N, m)` of the controllers' dtype, or None."""
+        if given is None:
+            return None
+        shape = (steps, *batch, self.plant.agents, self.plant.inputs)
+        try:
+            forces = torch.as_tensor(given)
+            if forces.is_complex():
+                raise TypeError("complex")
+            forces = forces.to(self.controller.K).expand(shape)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            shown = tuple(given.shape) if isinstance(given, Tensor) else quoted(given)
+            raise ShapeError(
+                f"forces must be real numbers that expand to (steps, *batch, N, m) = {shape}, but "
+                f"are {'complex' if str(error) == 'complex' else shown}."
+            ) from error
+        if not bool(torch.isfinite(forces).all()):
+            raise ShapeError("forces have NaN or infinite entries.")
+        return forces
 
     @property
     def _shape(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hdnn.control import costs
 from hdnn.control.loop import ClosedLoop
-from hdnn.control.plants import Plant
+from hdnn.control.rest import rest
 from hdnn.errors import (
     SENSIBLE,
     OptionError,
@@ -21,6 +21,8 @@ from hdnn.errors import (
     positive_float,
     quoted,
 )
+
+__all__ = ["WEIGHTS", "Cost", "rest"]
 
 WEIGHTS = ("state", "effort", "barrier", "smoothness", "end")
 
@@ -160,11 +162,6 @@ class Cost:
         if unknown:
             raise OptionError(f"a cost has no {quoted(unknown[0])}.")
         return cls(**given)
-
-
-def rest(plant: Plant) -> Tensor:
-    """Where the energy of each agent is smallest, `(N, p)`; states it does not depend on are 0."""
-    return -(torch.linalg.pinv(plant.A) @ plant.a.unsqueeze(-1)).squeeze(-1)
 
 
 def _pair(given: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Plants: agents with a quadratic energy, ports, and skew couplings between neighbours."""
+"""Plants: agents with an energy, ports, and skew couplings between neighbours."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hdnn import activations
+from hdnn.activations import Activation
+from hdnn.control.energies import energies, lowest
 from hdnn.control.links import Edges, edges, pairs_of
 from hdnn.errors import (
     InterconnectionError,
+    OptionError,
     ShapeError,
     SparsityError,
     StepError,
@@ -26,15 +30,18 @@ from hdnn.errors import (
 from hdnn.sparsity import Sparsity
 
 SKEW = 1e-12  # how far from skew or semidefinite a given matrix may be, relative to its entries
+LEAST = 1e-300  # what is divided by
 LARGEST = 2**30  # numbers in a tensor of a plant or a controller: 8 GiB in float64
 
 
 class Plant(nn.Module):
     """N agents `z_i' = (J_i - R_i) dH/dz_i + sum_k C_ik dH/dz_k + g_i u_i`, `y_i = g_i^T dH/dz_i`.
 
-    The energy is quadratic, `H = sum_i |A_i z_i + a_i|^2 / 2`. Agents k along an edge of i act on
-    it by `C_ik`, and i acts back by `-C_ik^T`, so that they pass energy on and make none. All is
-    kept in float64.
+    The energy of an agent is the sum of `s(A_i z_i + a_i)` over its rows, where s is the integral
+    of an activation: x^2/2 of the identity, 1 - cos x of sin (a pendulum, a power grid), log cosh x
+    of tanh (a spring whose force has a limit), max(x, 0)^2/2 of relu (a spring on one side only).
+    Agents k along an edge of i act on it by `C_ik`, and i acts back by `-C_ik^T`, so that they
+    pass energy on and make none. All is kept in float64.
 
     Args:
         A: rows of the energies, `(N, r, p)`.
@@ -44,11 +51,15 @@ class Plant(nn.Module):
         a: offsets of the rows, `(N, r)`; by default 0.
         links: pairs (i, k) of coupled agents; by default none.
         couplings: `C_ik` for each pair as given, `(E, p, p)`.
+        activation: of the rows, by name: one for all of them, or a list of r names. By default the
+            energy is quadratic.
+        weights: what the energies of rows are multiplied by, > 0, `(N, r)`; by default 1.
 
     Raises:
         ShapeError: if shapes do not fit together, the port among them, or a value is not finite.
         InterconnectionError: if J is not skew-symmetric, or R not positive semidefinite.
         SparsityError: if a pair does not name two of the agents, or appears twice.
+        OptionError: if an activation is not known, or a weight is not > 0.
 
     Examples:
         >>> import torch
@@ -57,6 +68,9 @@ class Plant(nn.Module):
         >>> plant = control.Plant(torch.eye(2)[None], J, 0 * J, torch.tensor([[[0.0], [1.0]]]))
         >>> plant
         Plant(1 agent of 2 states and 1 input, 0 links)
+        >>> pendulum = {"activation": ["sin", "identity"]}  # 1 - cos of the angle, and p^2/2
+        >>> control.Plant(plant.A, plant.J, plant.R, plant.g, **pendulum)
+        Plant(1 agent of 2 states and 1 input, 0 links, rows of sin, identity)
     """
 
     A: Tensor
@@ -65,6 +79,7 @@ class Plant(nn.Module):
     R: Tensor
     g: Tensor
     couplings: Tensor
+    weights: Tensor | None
 
     def __init__(
         self,
@@ -76,6 +91,8 @@ class Plant(nn.Module):
         a: Tensor | None = None,
         links: Sequence[tuple[int, int]] = (),
         couplings: Tensor | None = None,
+        activation: str | Sequence[str] = "identity",
+        weights: Tensor | None = None,
     ) -> None:
         super().__init__()
         A = _finite("A", A)
@@ -94,6 +111,8 @@ class Plant(nn.Module):
         offsets = A.new_zeros(N, r) if a is None else _finite("a", a)
         if offsets.shape != (N, r):
             raise ShapeError(f"a must be {(N, r)} like A, but is {tuple(offsets.shape)}.")
+        self.activation = _names(activation, r)
+        A, offsets, rows = _weighted(A, offsets, self.activation, weights)
         check_skew("J", J)
         check_semidefinite("R", R)
         named = pairs_of(_given(links), N)
@@ -113,6 +132,7 @@ class Plant(nn.Module):
         for name, t in (("A", A), ("a", offsets), ("J", J), ("R", R), ("g", g)):
             self.register_buffer(name, t)
         self.register_buffer("couplings", C)
+        self.register_buffer("weights", rows)
 
     @property
     def agents(self) -> int:
@@ -129,16 +149,35 @@ class Plant(nn.Module):
         """m, the inputs of an agent."""
         return self.g.shape[2]
 
+    @property
+    def rows(self) -> tuple[Activation, ...]:
+        """The activation of each row."""
+        return tuple(activations.get(name) for name in self.activation)
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the energy is `|A z + a|^2 / 2`."""
+        return {*self.activation} == {"identity"}
+
+    @property
+    def lowest(self) -> float:
+        """What the energy of all agents together is never below; -inf if that is not known."""
+        least = [lowest(sigma) for sigma in self.rows]
+        if self.weights is None or not any(least):
+            return self.agents * math.fsum(least) if all(map(math.isfinite, least)) else -math.inf
+        return float((self.weights @ self.weights.new_tensor(least)).sum())
+
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
         rows = (self.A @ z.to(self.A).unsqueeze(-1)).squeeze(-1) + self.a
-        return 0.5 * rows.square().sum((-2, -1))
+        return energies(self.rows, rows, self.weights).sum((-2, -1))
 
     def extra_repr(self) -> str:
-        return (
+        text = (
             f"{counted(self.agents, 'agent')} of {counted(self.states, 'state')} and "
             f"{counted(self.inputs, 'input')}, {counted(len(self.links), 'link')}"
         )
+        return text if self.quadratic else f"{text}, rows of {_listed(self.activation)}"
 
     def __repr__(self) -> str:
         return f"Plant({self.extra_repr()})"
@@ -221,17 +260,84 @@ def oscillators(
         >>> control.oscillators([(0, 1), (1, 2), (0, 2)])
         Plant(3 agents of 4 states and 1 input, 3 links)
     """
-    own, slots = _owned(links, agents)
-    N, p = own
+    heat, own = _loss("damping", damping), positive_float("spring", spring)
+    light, stiff = (
+        1 / _sensible("mass", positive_float("mass", mass)),
+        positive_float("coupling", coupling),
+    )
+    return Plant(**_masses(links, agents, light, heat, stiff, own**0.5))
+
+
+def pendulums(
+    links: Sequence[tuple[int, int]],
+    *,
+    agents: int | None = None,
+    mass: float = 1.0,
+    length: float = 1.0,
+    gravity: float = 9.81,
+    coupling: float = 1.0,
+    damping: float = 0.1,
+) -> Plant:
+    """Masses on rods in gravity, with a spring along each link of a graph.
+
+    The states of an agent are its angle, 0 where it hangs and pi where it stands, its angular
+    momentum, and by how much angles differ along each of its links; a link belongs to the first
+    agent of its pair as sorted. Agents with fewer links than others have states that never move.
+    The input is a torque. The energy is `m g l (1 - cos q) + p^2 / (2 m l^2)`, and that of springs.
+
+    Args:
+        links: pairs of agents.
+        agents: how many; by default as many as the links name.
+        mass: of each agent.
+        length: of its rod.
+        gravity: the acceleration of what falls.
+        coupling: the torque of the spring along a link for each unit of angle between its ends.
+        damping: the torque against each unit of angular velocity.
+
+    Returns:
+        A plant with one input an agent.
+
+    Raises:
+        SparsityError: if the links are no pairs of agents.
+        ShapeError: if the links name more agents than a plant can have.
+        StepError: if mass, length, gravity or coupling is not > 0, or the damping is no finite
+            number.
+        InterconnectionError: if the damping is negative.
+
+    Examples:
+        >>> import math, torch
+        >>> from hdnn import control
+        >>> plant = control.pendulums([(0, 1)])
+        >>> plant
+        Plant(2 agents of 3 states and 1 input, 1 link, rows of sin, identity, identity)
+        >>> up = torch.tensor([[math.pi, 0.0, 0.0], [math.pi, 0.0, 0.0]])
+        >>> plant.energy(up)  # 2 m g l each
+        tensor(39.2400, dtype=torch.float64)
+    """
+    m, radius = positive_float("mass", mass), positive_float("length", length)
+    heat, stiff = _loss("damping", damping), positive_float("coupling", coupling)
+    weight = _sensible("mass * gravity * length", m * positive_float("gravity", gravity) * radius)
+    light = 1 / _sensible("mass * length^2", m * radius * radius)
+    given = _masses(links, agents, light, heat, stiff, 1.0)
+    N, p = given["A"].shape[:2]
+    weights = torch.ones(N, p, dtype=torch.float64)
+    weights[:, 0] = weight
+    return Plant(**given, activation=["sin"] + ["identity"] * (p - 1), weights=weights)
+
+
+def _masses(
+    links: Any, agents: int | None, light: float, heat: float, stiff: float, own: float
+) -> dict[str, Any]:
+    """Masses that are coupled by springs: what `Plant` takes, with `own` as the first row."""
+    (N, p), slots = _owned(links, agents)
     A = torch.zeros(N, p, p, dtype=torch.float64)
-    A[:, 0, 0] = positive_float("spring", spring) ** 0.5
-    A[:, 1, 1] = positive_float("mass", mass) ** -0.5
+    A[:, 0, 0], A[:, 1, 1] = own, light**0.5
     J, R, g = torch.zeros_like(A), torch.zeros_like(A), A.new_zeros(N, p, 1)
-    J[:, 0, 1], J[:, 1, 0], R[:, 1, 1], g[:, 1, 0] = 1, -1, _loss("damping", damping), 1
-    C, stiff = A.new_zeros(len(slots), p, p), positive_float("coupling", coupling) ** 0.5
+    J[:, 0, 1], J[:, 1, 0], R[:, 1, 1], g[:, 1, 0] = 1, -1, heat, 1
+    C = A.new_zeros(len(slots), p, p)
     for e, ((i, _), slot) in enumerate(slots.items()):
-        A[i, slot, slot], J[i, slot, 1], J[i, 1, slot], C[e, slot, 1] = stiff, 1, -1, -1
-    return Plant(A, J, R, g, links=[*slots], couplings=C)
+        A[i, slot, slot], J[i, slot, 1], J[i, 1, slot], C[e, slot, 1] = stiff**0.5, 1, -1, -1
+    return {"A": A, "J": J, "R": R, "g": g, "links": [*slots], "couplings": C}
 
 
 def microgrid(
@@ -277,13 +383,45 @@ def microgrid(
     A = torch.zeros(N, p, p, dtype=torch.float64)
     A[:, 0, 0] = positive_float("capacitance", capacitance) ** -0.5
     J, R, g = torch.zeros_like(A), torch.zeros_like(A), A.new_zeros(N, p, 1)
-    R[:, 0, 0], g[:, 0, 0] = 1 / positive_float("load", load), 1
+    R[:, 0, 0], g[:, 0, 0] = 1 / _sensible("load", positive_float("load", load)), 1
     C, inertia = A.new_zeros(len(slots), p, p), positive_float("inductance", inductance) ** -0.5
     heat = _loss("resistance", resistance)
     for e, ((i, _), slot) in enumerate(slots.items()):
         A[i, slot, slot], R[i, slot, slot] = inertia, heat
         J[i, slot, 0], J[i, 0, slot], C[e, slot, 0] = 1, -1, -1
     return Plant(A, J, R, g, links=[*slots], couplings=C)
+
+
+def _names(given: Any, r: int) -> tuple[str, ...]:
+    """The activation of each of r rows, by name."""
+    listed = [given] * r if isinstance(given, str | Activation) else given
+    if not isinstance(listed, Sequence) or len(listed) != r:
+        raise ShapeError(
+            f"activation must be a name, or {r} of them for r = {r} rows, but got {quoted(given)}."
+        )
+    return tuple(activations.registered(each).name for each in listed)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names of rows, or the only one."""
+    return ", ".join(names if len({*names}) > 1 else names[:1])
+
+
+def _weighted(
+    A: Tensor, a: Tensor, names: Sequence[str], given: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, offsets and weights; those of quadratic rows become a part of the rows."""
+    if given is None:
+        return A, a, None
+    weights = _finite("weights", given)
+    if weights.shape != a.shape:
+        raise ShapeError(f"weights must be {tuple(a.shape)} like a, but are {tuple(given.shape)}.")
+    if not bool((weights > 0).all()):
+        raise OptionError("weights must be > 0 in every entry, or the energy has no lower bound.")
+    quadratic = torch.tensor([name == "identity" for name in names], device=A.device)
+    root = torch.where(quadratic, weights.sqrt(), 1)
+    rest = None if bool(quadratic.all()) else torch.where(quadratic, 1, weights)
+    return A * root.unsqueeze(-1), a * root, rest
 
 
 def _owned(
@@ -316,6 +454,15 @@ def _given(links: Any) -> Any:
     return links
 
 
+def _sensible(name: str, number: float) -> float:
+    """A number > 0 that float64 can hold and divide by."""
+    if not LEAST < number < math.inf:
+        raise StepError(
+            f"{name} is {number:.3g}, and must be finite and above {LEAST:g}, to be divided by."
+        )
+    return number
+
+
 def _loss(name: str, value: object) -> float:
     """Return `value` as a number >= 0: what takes energy away."""
     number = as_float(value)
@@ -339,8 +486,8 @@ def check_size(what: str, *shape: int) -> None:
 def check_skew(name: str, J: Tensor) -> None:
     """Raise unless all matrices `(..., n, n)` are skew-symmetric to rounding."""
     _check_finite(name, J)
-    defects, sizes = (t.abs().amax((-2, -1)) for t in (J + J.mT, J))
-    if bool((defects > SKEW * sizes).any()):
+    defects = (J + J.mT).abs()
+    if bool((defects > SKEW * _sizes(J)).any()):
         raise InterconnectionError(
             f"{name} must be skew-symmetric ({name} = -{name}^T), but {name} + {name}^T has an "
             f"entry of {float(defects.amax()):.3g}; use ({name} - {name}^T) / 2."
@@ -350,15 +497,23 @@ def check_skew(name: str, J: Tensor) -> None:
 def check_semidefinite(name: str, R: Tensor) -> None:
     """Raise unless all matrices `(..., n, n)` are symmetric and positive semidefinite."""
     _check_finite(name, R)
-    defects, sizes = (t.abs().amax((-2, -1)) for t in (R - R.mT, R))
-    if bool((defects > SKEW * sizes).any()):
+    sizes = _sizes(R)
+    if bool(((R - R.mT).abs() > SKEW * sizes).any()):
         raise InterconnectionError(f"{name} must be symmetric; use ({name} + {name}^T) / 2.")
-    least = torch.linalg.eigvalsh(R.double()).amin(-1)
-    if bool((least < -SKEW * sizes).any()):
+    # In units in which all states count alike; that changes no sign of an eigenvalue.
+    scaled = (R / torch.where(sizes > 0, sizes, 1)).double()
+    if bool((torch.linalg.eigvalsh(scaled).amin(-1) < -SKEW).any()):
+        least = float(torch.linalg.eigvalsh(R.double()).amin())
         raise InterconnectionError(
             f"{name} must be positive semidefinite, for it takes energy away, but has an "
-            f"eigenvalue of {float(least.amin()):.3g}."
+            f"eigenvalue of {least:.3g}."
         )
+
+
+def _sizes(matrix: Tensor) -> Tensor:
+    """What rounding of each entry is measured by: the largest entries of its row and its column."""
+    size = torch.maximum(matrix.abs().amax(-1), matrix.abs().amax(-2)).sqrt()
+    return size.unsqueeze(-1) * size.unsqueeze(-2)
 
 
 def _check_finite(name: str, matrix: Tensor) -> None:

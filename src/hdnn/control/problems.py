@@ -17,7 +17,7 @@ from hdnn.control import costs
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.objective import Cost
-from hdnn.control.plants import Plant
+from hdnn.control.plants import Plant, counted
 from hdnn.errors import (
     SENSIBLE,
     CheckpointError,
@@ -32,7 +32,7 @@ from hdnn.errors import (
 
 NAME = "problem.safetensors"
 KEY = "hdnn-control"
-FORMAT = 1
+FORMAT, LATER = 1, 2  # later: energies that are not quadratic, which version 1 knows nothing of
 TRIES = 100  # how often colliding starts are drawn again
 PLANT = ("A", "J", "R", "g", "a", "couplings")
 WEIGHTS = ("K", "b", "G", "C")
@@ -63,7 +63,7 @@ class LoopProblem:
         >>> loop = control.ClosedLoop(plant, control.Controller(2, steps=50, links=[(0, 1)]))
         >>> problem = control.LoopProblem(loop, z, cost=control.Cost(barrier=10.0))
         >>> problem
-        LoopProblem(2 agents, 50 steps of 0.05, 1 links, starts within 0.5)
+        LoopProblem(2 agents, 50 steps of 0.05, 1 link, starts within 0.5)
         >>> problem.starts(16).shape
         torch.Size([16, 2, 8])
     """
@@ -108,8 +108,9 @@ class LoopProblem:
     def __repr__(self) -> str:
         controller = self.loop.controller
         return (
-            f"LoopProblem({self.agents} agents, {controller.steps} steps of {self.loop.step:g}, "
-            f"{len(controller.links)} links, starts within {self.radius:g})"
+            f"LoopProblem({counted(self.agents, 'agent')}, {counted(controller.steps, 'step')} of "
+            f"{self.loop.step:g}, {counted(len(controller.links), 'link')}, starts within "
+            f"{self.radius:g})"
         )
 
     def start(self) -> Tensor:
@@ -218,13 +219,16 @@ class LoopProblem:
         tensors |= {
             f"controller.{name}": getattr(controller, name) for name in (*WEIGHTS, "J", "R")
         }
+        if plant.weights is not None:
+            tensors["plant.weights"] = plant.weights
         about = {
-            "format": FORMAT,
+            "format": FORMAT if plant.quadratic else LATER,
             "step": self.loop.step,
             "engine": self.loop.engine,
             "frozen": [n for n, p in self.loop.named_parameters() if not p.requires_grad],
             "plant_links": [list(pair) for pair in plant.links],
             "links": [list(pair) for pair in controller.links],
+            "activation": list(plant.activation),
             "cost": self.cost.to_dict(),
             "radius": self.radius,
             "collision": self.collision,
@@ -267,7 +271,7 @@ def load_problem(folder: str | os.PathLike[str]) -> LoopProblem:
     with tensorfile.opened(path, "a problem of control") as file:
         try:
             about = file.about(KEY)
-            if about["format"] != FORMAT:
+            if about["format"] not in (FORMAT, LATER):
                 raise ValueError("another format")
             return _rebuilt(about, file.load(about))
         except CheckpointError:
@@ -282,7 +286,11 @@ def load_problem(folder: str | os.PathLike[str]) -> LoopProblem:
 def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> LoopProblem:
     A, J, R, g, a, couplings = (tensors[f"plant.{name}"] for name in PLANT)
     links = [(i, k) for i, k in about["plant_links"]]
-    plant = Plant(A, J, R, g, a=a, links=links, couplings=couplings)
+    rows = {
+        "activation": about.get("activation", "identity"),
+        "weights": tensors.get("plant.weights"),
+    }
+    plant = Plant(A, J, R, g, a=a, links=links, couplings=couplings, **rows)
     K, G = tensors["controller.K"], tensors["controller.G"]
     with torch.random.fork_rng(devices=[]):
         controller = Controller(
@@ -297,7 +305,7 @@ def _rebuilt(about: dict[str, Any], tensors: dict[str, Tensor]) -> LoopProblem:
     controller.load_state_dict(
         {name: tensors[f"controller.{name}"] for name in (*WEIGHTS, "J", "R")}
     )
-    # Files of earlier versions have neither an engine nor frozen weights.
+    # Files of earlier versions have no engine, no frozen weights and no activations of rows.
     loop = ClosedLoop(plant, controller, about["step"], engine=about.get("engine"))
     for name in about.get("frozen", ()):
         loop.get_parameter(name).requires_grad_(False)

@@ -26,6 +26,7 @@ from hdnn.errors import (
 
 SPACING = 2.0  # between the places of a crowd
 JITTER = 0.2  # how far places of a crowd lie off the grid, in each coordinate
+REACH = 2  # places between robots of a crowd that may meet, at most, also diagonally
 SWIRL = 3.0  # seconds for which controllers push their robots to one side at first
 
 
@@ -101,8 +102,9 @@ def crowd(
 ) -> LoopProblem:
     """Robots on a jittered grid, each of which changes places with a robot nearby.
 
-    Robots closer than one and a half places are linked, and the barrier of the cost compares linked
-    ones only: what a robot hears, and what it pays for, does not grow with the crowd.
+    Each robot is linked with the up to eight around it. The barrier of the cost compares it with
+    the up to 24 within two places: while these change places, two who were not neighbours may meet.
+    What a robot hears, and what it pays for, does not grow with the crowd.
 
     Args:
         agents: N.
@@ -130,7 +132,7 @@ def crowd(
     wide = math.ceil(N**0.5)
     places = torch.stack([torch.arange(N) % wide, torch.arange(N) // wide], 1).double()
     q = SPACING * (places - (wide - 1) / 2)
-    pairs = _near(places)
+    pairs = _near(places, 1)
     q += JITTER * (2 * torch.rand(N, 2, generator=source, dtype=torch.float64) - 1)
     target, free = q.clone(), set(range(N))
     for e in torch.randperm(len(pairs), generator=source).tolist():
@@ -138,16 +140,18 @@ def crowd(
         if i in free and k in free:
             target[i], target[k] = q[k], q[i]
             free -= {i, k}
-    known = replace(_cost(cost), pairs=coloured(pairs))
+    known = replace(_cost(cost), pairs=coloured(_near(places, REACH)))
     time = positive_int("steps", steps), positive_float("horizon", horizon)
     z = torch.cat([q, torch.zeros_like(q)], 1)
     return _changing_places(z, target, pairs, seed, *time, known, engine)
 
 
-def _near(places: Tensor) -> list[tuple[int, int]]:
-    """Pairs of neighbours on the grid, diagonal ones too."""
+def _near(places: Tensor, reach: int) -> list[tuple[int, int]]:
+    """Pairs that are so many places of the grid apart at most, in each direction."""
     at = {(x, y): i for i, (x, y) in enumerate(places.long().tolist())}
-    around = ((1, 0), (0, 1), (1, 1), (-1, 1))
+    far = range(-reach, reach + 1)
+    ahead = [(dx, dy) for dy in far for dx in far if (dy, dx) > (0, 0)]  # each pair from one end
+    around = sorted(ahead, key=lambda way: (way[0] ** 2 + way[1] ** 2, -way[0]))
     found = [(i, at.get((x + dx, y + dy))) for (x, y), i in at.items() for dx, dy in around]
     return [(i, k) for i, k in found if k is not None]
 

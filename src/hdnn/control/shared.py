@@ -8,22 +8,29 @@ Weights of ghosts are sent once an iteration, and so are the positions that the 
 
 Agents are summed up for the history alone, in an order of their own. So the bits of a training do
 not depend on how agents are shared out.
+
+A training that is kept goes on, is kept or ends by a wish that all processes agree on after each
+iteration. To be kept, weights and moments of all agents go along the tree to the root.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdnn.base.threads import one_thread
 from hdnn.control import fused
 from hdnn.control.fused import Phase, Phases
-from hdnn.control.links import Edges
+from hdnn.control.gathered import Gathered
+from hdnn.control.kept import SAVE_EVERY, Keeping, State
 from hdnn.control.objective import Cost
 from hdnn.control.problems import LoopProblem
 from hdnn.control.shared_costs import AgentCosts
@@ -36,10 +43,14 @@ from hdnn.distributed.messages.tree import Spanning
 from hdnn.distributed.training.training import NodeAdam
 from hdnn.distributed.transport import Transport
 from hdnn.errors import OptionError, TrainingError
-from hdnn.training import identity
+from hdnn.training import checkpoint, identity
+from hdnn.training.interrupt import DeferredInterrupt
 
 EVERY = 10  # iterations after which the history is summed up along the tree
 OWN = "own"  # the phase of agents by themselves
+GO_ON, KEEP, END = range(3)  # wishes: the largest of any process holds for all
+NAMES = ("cost", *TERMS, "rate")  # of the history
+OF_AGENTS, OF_EDGES = ("K", "b", "G"), ("C",)
 
 
 class SharedTraining:
@@ -54,6 +65,7 @@ class SharedTraining:
         rate: the largest rate of Adam.
         seed: of the starts.
         tell: called by the root with a dict, every few iterations.
+        keeping: where the root keeps the training; by default nowhere.
 
     Raises:
         ShapeError: if iterations, batch or seed are no whole numbers in range.
@@ -74,22 +86,28 @@ class SharedTraining:
         rate: float = 0.1,
         seed: int = 0,
         tell: Callable[[dict[str, Any]], None] | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         options = in_range(iterations, batch, rate, seed)
         self.iterations, self.batch, self.rate, self.seed = options.values()
         check(problem)
-        self.problem, self.transport, self.tell = problem, transport, tell
+        self.problem, self.transport, self.tell, self.keeping = problem, transport, tell, keeping
         self.part = Part(plan, transport.part)
         self.share, self.tree = Share(problem, self.part), Spanning(self.part, transport)
         self.own = len(self.share.own)
         about = identity.digest([problem.z, problem.xi, *problem.loop.state_dict().values()])
         given = [about, problem.cost, problem.loop.step, problem.radius, problem.collision]
-        shake_hands(transport, plan, {"options": options, "data": given}, name_of(plan))
+        stages = None if keeping is None else keeping.stages
+        facts = {"options": [options, stages], "data": given}
+        shake_hands(transport, plan, facts, name_of(plan))
         self._take()
+        self.gathered = Gathered(self.tree, self.share, problem.loop.controller.links)
         self.costs = AgentCosts(problem, self.share, self.weights)
         self.done, self.seconds, self.processor = 0, 0.0, 0.0
+        self.before = 0.0  # processor time of all that was kept
         self.shares: list[Tensor] = []  # what each agent cost in iterations not yet summed up
-        self.history: dict[str, list[float]] = {name: [] for name in ("cost", *TERMS, "rate")}
+        self.summed = 0  # iterations that were summed up last
+        self.history: dict[str, list[float]] = {name: [] for name in NAMES}
 
     def _take(self) -> None:
         """This process's part of the plant and of the weights, in which agents lead."""
@@ -111,27 +129,47 @@ class SharedTraining:
         self.adam = NodeAdam({**own, "C": C})
 
     def run(self) -> dict[str, list[float]]:
-        """Train to the end.
+        """Train to the end, or go on with what is kept.
 
         Returns:
-            The cost of each iteration, its terms, and the rate: those of all agents together.
+            The cost of each iteration, its terms, and the rate: those of all agents together. Of a
+            training that goes on only the root has those from before.
 
         Raises:
+            KeyboardInterrupt: after Ctrl-C, when the training is kept.
             TrainingError: if a cost is not finite.
             ConvergenceError: if a step of the loop has no solution.
+            CheckpointError: if what is kept is damaged or of another training, or nothing can be
+                written.
             DistributedError: if another process is lost, or cannot go on.
         """
-        start, processor = time.perf_counter(), time.process_time()
-        with one_thread():
-            while self.done < self.iterations:
-                self._iterate()
-                if len(self.shares) == EVERY or self.done == self.iterations:
-                    self._sum_up()
-                    self.seconds = time.perf_counter() - start
-                    if self.tell is not None and self.tree.is_root:
+        keeping = self.keeping
+        with checkpoint.locked(keeping.folder if keeping and self.tree.is_root else None):
+            if keeping is not None:
+                self._go_on(keeping)
+            start, spent = time.perf_counter(), self.seconds
+            processor, saved = time.process_time(), time.monotonic()
+            log = self._log()
+            # A Ctrl-C at a terminal reaches a process twice: from there, and from the launcher.
+            patience = 0.0 if self.transport.parts == 1 else math.inf
+            waiting = nullcontext() if keeping is None else DeferredInterrupt(patience)
+            with one_thread(), waiting as interrupt:
+                while self.done < self.iterations:
+                    self._iterate()
+                    wish = self._wish(interrupt is not None and interrupt.came, saved)
+                    if wish or len(self.shares) == EVERY or self.done == self.iterations:
+                        self._sum_up()
+                        self.seconds = spent + time.perf_counter() - start
+                        self.processor = time.process_time() - processor
+                        self._write(log)
+                    if wish and keeping is not None:
+                        self._keep(keeping)
+                        saved = time.monotonic()
+                    if self.tell is not None and self.tree.is_root and not self.shares:
                         now = {name: values[-1] for name, values in self.history.items()}
                         self.tell({"iteration": self.done, "seconds": self.seconds, **now})
-        self.processor = time.process_time() - processor
+                    if wish == END:
+                        raise KeyboardInterrupt
         return self.history
 
     def _iterate(self) -> None:
@@ -176,7 +214,7 @@ class SharedTraining:
                 if colour is None:
                     tape.append(_Done(t, kind, None, [phases.own(array, t, own)]))
                     continue
-                run, heard = getattr(phases, kind), self._hear(y, colour, kind)
+                run, heard = getattr(phases, kind), self._hear(array, colour, kind)
                 inner = [run(array, t, colour.inner)] if len(colour.inner) else []
                 heard()
                 crossing = [run(array, t, colour.crossing)] if len(colour.crossing) else []
@@ -194,7 +232,8 @@ class SharedTraining:
             if step.colour is None:
                 phases.adjoint(step.phases[0], array)
             else:
-                heard, inner = self._hear(g, step.colour, step.kind), len(step.colour.inner) > 0
+                heard = self._hear(array, step.colour, step.kind)
+                inner = len(step.colour.inner) > 0
                 for phase in step.phases[:inner]:
                     phases.adjoint(phase, array)
                 heard()
@@ -238,15 +277,32 @@ class SharedTraining:
             for name, value in zip(TERMS, row, strict=True):
                 self.history[name].append(value)
             self.history["cost"].append(math.fsum(row))
-        self.shares = []
+        self.summed, self.shares = len(self.shares), []
 
     # Messages
 
-    def _hear(self, y: Tensor, colour: Colour, kind: str) -> Callable[[], None]:
+    def _hear(self, y: np.ndarray, colour: Colour, kind: str) -> Callable[[], None]:
         """Begin to hear ghosts' columns of y, for plants or for controllers; call it to wait."""
+        if not colour.messages.out:
+            return _nothing
         p = self.fixed["A"].shape[2]
         columns = y[..., :p] if kind == "plant_edges" else y[..., p:]
-        return self._exchange(columns.transpose(0, 1), colour.messages)
+        shape = len(y), columns.shape[2]
+        out = [
+            (r, torch.from_numpy(np.ascontiguousarray(columns[:, at]))) for r, at in colour.leaving
+        ]
+        into = [
+            (r, torch.empty(shape[0], len(at), shape[1], dtype=torch.float64))
+            for r, at in colour.coming
+        ]
+        pending = self.transport.start(out, into)
+
+        def wait() -> None:
+            pending.wait()
+            for (_, at), (_, found) in zip(colour.coming, into, strict=True):
+                columns[:, at] = found.numpy()
+
+        return wait
 
     def _hear_weights(self) -> None:
         """Weights of controllers at other processes, as they are now."""
@@ -260,7 +316,7 @@ class SharedTraining:
     def _exchange(self, rows: Tensor, messages: Round) -> Callable[[], None]:
         """Send rows of own agents and begin to receive those of ghosts; call it to wait."""
         if not messages.out:
-            return lambda: None
+            return _nothing
         out = [(r, rows[places].contiguous()) for r, places in messages.out]
         into = [(r, rows.new_empty(len(places), *rows.shape[1:])) for r, places in messages.into]
         pending = self.transport.start(out, into)
@@ -272,36 +328,97 @@ class SharedTraining:
 
         return wait
 
-    # At the end
+    # What is kept, and the end
+
+    def _wish(self, interrupted: bool, saved: float) -> int:
+        """What all do after this iteration, as any of them wishes."""
+        keeping, wish = self.keeping, GO_ON
+        if keeping is None:
+            return GO_ON
+        if self.tree.is_root and time.monotonic() - saved > SAVE_EVERY:
+            wish = KEEP
+        if self.done == self.iterations or self.done in keeping.stages:
+            wish = KEEP
+        if interrupted or keeping.launcher not in (0, os.getppid()):
+            wish = END
+        return -self.tree.minimum(-wish)
+
+    def _go_on(self, keeping: Keeping) -> None:
+        """Take weights, moments and the history from where they are kept, if they are."""
+        state = State(self.problem) if self.tree.is_root else None
+        if state is not None:
+            state.history = {name: [] for name in self.history}
+            state.read(keeping)
+            self.history, self.before = state.history, state.processor_seconds
+            self.seconds = state.seconds
+        self.done = int(self.tree.broadcast(torch.tensor([state.done if state else 0])))
+        self.adam.count = self.done
+        agents, edges = (
+            None if state is None else [_lead(n, t) for n in names for t in state.get(n)]
+            for names in (OF_AGENTS, OF_EDGES)
+        )
+        held = self._held(OF_AGENTS)
+        for mine, found in zip(held, self.gathered.agents_here(agents, held), strict=True):
+            mine.copy_(found)
+        held = self._held(OF_EDGES)
+        for mine, found in zip(held, self.gathered.edges_here(edges, held), strict=True):
+            mine.copy_(found)
+
+    def _held(self, names: tuple[str, ...]) -> list[Tensor]:
+        """Weights and moments of own agents, or of the edges here."""
+        adam = self.adam
+        return [each[n] for n in names for each in (adam.weights, adam.m, adam.v)]
+
+    def _all(self) -> dict[str, list[Tensor]] | None:
+        """Weights and moments of all, as controllers have them; None but at the root."""
+        agents = self.gathered.agents_at_root(self._held(OF_AGENTS))
+        edges = self.gathered.edges_at_root(self._held(OF_EDGES))
+        if agents is None or edges is None:
+            return None
+        found, names = iter([*agents, *edges]), (*OF_AGENTS, *OF_EDGES)
+        return {name: [_lead(name, next(found)) for _ in range(3)] for name in names}
+
+    def _keep(self, keeping: Keeping) -> None:
+        """Write all of the training, at the root."""
+        found, taken = self._all(), self.processors()
+        if found is None:
+            return
+        state = State(self.problem)
+        state.done, state.history, state.seconds = self.done, self.history, self.seconds
+        state.processor_seconds = taken
+        for name, tensors in found.items():
+            state.put(name, *tensors)
+        state.write(keeping)
+
+    def _log(self) -> checkpoint.Log | None:
+        """A line an iteration, at the root."""
+        if self.keeping is None or not self.tree.is_root:
+            return None
+        return checkpoint.Log(self.keeping.folder, self.done)
+
+    def _write(self, log: checkpoint.Log | None) -> None:
+        """The lines of the iterations that were summed up just now."""
+        if log is None:
+            return
+        first = self.done - self.summed
+        for k in range(first, self.done):
+            now = {name: values[k] for name, values in self.history.items()}
+            log.write({"iteration": k + 1, **now, "seconds": self.seconds})
 
     def collect(self) -> None:
         """Bring all weights to the root, and write them into its problem."""
-        plan, links = self.part.plan, self.problem.loop.controller.links
-        parts = [Part(plan, number).nodes for number in range(plan.parts)]
-        lines = [_owned(links, plan.owner, number) for number in range(plan.parts)]
-        here = {e: k for k, e in enumerate(self.share.controllers.which)}
-        rows = [self.weights[name][: self.own].flatten(1) for name in ("K", "b", "G")]
-        agents = self.tree.gather(torch.cat(rows, 1), [*map(len, parts)])
-        C = self.weights["C"][[here[e] for e in lines[self.part.number]]]
-        edges = self.tree.gather(C, [*map(len, lines)])
-        if agents is None or edges is None:
+        found = self._all()
+        if found is None:
             return
-        order = [agent for number in self.tree.order for agent in parts[number]]
-        controller, place = self.problem.loop.controller, torch.tensor(order).argsort()
-        sizes = [row.shape[1] for row in rows]
         with torch.no_grad():
-            for name, found in zip(("K", "b", "G"), agents[place].split(sizes, 1), strict=True):
-                weight = getattr(controller, name)
-                lead = weight if name == "G" else weight.transpose(0, 1)
-                lead.copy_(found.reshape(lead.shape))
-            order = [e for number in self.tree.order for e in lines[number]]
-            controller.C[torch.tensor(order, dtype=torch.int64)] = edges
+            for name, (weight, *_) in found.items():
+                getattr(self.problem.loop.controller, name).copy_(weight)
 
     def processors(self) -> float:
-        """The processor time that all processes took for `run`, in seconds."""
+        """The processor time that all processes took for `run` and before, at the root."""
         taken = torch.zeros(self.own, dtype=torch.float64)
         taken[0] = self.processor
-        return float(self.tree.sum(taken.unsqueeze(1)))
+        return self.before + float(self.tree.sum(taken.unsqueeze(1)))
 
     def traffic(self) -> list[tuple[int, int, int, int]]:
         """`(from, to, messages, bytes)` of all processes that talked; the root's only."""
@@ -340,6 +457,10 @@ def name_of(plan: Plan) -> Callable[[int], str]:
     return name
 
 
-def _owned(links: Edges, owner: Sequence[int], number: int) -> list[int]:
-    """The edges of controllers that a process tells the root about."""
-    return [e for e, (i, _) in enumerate(links) if owner[i] == number]
+def _nothing() -> None:
+    """There is nobody to wait for."""
+
+
+def _lead(name: str, tensor: Tensor) -> Tensor:
+    """Agents lead here, but in K and b of controllers time does: from one to the other."""
+    return tensor.transpose(0, 1) if name in ("K", "b") else tensor

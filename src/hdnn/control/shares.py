@@ -19,20 +19,24 @@ from hdnn.errors import OptionError, SparsityError, positive_int
 def shared_out(problem: LoopProblem, ranks: int) -> Plan:
     """Which process owns which agent: with few links between processes.
 
-    Neighbours are those along links of the plant or of the controllers; agents whose distance is
-    priced have to be neighbours, because they have to hear each other.
+    Neighbours are those along links of the plant or of the controllers, and the pairs that the cost
+    names: agents whose distance is priced have to hear each other. A cost that names no pairs would
+    make neighbours of all agents, and is refused unless all are linked.
     """
     agents, ranks = problem.agents, positive_int("ranks", ranks)
     if ranks > agents:
         raise OptionError(f"{agents} agents cannot be shared out to {ranks} ranks; use fewer.")
     plant, controllers = problem.loop.plant.links, problem.loop.controller.links
     known = {*plant, *controllers}
-    for i, k in priced(problem):
-        if (min(i, k), max(i, k)) not in known:
-            raise SparsityError(
-                f"the cost compares agents {i} and {k}, which no link of the plant or of the "
-                "controllers joins; give the cost pairs of neighbours, or add the link."
-            )
+    compared = {(min(pair), max(pair)) for pair in priced(problem)}
+    if problem.cost.pairs is not None:
+        known |= compared
+    if strangers := sorted(compared - known):
+        i, k = strangers[0]
+        raise SparsityError(
+            f"the cost compares agents {i} and {k}, which no link of the plant or of the "
+            "controllers joins; give the cost pairs of neighbours, or add the link."
+        )
     graph = Graph(from_edges(agents, sorted(known)))
     first, *others = components(graph.used)
     if others:
@@ -54,11 +58,21 @@ def priced(problem: LoopProblem) -> Edges:
 
 
 class Colour(NamedTuple):
-    """Edges without an agent in common: those of own agents alone, and those to other processes."""
+    """Edges without an agent in common: those of own agents alone, and those to other processes.
+
+    Attributes:
+        inner: the numbers of those alone.
+        crossing: the numbers of those to others.
+        messages: who sends which agents to whom before them.
+        leaving: what is sent, by the places of agents as NumPy takes them.
+        coming: what is received, likewise.
+    """
 
     inner: np.ndarray
     crossing: np.ndarray
     messages: Round
+    leaving: list[tuple[int, np.ndarray]]
+    coming: list[tuple[int, np.ndarray]]
 
 
 class Lines:
@@ -82,7 +96,8 @@ class Lines:
             inner = [local[e] for e in near if {*edges[e]} <= here]
             crossing = [local[e] for e in near if not {*edges[e]} <= here]
             messages = share.messages(edges[e] for e in group)
-            self.colours.append(Colour(_array(inner), _array(crossing), messages))
+            ways = ([(r, at.numpy()) for r, at in way] for way in messages)
+            self.colours.append(Colour(_array(inner), _array(crossing), messages, *ways))
 
 
 class Share:

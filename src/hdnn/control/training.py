@@ -42,6 +42,7 @@ LOWEST = 0.02  # of the rate, at the end
 TERMS = WEIGHTS
 KINDS = {"epoch": int, "seconds": float, "history": dict}
 KIND = "kind of cost"
+BY, SHARED = "trained by", "processes"
 # What checkpoints of earlier versions do not have; there it is not compared.
 LATER = ("plant links", "links", "agents", "engine of the loop", KIND)
 LONG = 80  # characters; of more links only a digest is kept
@@ -111,7 +112,7 @@ class LoopTraining:
         names = ("cost", *TERMS, *["distance"] * pairs, "rate")
         self.history: dict[str, list[float]] = {name: [] for name in names}
         self.done, self.seconds = 0, 0.0
-        self.options = {**self._chosen(), **_identity(problem)}
+        self.options = {**self._chosen(), **identity_of(problem)}
         self.folder = checkpoint.open_folder(folder, flag("resume", resume))
         if self.folder is not None:
             with checkpoint.locked(self.folder):
@@ -136,7 +137,7 @@ class LoopTraining:
                 go on to the same bits here.
         """
         path = as_path(folder)
-        saved = checkpoint.read(path, {})
+        saved = _read(path, {})
         kind = "Cost" if saved is None else saved.state["options"].get(KIND, "Cost")
         if kind != "Cost":
             raise CheckpointError(
@@ -336,7 +337,7 @@ def _nearest(problem: LoopProblem, trajectory: Tensor) -> float:
     return float(squares.amin()) ** 0.5 if squares.numel() else math.inf
 
 
-def _identity(problem: LoopProblem) -> dict[str, Any]:
+def identity_of(problem: LoopProblem) -> dict[str, Any]:
     """All of a problem that decides the bits of its training."""
     tensors = [problem.z, problem.xi, *problem.loop.state_dict().values()]
     return {
@@ -366,6 +367,20 @@ def _read(folder: Path, options: dict[str, Any]) -> checkpoint.Saved | None:
     saved = checkpoint.read(folder, {})
     if saved is None:
         return None
+    others_refused(saved, None)
     theirs = saved.state["options"]
     known = {n: part for n, part in options.items() if n in theirs or n not in LATER}
     return checkpoint.read(folder, known)
+
+
+def others_refused(saved: checkpoint.Saved, by: str | None) -> None:
+    """Refuse a training of the other kind, whose bits are not those that this one would come to."""
+    if saved.state["options"].get(BY) == by:
+        return
+    kind, way = "LoopTraining", "LoopTraining.resume(..)"
+    if by is None:
+        kind, way = "training on processes", "train_on_processes(.., resume=True)"
+    raise CheckpointError(
+        f"{saved.path} is of a {kind}, which rounds in another order; go on with it by {way}, or "
+        "choose another folder."
+    )

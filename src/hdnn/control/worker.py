@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from hdnn.control.shared import name_of
 from hdnn.control.shares import shared_out
 from hdnn.distributed.launch import tell_launcher
 from hdnn.distributed.messages.connect import connect, parts_here
-from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.messages.stored import LostError
 from hdnn.errors import HDNNError
 
 
@@ -41,13 +42,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(home: Path, timeout: float = 60.0) -> None:
     """Train as the process that the environment says this is."""
-    problem, options = read_task(home)
+    problem, options, keeping = read_task(home)
     plan = shared_out(problem, parts_here())
     name = name_of(plan)
     process = connect(timeout=timeout, name=name)
     transport = process.transport
     try:
-        run = part_of(problem, plan, transport, options, tell_launcher)
+        run = part_of(problem, plan, transport, options, tell, keeping)
     except HDNNError as error:
         transport.report(f"{name(transport.part)} says: {str(error).removesuffix('.')}")
         raise
@@ -55,6 +56,15 @@ def work(home: Path, timeout: float = 60.0) -> None:
         process.close()
     if plan.owner[plan.tree.root] == transport.part:
         write_result(home, problem, run)
+
+
+def tell(news: dict[str, Any]) -> None:
+    """Report progress to the process that started this one, and end if it is gone."""
+    try:
+        tell_launcher(news)
+    except OSError as error:
+        sys.stdout = None  # what it still holds cannot be written when Python exits
+        raise LostError("the process that started this training is gone.") from error
 
 
 if __name__ == "__main__":

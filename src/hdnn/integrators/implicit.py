@@ -68,8 +68,8 @@ def solve(
     that the layer maps back to X. If none does, this is a `ConvergenceError`; if several do, a
     `SeveralSolutionsWarning`.
     """
-    known = activation.sigma if isinstance(activation, Chord) else activation
-    activations.registered(known)
+    for known in {*activation.rows} if isinstance(activation, Chord) else (activation,):
+        activations.registered(known)
     a = a.expand(*c.shape[:-1], a.shape[-1]).to(c.dtype)
     B, A = B.to(c.dtype), A.to(c.dtype)
     X, *layer = (None, None, None) if undo is None else undo
@@ -88,19 +88,20 @@ def solve_chord(
     chord: Chord,
     *,
     where: str,
+    c: Tensor | None = None,
     inverse: bool = False,
     **newton: Any,
 ) -> Tensor:
-    """The x (*batch, k) with x = y + B chord(A y + a, A x + a); A (r, k), B (k, r), a (r,).
+    """The x (*batch, k) with x = c + B chord(A y + a, A x + a); A (r, k), B (k, r), a (r,).
 
-    `inverse` makes it the inverse of the layer with -B.
+    By default c is y. `inverse` makes it the inverse of the layer with -B.
     """
     z = y @ A.mT + a
     # A chord has two ends. The solver moves the one that it knows; the other goes along with a.
     A, B = torch.cat([A, torch.zeros_like(A)], -2), torch.cat([B, torch.zeros_like(B)], -1)
     undo = (y, -B, A) if inverse else None
     a = torch.cat([a.expand_as(z), z], -1)
-    return solve(y, B, A, a, chord, where=where, undo=undo, **newton)
+    return solve(y if c is None else c, B, A, a, chord, where=where, undo=undo, **newton)
 
 
 @torch.library.custom_op("hdnn::solve_implicit", mutates_args=())

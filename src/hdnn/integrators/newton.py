@@ -31,6 +31,7 @@ class Equation:
         eye = torch.eye(A.shape[1], dtype=c.dtype, device=c.device)
         A_T, B_T = A.mT, B.mT
         A_abs, B_abs = A_T.abs(), B_T.abs()
+        least = torch.finfo(c.dtype).tiny / torch.finfo(c.dtype).eps  # below, nothing is relative
 
         def look(x: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """The residual, the slope of sigma, and the residual relative to its terms."""
@@ -38,7 +39,8 @@ class Equation:
             value, slope = sigma(z), sigma.slope(z)
             F = x - c - value @ B_T
             terms = value.abs() + slope.abs() * (x.abs() @ A_abs + a.abs())
-            return F, slope, F.abs().amax(-1) / (1 + x.abs().amax(-1) + (terms @ B_abs).amax(-1))
+            size = least + x.abs().amax(-1) + (terms @ B_abs).amax(-1)
+            return F, slope, F.abs().amax(-1) / size
 
         F, slope, error = look(x, c, a)
         for _ in range(self.max_iter):
@@ -90,6 +92,25 @@ def one_solution(B: Tensor, A: Tensor, sigma: Activation | Chord) -> bool:
     M = 0.5 * (sigma.s_max - sigma.s_min) * (M + M.mT)
     finite = not bool(info) and bool(torch.isfinite(M).all())
     return finite and bool(torch.linalg.eigvalsh(M)[-1] < 1)
+
+
+def row_by_row(M: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Where u = c + M phi(u) is known to have one solution at most; M is `(..., r, r)`.
+
+    phi has slopes low .. high, a range a row, `(..., r)`. As in `one_solution`, it is low u and a
+    part of slope 0 .. high - low = d. Two solutions would differ by a u with v = e u, 0 <= e <= d,
+    and u = N v, where N = (I - M low)^-1 M. Then v^T N v = v^T u >= sum v^2 / d, which is not so if
+    the symmetric part of N, with sqrt(d) on both sides, is below 1.
+    """
+    M, low, root = M.double(), low.double(), (high - low).double().sqrt()
+    finite = torch.isfinite(M).all(-1).all(-1)
+    M = torch.where(finite[..., None, None], M, 0)  # which eigvalsh would refuse
+    eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    N, info = torch.linalg.solve_ex(eye - M * low.unsqueeze(-2), M)
+    N = 0.5 * root.unsqueeze(-1) * (N + N.mT) * root.unsqueeze(-2)
+    finite = finite & (info == 0) & torch.isfinite(N).all(-1).all(-1)
+    N = torch.where(finite[..., None, None], N, 0)
+    return finite & (torch.linalg.eigvalsh(N)[..., -1] < 1)
 
 
 def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:

@@ -25,7 +25,8 @@ from hdnn.errors import (
 )
 from hdnn.sparsity.trials import Link, Links, LinkTrial, Trials, links_text
 
-REDRAWS = 100  # how often a change is drawn again that leads to a graph tried before
+REDRAWS = 100  # how often a graph is drawn again that was tried before
+DRAWN = 4  # the first of so many parts of the rounds tries graphs drawn at random
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,12 +103,15 @@ def choose_links(
     """Search for the graph with so many links, or at such a price a link, whose cost is least.
 
     It begins with the links of the highest scores, or with links drawn at random where there are
-    none. Each round then tries a change: it takes some links away, rather those of low scores, and
-    adds others, rather those of high ones; what costs less is kept. At first a quarter of the links
-    change; half as many after each round in vain, down to one. At a price, rounds may also add or
-    take away a link, and the beginning is the best of the 0, 1, 2, 4, .. highest scores. Where no
-    change of one link leads to a graph that was not tried, two change at least, then four, and so
-    on, until a graph is better. The search ends after its rounds, or when all graphs were tried.
+    none. The first quarter of the rounds tries graphs with as many links that are drawn at random,
+    because scores may mislead: if one of these costs less, scores are not used from then on. Each
+    round that follows tries a change of the best graph so far: it takes some links away, rather
+    those of low scores, and adds others, rather those of high ones; what costs less is kept. At
+    first a quarter of the links change; half as many after each round in vain, down to one. At a
+    price, rounds may also add or take away a link, and the beginning is the best of the 0, 1, 2, 4,
+    .. highest scores. Where no change of one link leads to a graph that was not tried, two change
+    at least, then four, and so on, until a graph is better. The search ends after its rounds, or
+    when all graphs were tried.
 
     The same seed gives the same search. With a file, a search that was interrupted goes on from
     there when it is called again, and other searches find the costs that are known, also while
@@ -122,7 +126,7 @@ def choose_links(
         relaxed: scores of candidates, the higher the better, one for each: such as how strongly
             they are used in a training with all of them. It is called once.
         candidates: pairs of agents that may be linked; by default all.
-        rounds: changes to try, at most.
+        rounds: graphs to try after the first, at most.
         seed: of what is drawn.
         file: where to keep scores and costs as JSON; by default nowhere.
         progress: show one line while a person waits at a terminal.
@@ -165,10 +169,13 @@ def choose_links(
         scores = {} if relaxed is None else trials.scores(relaxed)
         search = _Search(source, trials, scores, paid)
         search.begin(budget)
+        drawn = rounds // DRAWN
         for k in range(rounds):
             best = search.current
             many = links_text(len(best.links))
             line.show(f"round {k + 1}/{rounds}, {many}, cost {best.cost:.4g}")
+            if k < drawn and search.draw():
+                continue
             if not search.change(free=budget is None):
                 break
     finally:
@@ -200,6 +207,20 @@ class _Search:
         found = [self._try(self.order[:size]) for size in sizes]
         self.current = min(found, key=self._total)
         self.size = max(1, len(self.current.links) // 4)
+
+    def draw(self) -> bool:
+        """Try a graph drawn at random, of the current size; False if none is left to be drawn.
+
+        If it is better, the scores were wrong, and changes are drawn without them.
+        """
+        for _ in range(REDRAWS):
+            links = tuple(sorted(self.source.sample(self.order, len(self.current.links))))
+            if links not in self.tried:
+                found = self._try(links)
+                if self._total(found) < self._total(self.current):
+                    self.current, self.ranked = found, False
+                return True
+        return False
 
     def change(self, free: bool) -> bool:
         """Try a change and keep it if it is better; False if all graphs were tried."""

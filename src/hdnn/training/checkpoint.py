@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.base import tensorfile
-from hdnn.base.files import read_bytes, reason_of, remove_leftovers, write_atomically
+from hdnn.base.files import as_path, read_bytes, reason_of, remove_leftovers, write_atomically
 from hdnn.errors import CheckpointError
 from hdnn.training.identity import difference
 
@@ -210,11 +210,12 @@ def open_folder(folder: str | os.PathLike[str] | None, resume: bool) -> Path | N
         if resume:
             raise CheckpointError("resume needs the folder of the training to go on with.")
         return None
-    path = Path(folder)
+    path = as_path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make the folder {path}: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # or a zero byte in its name
+        reason = reason_of(error)
+        raise CheckpointError(f"cannot make the folder {path}: {reason}.") from error
     if not resume and (path / NAME).exists():
         raise CheckpointError(
             f"{path} holds a training already; resume it (resume=True) or choose another folder."

@@ -1,10 +1,10 @@
 """A closed loop over all its steps as compiled loops, forwards and backwards, in float64.
 
-The substeps that `hdnn.control` defines, with all that is linear eliminated beforehand, so that
-what is left to solve has as many unknowns as a controller has states: c. K (c, c) and b are the
-weights of a controller, B = h C those of an edge between two, and S = K^T D K, where D are the
-slopes of the chords in their ends; E are those in their starts. Needs numba (extra `fast`), which
-is imported at the first use.
+The substeps that `hdnn.control` defines, with all that is linear eliminated beforehand
+(`hdnn.control.elimination`), so that what is left to solve has as many unknowns as a controller has
+states: c. K (c, c) and b are the weights of a controller, B = h C those of an edge between two, and
+S = K^T D K, where D are the slopes of the chords in their ends; E are those in their starts. Needs
+numba (extra `fast`), which is imported at the first use.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ from hdnn.engine.kernels.closed_loop_lanes import LANES
 
 EPS = 2.0**-52
 CLOSE = 0.01  # half the distance of two points up to which slopes are taken from a series
+NEAR = 0.25  # up to here lanes take chords from two polynomials
 NEWTON, HALVINGS = 100, 60  # large weights make long steps, and bends that need short ones
 # A Newton step that moves no argument of a chord by more than this is the last one: what it leaves
-# is its square, far below rounding.
-LAST = 1e-8
+# is its square, far below rounding. Lanes know the bends of chords too, and leave its cube.
+LAST, LANES_LAST = 1e-8, 4e-6
+STRAIGHT = 1e-7  # the length of a chord below which its bend is that of a point
 ROUNDING = 64 * EPS  # a residual relative to its terms that cannot be made smaller
 BALANCE = 64 * EPS  # what a substep may change the energy by, relative to its terms
 SMALLEST = 1e-10  # step along the curve of solutions with smaller h, where Newton fails at first
 
 # `size` is a tuple of c entries, so that loops have a length that is known when they are compiled;
-# or an array of that length.
+# or an array of that length. Matrices of agents are given as rows: (N, c c) and the like.
 
-# Rows of scratch memory, of c numbers each: where the chords start and what that sums, the chords,
-# their slopes in both ends, f = K^T chords; the increment, what of it is known, and what is left.
-Z, TERMS, PHI, D, E, F, DELTA, KNOWN, LEFT, SHIFT, STEP, TRIAL, KEPT = range(13)
-ROWS = 13
+# Rows of scratch memory, as many numbers each as there are rows of the energy or unknowns: where
+# the chords start and what that sums, the chords, their slopes in the ends, f = K^T chords; the
+# increment, and what is left of its equation.
+Z, TERMS, PHI, D, F, DELTA, LEFT, SHIFT, STEP, TRIAL, KEPT = range(11)
+ROWS = 11
 
-# Agents or edges that do not depend on each other are solved for LANES at a time. Rows of scratch
-# memory (rows, LANES): matrices, vectors of c rows each, and single rows at the end. The first
-# seven vectors are of an agent, the next seven of the agent at the other end of its edge.
+# Agents or edges that do not depend on each other are solved for LANES at a time: those of one
+# agent in several samples if there are enough, else several agents. Rows of scratch memory
+# (rows, LANES): matrices, vectors of c rows each, single rows; then what `_places` says. The first
+# nine vectors are of an agent, the next nine of the agent at the other end of its edge.
 L_K, L_M, L_B, L_S, L_P, L_J, MATRICES = range(7)
-L_Z, L_SHIFT, L_PHI, L_D, L_E, L_F, L_DELTA, AGENT = range(8)
-L_KNOWN, L_LEFT, L_STEP, L_TRIAL, L_FOUND, L_OTHER, L_FORCE, VECTORS = range(14, 22)
+L_X, L_Z, L_SHIFT, L_PHI, L_D, L_E, L_BEND, L_F, L_DELTA, AGENT = range(10)
+L_KNOWN, L_LEFT, L_STEP, L_TRIAL, L_FOUND, L_OTHER, L_FORCE, L_GAP, VECTORS = range(18, 27)
 L_TERMS, L_CLOSE, L_STATUS, L_SIZE, SINGLE = range(5)
 LANE_STEPS = 8  # of Newton; what has not arrived by then is solved for by itself
-GOING, ARRIVED, GAVE_UP = 0.0, 1.0, 2.0
+GOING, ARRIVED, GAVE_UP, UNBALANCED = 0.0, 1.0, 2.0, 3.0
 PIVOT = 0.25  # the least that elimination without exchanges is trusted with
 
 # Operations on lanes, which `compiled` puts here.
@@ -57,31 +61,54 @@ any_less: Any = None  # any_less(a, b): whether a lane of a is less, or one is N
 magnitude: Any = None
 nearest: Any = None  # whole number
 power_of_two: Any = None
+put: Any = None  # put(array, row, lane, number)
+get: Any = None  # get(array, row, lane)
+totals: Any = None  # totals(array, row): of LANES rows from there on, each over its lanes
 
 EXPM1 = tuple(1 / math.factorial(k) for k in reversed(range(2, 15)))
 ARTANH = tuple(1 / k for k in reversed(range(3, 27, 2)))
+# tanh d = d (1 - q TANH_NEAR(q)), q = d^2 and artanh x = x (1 + y ARTANH_NEAR(y)), y = x^2, for
+# |d| < NEAR and |x| < tanh NEAR: by Chebyshev interpolation, to 3e-17.
+TANH_NEAR = (
+    *(0.0013334287579797762, -0.003581791786990957, 0.008862798753789404, -0.02186947902594781),
+    *(0.053968253869450214, -0.1333333333329479, 0.3333333333333331),
+)
+ARTANH_NEAR = (
+    *(0.07326117646652469, 0.06519844143570146, 0.07699914477369592, 0.09090692682100776),
+    *(0.11111114439126835, 0.14285714260652518, 0.2000000000007175, 0.333333333333333),
+)
 
 PARTS = (
-    *("_polynomial", "_tanh", "_artanh", "_chord", "_at", "_lane_chords", "_lane_times"),
-    *("_lane_times_T", "_lane_product", "_lane_product_T", "_lane_slopes", "_lane_solve"),
-    *("_lane_largest", "_lane_rows", "_lane_same", "_lane_own", "_lane_pair"),
-    *("_lane_own_adjoint", "_lane_pair_adjoint", "_put_agent", "_put_matrix", "_put_vector"),
-    *("_times", "_times_T", "_product", "_rows", "_slopes", "_solve", "_largest"),
+    *("_polynomial", "_tanh", "_artanh", "_chord", "_at", "_lane_chords", "_lane_points"),
+    *("_lane_times", "_lane_times_T", "_lane_product", "_lane_product_T", "_lane_slopes"),
+    *("_lane_factor", "_lane_solve", "_lane_largest", "_lane_start", "_lane_rows", "_lane_bends"),
+    *("_lane_moved", "_lane_same", "_lane_arrived", "_lane_own", "_lane_pair", "_lane_plant"),
     *(
-        "_product_T",
-        "_own_residual",
-        "_own_newton",
-        "_same_energy",
-        "_rounding",
-        "_own_steps",
-        "_found",
+        "_lane_own_adjoint",
+        "_lane_pair_adjoint",
+        "_lane_weights",
+        "_block",
+        "_put",
+        "_put_states",
+        "_take_states",
     ),
-    *("_joined", "_start", "_own_step"),
-    *("_several", "_balanced", "_alone", "_pair_step", "_linear_step", "_to_weights", "_room"),
-    *("_own_adjoint", "_pair_adjoint", "_linear_adjoint", "_own_steps_of", "_pair_steps_of"),
-    *("_own_adjoint_of", "_pair_adjoint_of"),
+    *("_places", "_pivoted", "_own_pivoted", "_pair_pivoted", "_rows", "_solve", "_largest"),
+    *("_residual", "_newton", "_same_energy", "_rounding", "_steps", "_found", "_own_alone"),
+    *(
+        "_pair_alone",
+        "_aligned",
+        "_several",
+        "_room",
+        "_linear_step",
+        "_linear_forces",
+        "_linear_alone",
+        "_linear_adjoint",
+        "_add",
+        "_copied",
+    ),
+    *("_own_steps_of", "_pair_steps_of", "_own_adjoint_of", "_pair_adjoint_of"),
 )
-ROOTS = ("eliminate", "eliminate_adjoint", "forward", "backward")
+ROOTS = ("forward", "backward")
 
 
 @cache
@@ -161,37 +188,53 @@ def _at(c, vector):  # pragma: kernel
     return MATRICES * c * c + vector * c
 
 
+def _places(c, p, rows):  # pragma: kernel
+    """The first rows of a plant: state, increment, f, rows; U, u, V, v, W, A, a, J - R; sums."""
+    z = _at(c, VECTORS) + SINGLE
+    s, f = z + p, z + 2 * p
+    w = f + p
+    U = w + rows
+    u = U + c * p
+    V = u + c
+    v = V + p * p
+    W = v + p
+    A = W + p * c
+    a = A + rows * p
+    whole = a + rows
+    return z, s, f, w, U, u, V, v, W, A, a, whole, whole + (p + c) * (p + c)
+
+
 def _lane_chords(V, size, z, shift, value, after, before):  # pragma: kernel
-    """As `_chord`, a row of lanes: what lies in row `size` is overwritten."""
+    """As `_chord`, a row of lanes: what lies in row `size` is overwritten.
+
+    With t = tanh m, e = tanh d and x = t e the chord is artanh(x) / d, its derivative in m is
+    e (1 - t^2) / (d (1 - x^2)), and that in d is (t (1 - e^2) / (1 - x^2) - chord) / d.
+    """
     d = load(V, shift) * 0.5
-    m = load(V, z) + d
-    t, far = _tanh(m), magnitude(d)
-    a, b, c = t, t, t
-    if any_less(far, CLOSE):
-        s, q = t * t, d * d
-        u = 1.0 - s
-        t2, t3 = t * u * -2.0, u * (s * 6.0 - 2.0)
-        t4, t5 = t * u * (16.0 - s * 24.0), u * (s * (s * 120.0 - 120.0) + 16.0)
-        t6 = t * u * (s * (960.0 - s * 720.0) - 272.0)
-        a = t + q * (t2 * (1 / 6) + q * (t4 * (1 / 120) + q * t6 * (1 / 5040)))
-        in_m = u + q * (t3 * (1 / 6) + q * t5 * (1 / 120))
-        in_d = d * (t2 * (1 / 3) + q * (t4 * (1 / 30) + q * t6 * (1 / 840)))
-        b, c = (in_m + in_d) * 0.5, (in_m - in_d) * 0.5
-    x = t * 0.0
-    if any_less(0.999 * CLOSE, far):
+    t, far = _tanh(load(V, z) + d), magnitude(d)
+    u, x = 1.0 - t * t, t * 0.0
+    a, in_m, in_d = t, t, t
+    if any_less(far, NEAR):  # all that is divided by d is taken out of the differences beforehand
+        q = d * d
+        tau = _polynomial(q, TANH_NEAR)
+        e = 1.0 - q * tau
+        y = t * d * e
+        y = y * y
+        more, rest = _polynomial(y, ARTANH_NEAR), 1.0 / (1.0 - y)
+        a = t * e * fused(y, more, 1.0)
+        in_m = e * u * rest
+        in_d = t * d * rest * (tau - e * e * fused(t * t * e, more - 1.0 - y * more, 1.0))
+    if any_less(0.999 * NEAR, far):
         e = _tanh(d)
-        x = where_less(far, CLOSE, x, t * e)
-        over = 1.0 / d
+        x = where_less(far, NEAR, x, t * e)
+        over, rest = 1.0 / d, 1.0 / (1.0 - x * x)
         chord = _artanh(x) * over
-        over, rest = over * 0.5, 1.0 / (1.0 - x * x)
-        high = over * ((t + e) * (1.0 - x) * rest - chord)
-        low = over * (chord - (t - e) * (1.0 + x) * rest)
-        a = where_less(far, CLOSE, a, chord)
-        b = where_less(far, CLOSE, b, high)
-        c = where_less(far, CLOSE, c, low)
+        a = where_less(far, NEAR, a, chord)
+        in_m = where_less(far, NEAR, in_m, e * over * u * rest)
+        in_d = where_less(far, NEAR, in_d, over * (t * (1.0 - e * e) * rest - chord))
     store(V, value, a)
-    store(V, after, b)
-    store(V, before, c)
+    store(V, after, (in_m + in_d) * 0.5)
+    store(V, before, (in_m - in_d) * 0.5)
     if any_less(0.9, magnitude(x)):
         store(V, size, x)
         for k in range(LANES):
@@ -254,8 +297,8 @@ def _lane_slopes(size, V, K, slope, S):  # pragma: kernel
             store(V, S + j * c + i, s)
 
 
-def _lane_solve(size, V, A, x):  # pragma: kernel
-    """x becomes A^-1 x by elimination; A is overwritten. Its least pivot."""
+def _lane_factor(size, V, A):  # pragma: kernel
+    """A becomes its factors, with the inverses of pivots, without exchanges. The least pivot."""
     c = len(size)
     least = magnitude(load(V, A))
     for k in range(c):
@@ -265,16 +308,24 @@ def _lane_solve(size, V, A, x):  # pragma: kernel
         store(V, A + k * c + k, over)
         for i in range(k + 1, c):
             factor = 0.0 - load(V, A + i * c + k) * over
+            store(V, A + i * c + k, factor)
             for j in range(k + 1, c):
                 at = A + i * c + j
                 store(V, at, fused(factor, load(V, A + k * c + j), load(V, at)))
-            store(V, x + i, fused(factor, load(V, x + k), load(V, x + i)))
+    return least
+
+
+def _lane_solve(size, V, A, x):  # pragma: kernel
+    """x becomes A^-1 x, by the factors of A."""
+    c = len(size)
+    for k in range(c):
+        for i in range(k + 1, c):
+            store(V, x + i, fused(load(V, A + i * c + k), load(V, x + k), load(V, x + i)))
     for k in range(c - 1, -1, -1):
         s = load(V, x + k)
         for j in range(k + 1, c):
             s = s - load(V, A + k * c + j) * load(V, x + j)
         store(V, x + k, s * load(V, A + k * c + k))
-    return least
 
 
 def _lane_largest(size, V, x):  # pragma: kernel
@@ -286,16 +337,71 @@ def _lane_largest(size, V, x):  # pragma: kernel
     return most
 
 
-def _lane_rows(size, rows, V, K, delta, agent):  # pragma: kernel
+def _lane_start(size, V, K, agent):  # pragma: kernel
+    """Where the chords start, z = K x + b, from b; the sum and the largest of what that sums."""
+    c = len(size)
+    x = _at(c, agent * AGENT)
+    z, total, most = x + c, load(V, x) * 0.0, load(V, x) * 0.0
+    for r in range(c):
+        s = load(V, z + r)
+        terms = magnitude(s)
+        for j in range(c):
+            s = fused(load(V, K + r * c + j), load(V, x + j), s)
+            terms = terms + magnitude(load(V, K + r * c + j) * load(V, x + j))
+        store(V, z + r, s)
+        total = total + terms
+        most = where_less(most, terms, terms, most)
+    return total, most
+
+
+def _lane_points(size, rows, V, K, agent):  # pragma: kernel
+    """As `_lane_rows` and `_lane_bends` where nothing has moved yet: chords are points."""
+    c = len(size)
+    x = _at(c, agent * AGENT)
+    z, value, after, bend = x + L_Z * c, x + L_PHI * c, x + L_D * c, x + L_BEND * c
+    for r in range(rows):
+        t = _tanh(load(V, z + r))
+        u = 1.0 - t * t
+        store(V, value + r, t)
+        store(V, after + r, u * 0.5)
+        store(V, bend + r, t * u * (-1 / 3))
+    _lane_times_T(size, V, K, value, x + L_F * c)
+
+
+def _lane_rows(size, rows, V, K, agent):  # pragma: kernel
     """The chords of an agent from z to z + K delta and their slopes, and f = K^T chords."""
     c = len(size)
-    z = _at(c, agent * AGENT)
-    shift, value, after, before = z + c, z + 2 * c, z + 3 * c, z + 4 * c
-    single = _at(c, VECTORS) + L_SIZE
-    _lane_times(size, V, K, delta, shift)
+    x = _at(c, agent * AGENT)
+    z, shift, value = x + L_Z * c, x + L_SHIFT * c, x + L_PHI * c
+    after, before, single = x + L_D * c, x + L_E * c, _at(c, VECTORS) + L_SIZE
+    _lane_times(size, V, K, x + L_DELTA * c, shift)
     for r in range(rows):  # not of a known length: chords are long, and need not be copied
         _lane_chords(V, single, z + r, shift + r, value + r, after + r, before + r)
-    _lane_times_T(size, V, K, value, z + 5 * c)
+    _lane_times_T(size, V, K, value, x + L_F * c)
+
+
+def _lane_bends(size, V, agent):  # pragma: kernel
+    """Half the second derivative of chords in their ends: (1 - tanh^2 - 2 slope) / length."""
+    c = len(size)
+    x = _at(c, agent * AGENT)
+    for r in range(c):
+        s, a = load(V, x + L_SHIFT * c + r), load(V, x + L_PHI * c + r)
+        slope, far = load(V, x + L_D * c + r), magnitude(s)
+        end = fused(s, slope, a)
+        s = where_less(far, STRAIGHT, 1.0, s)
+        bend = (0.5 - 0.5 * end * end - slope) / s
+        point = a * (1.0 - a * a) * (-1 / 3)
+        store(V, x + L_BEND * c + r, where_less(far, STRAIGHT, point, bend))
+
+
+def _lane_moved(size, V, agent, shift, moved):  # pragma: kernel
+    """The chords after their ends have moved by `shift`, to second order."""
+    c = len(size)
+    x = _at(c, agent * AGENT)
+    for r in range(c):
+        s = load(V, shift + r)
+        slope = fused(load(V, x + L_BEND * c + r), s, load(V, x + L_D * c + r))
+        store(V, moved + r, fused(slope, s, load(V, x + L_PHI * c + r)))
 
 
 def _lane_same(size, V, delta, left, along):  # pragma: kernel
@@ -315,21 +421,39 @@ def _lane_same(size, V, delta, left, along):  # pragma: kernel
     return change
 
 
+def _lane_arrived(size, V, ready, status, one, two):  # pragma: kernel
+    """Keep rows `one` in L_FOUND and `two` in L_OTHER of lanes that are ready now. The status."""
+    c = len(size)
+    found, other = _at(c, L_FOUND), _at(c, L_OTHER)
+    ready = where_less(status, 0.5, ready, GOING)
+    for i in range(c):
+        store(V, found + i, where_less(ready, 0.5, load(V, found + i), load(V, one + i)))
+        store(V, other + i, where_less(ready, 0.5, load(V, other + i), load(V, two + i)))
+    return where_less(ready, 0.5, status, ready)
+
+
 def _lane_own(size, rows, V):  # pragma: kernel
-    """As `_own_steps` from 0 on, without a search; which lanes arrived is in row L_STATUS."""
+    """Newton steps of third order from 0 on; which lanes arrived is in row L_STATUS.
+
+    Row L_FOUND has the increments, row L_OTHER has f.
+    """
     c = len(size)
     q = c * c
     K, M, S, J = 0, L_M * q, L_S * q, L_J * q
-    shift, value, D_, F_ = _at(c, L_SHIFT), _at(c, L_PHI), _at(c, L_D), _at(c, L_F)
+    shift, D_, F_, bend = _at(c, L_SHIFT), _at(c, L_D), _at(c, L_F), _at(c, L_BEND)
     delta, known, left = _at(c, L_DELTA), _at(c, L_KNOWN), _at(c, L_LEFT)
-    step, trial, found = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_FOUND)
-    other, force, single = _at(c, L_OTHER), _at(c, L_FORCE), _at(c, VECTORS)
+    step, trial, force = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_FORCE)
+    single = _at(c, VECTORS)
     zero = load(V, single) * 0.0
     status, close, before = zero, load(V, single + L_CLOSE), zero
     for i in range(c):
         store(V, delta + i, zero)
     for k in range(LANE_STEPS):
-        _lane_rows(size, rows, V, K, delta, 0)
+        if k == 0:
+            _lane_points(size, rows, V, K, 0)
+        else:
+            _lane_rows(size, rows, V, K, 0)
+            _lane_bends(size, V, 0)
         _lane_times(size, V, M, F_, left)
         for i in range(c):
             store(V, left + i, load(V, delta + i) - (load(V, known + i) + load(V, left + i)))
@@ -344,14 +468,27 @@ def _lane_own(size, rows, V):  # pragma: kernel
             for j in range(c):
                 store(V, J + i * c + j, (1.0 if i == j else 0.0) - load(V, J + i * c + j))
             store(V, step + i, 0.0 - load(V, left + i))
+        _lane_factor(size, V, J)
         _lane_solve(size, V, J, step)
         _lane_times(size, V, K, step, shift)
+        for r in range(c):  # what the bends of the chords add
+            s = load(V, shift + r)
+            store(V, force + r, load(V, bend + r) * s * s)
+        _lane_times_T(size, V, K, force, left)
+        _lane_times(size, V, M, left, trial)
+        _lane_solve(size, V, J, trial)
+        _lane_times(size, V, K, trial, left)
+        largest = _lane_largest(size, V, shift) * 0.5
+        more = _lane_largest(size, V, left)
+        for i in range(c):
+            x = where_less(more, largest, load(V, trial + i), 0.0)
+            store(V, step + i, load(V, step + i) + x)
+            x = where_less(more, largest, load(V, left + i), 0.0)
+            store(V, shift + i, load(V, shift + i) + x)
         largest = _lane_largest(size, V, shift)
         if any_less(largest, close):
-            for r in range(c):
-                x = fused(load(V, D_ + r), load(V, shift + r), load(V, value + r))
-                store(V, other + r, x)
-            _lane_times_T(size, V, K, other, F_)
+            _lane_moved(size, V, 0, shift, force)
+            _lane_times_T(size, V, K, force, F_)
             _lane_times(size, V, M, F_, trial)
             _lane_times_T(size, V, M, F_, shift)
             for i in range(c):
@@ -361,73 +498,106 @@ def _lane_own(size, rows, V):  # pragma: kernel
                 store(V, left + i, load(V, delta + i) + load(V, step + i) - x)
             change = _lane_same(size, V, trial, left, shift)
             ready = where_less(change, 0.0, where_less(largest, close, ARRIVED, GOING), GOING)
-            ready = where_less(status, 0.5, ready, GOING)
-            for i in range(c):
-                x = where_less(ready, 0.5, load(V, found + i), load(V, trial + i))
-                store(V, found + i, x)
-                x = where_less(ready, 0.5, load(V, force + i), load(V, F_ + i))
-                store(V, force + i, x)
-            status = where_less(ready, 0.5, status, ready)
+            status = _lane_arrived(size, V, ready, status, trial, F_)
         if not any_less(status, 0.5):
             break
         for i in range(c):
             store(V, delta + i, load(V, delta + i) + load(V, step + i))
-    store(V, single + L_STATUS, status)
+    store(V, single + L_STATUS, where_less(status, 0.5, GAVE_UP, status))
 
 
 def _lane_pair(size, rows, V):  # pragma: kernel
-    """As `_pair_steps` from 0 on, without a search; which lanes arrived is in row L_STATUS."""
+    """As `_lane_own`: d = B f_2, e = -B^T f_1. Row L_FOUND has d, row L_OTHER has e.
+
+    The first step is from d = e = 0 on; in later ones the equation of e holds, and d is left.
+    """
     c = len(size)
     q = c * c
     K, L, B, S, P, J = 0, L_M * q, L_B * q, L_S * q, L_P * q, L_J * q
-    shift, value, D_, F_ = _at(c, L_SHIFT), _at(c, L_PHI), _at(c, L_D), _at(c, L_F)
-    shift2, value2 = _at(c, AGENT + L_SHIFT), _at(c, AGENT + L_PHI)
-    D2, F2, e = _at(c, AGENT + L_D), _at(c, AGENT + L_F), _at(c, AGENT + L_DELTA)
-    d, left, step, trial = _at(c, L_DELTA), _at(c, L_LEFT), _at(c, L_STEP), _at(c, L_TRIAL)
-    found, other, force = _at(c, L_FOUND), _at(c, L_OTHER), _at(c, L_FORCE)
-    known, single = _at(c, L_KNOWN), _at(c, VECTORS)
+    shift, D_, F_, bend = _at(c, L_SHIFT), _at(c, L_D), _at(c, L_F), _at(c, L_BEND)
+    shift2, D2 = _at(c, AGENT + L_SHIFT), _at(c, AGENT + L_D)
+    F2, bend2 = _at(c, AGENT + L_F), _at(c, AGENT + L_BEND)
+    d, e, gap = _at(c, L_DELTA), _at(c, AGENT + L_DELTA), _at(c, L_GAP)
+    left, step, trial = _at(c, L_LEFT), _at(c, L_STEP), _at(c, L_TRIAL)
+    force, known, single = _at(c, L_FORCE), _at(c, L_KNOWN), _at(c, VECTORS)
     zero = load(V, single) * 0.0
     status, close, before = zero, load(V, single + L_CLOSE), zero
     for i in range(c):
         store(V, d + i, zero)
+        store(V, e + i, zero)
     for k in range(LANE_STEPS):
-        _lane_rows(size, rows, V, K, d, 0)
-        _lane_times_T(size, V, B, F_, e)
-        for j in range(c):
-            store(V, e + j, 0.0 - load(V, e + j))
-        _lane_rows(size, rows, V, L, e, 1)
+        if k == 0:
+            _lane_points(size, rows, V, K, 0)
+            _lane_points(size, rows, V, L, 1)
+            _lane_times_T(size, V, B, F_, gap)
+        else:
+            _lane_rows(size, rows, V, K, 0)
+            _lane_times_T(size, V, B, F_, e)
+            for j in range(c):
+                store(V, e + j, 0.0 - load(V, e + j))
+                store(V, gap + j, zero)
+            _lane_rows(size, rows, V, L, 1)
+            _lane_bends(size, V, 0)
+            _lane_bends(size, V, 1)
         _lane_times(size, V, B, F2, left)
         for i in range(c):
             store(V, left + i, load(V, d + i) - load(V, left + i))
         now = _lane_largest(size, V, left)
-        if k > 0:
+        if k > 1:  # the first is of both equations, and says nothing about the next
             worse = where_less(now, before * (1 - 1e-4), status, GAVE_UP)
             status = where_less(status, 0.5, worse, status)
         before = now
         _lane_slopes(size, V, L, D2, S)
         _lane_product(size, V, B, S, P)
-        _lane_product_T(size, V, P, B, S)
-        _lane_slopes(size, V, K, D_, P)
-        _lane_product(size, V, S, P, J)
+        _lane_slopes(size, V, K, D_, J)
+        _lane_product(size, V, J, B, S)
+        _lane_product_T(size, V, P, S, J)  # B S_2 B^T S_1
+        _lane_times(size, V, P, gap, step)
         for i in range(c):
             store(V, J + i * c + i, load(V, J + i * c + i) + 1.0)
-            store(V, step + i, 0.0 - load(V, left + i))
+            store(V, step + i, 0.0 - (load(V, left + i) + load(V, step + i)))
+        _lane_factor(size, V, J)
         _lane_solve(size, V, J, step)
         _lane_times(size, V, K, step, shift)
+        for r in range(c):
+            s = load(V, shift + r)
+            store(V, known + r, load(V, D_ + r) * s)
+            store(V, force + r, load(V, bend + r) * s * s)
+        _lane_times_T(size, V, K, known, trial)
+        _lane_times_T(size, V, B, trial, known)
+        for j in range(c):
+            store(V, known + j, 0.0 - (load(V, known + j) + load(V, gap + j)))
+        _lane_times(size, V, L, known, shift2)
+        _lane_times_T(size, V, K, force, trial)
+        _lane_times_T(size, V, B, trial, force)
+        _lane_times(size, V, P, force, trial)
+        for r in range(c):
+            s = load(V, shift2 + r)
+            store(V, known + r, load(V, bend2 + r) * s * s)
+        _lane_times_T(size, V, L, known, force)
+        _lane_times(size, V, B, force, known)
+        for i in range(c):
+            store(V, trial + i, load(V, known + i) - load(V, trial + i))
+        _lane_solve(size, V, J, trial)
+        _lane_times(size, V, K, trial, known)
+        largest = _lane_largest(size, V, shift) * 0.5
+        more = _lane_largest(size, V, known)
+        for i in range(c):
+            x = where_less(more, largest, load(V, trial + i), 0.0)
+            store(V, step + i, load(V, step + i) + x)
+            x = where_less(more, largest, load(V, known + i), 0.0)
+            store(V, shift + i, load(V, shift + i) + x)
         largest = _lane_largest(size, V, shift)
         if any_less(largest, close):
-            for r in range(c):
-                x = fused(load(V, D_ + r), load(V, shift + r), load(V, value + r))
-                store(V, known + r, x)
+            _lane_moved(size, V, 0, shift, known)
             _lane_times_T(size, V, K, known, F_)
-            _lane_times_T(size, V, B, F_, trial)  # -e
+            _lane_times_T(size, V, B, F_, trial)
             for j in range(c):
-                store(V, known + j, 0.0 - load(V, trial + j) - load(V, e + j))
+                store(V, trial + j, 0.0 - load(V, trial + j))  # e
+                store(V, known + j, load(V, trial + j) - load(V, e + j))
             _lane_times(size, V, L, known, shift2)
             more = _lane_largest(size, V, shift2)
-            for r in range(c):
-                x = fused(load(V, D2 + r), load(V, shift2 + r), load(V, value2 + r))
-                store(V, known + r, x)
+            _lane_moved(size, V, 1, shift2, known)
             _lane_times_T(size, V, L, known, F2)
             _lane_times(size, V, B, F2, force)  # d
             for i in range(c):
@@ -436,27 +606,93 @@ def _lane_pair(size, rows, V):  # pragma: kernel
             change = _lane_same(size, V, force, left, known)
             ready = where_less(change, 0.0, where_less(largest, close, ARRIVED, GOING), GOING)
             ready = where_less(more, close, ready, GOING)
-            ready = where_less(status, 0.5, ready, GOING)
-            for i in range(c):
-                x = where_less(ready, 0.5, load(V, found + i), load(V, force + i))
-                store(V, found + i, x)
-                x = where_less(ready, 0.5, load(V, other + i), 0.0 - load(V, trial + i))
-                store(V, other + i, x)
-            status = where_less(ready, 0.5, status, ready)
+            status = _lane_arrived(size, V, ready, status, force, trial)
         if not any_less(status, 0.5):
             break
         for i in range(c):
             store(V, d + i, load(V, d + i) + load(V, step + i))
-    store(V, single + L_STATUS, status)
+    store(V, single + L_STATUS, where_less(status, 0.5, GAVE_UP, status))
 
 
-def _lane_own_adjoint(size, rows, V):  # pragma: kernel
-    """The chords and what is solved for in `_own_adjoint`; lanes that can be trusted."""
+def _lane_plant(size, V, p, rows):  # pragma: kernel
+    """The increment of the plant, s = v + V z + W f; lanes whose energy it breaks are UNBALANCED.
+
+    With the plant's own f, from its rows at z + s / 2, the energy changes by f^T of what is left of
+    x' = x + (J - R) f more than it should. A second try takes what is left off s.
+    """
+    c = len(size)
+    z, s, f, w, _, _, V_, v, W, A, a, G, spare = _places(c, p, rows)
+    F_, delta, single, n = _at(c, L_OTHER), _at(c, L_FOUND), _at(c, VECTORS), p + c
+    for r in range(p):
+        x = load(V, v + r)
+        for j in range(p):
+            x = fused(load(V, V_ + r * p + j), load(V, z + j), x)
+        for j in range(c):
+            x = fused(load(V, W + r * c + j), load(V, F_ + j), x)
+        store(V, s + r, x)
+    status = load(V, single + L_STATUS)
+    now = status
+    for turn in range(2):
+        change, terms = load(V, single) * 0.0, load(V, single + L_TERMS)
+        for r in range(rows):
+            x = load(V, a + r)
+            first = magnitude(x)
+            last = first
+            for j in range(p):
+                row, at, by = load(V, A + r * p + j), load(V, z + j), load(V, s + j)
+                x = fused(row, fused(by, 0.5, at), x)
+                first = first + magnitude(row * at)
+                last = last + magnitude(row * (at + by))
+            store(V, w + r, x)
+            terms = terms + (first * first + last * last) * 0.5
+        for j in range(p):
+            x = load(V, A + j) * load(V, w)
+            for r in range(1, rows):
+                x = fused(load(V, A + r * p + j), load(V, w + r), x)
+            store(V, f + j, x)
+        for j in range(n):
+            x = load(V, s + j) if j < p else load(V, delta + j - p)
+            for r in range(p):
+                x = x - load(V, G + j * n + r) * load(V, f + r)
+            for r in range(c):
+                x = x - load(V, G + j * n + p + r) * load(V, F_ + r)
+            by = load(V, f + j) if j < p else load(V, F_ + j - p)
+            change = fused(by, x, change)
+            if j < p:
+                store(V, spare + j, x)
+        kept = where_less(magnitude(change), terms * BALANCE, ARRIVED, UNBALANCED)
+        now = where_less(status, 1.5, kept, status)
+        if turn == 1 or not any_less(1.5, now):
+            break
+        for r in range(p):
+            x = load(V, spare + r)
+            for j in range(p):
+                x = fused(load(V, V_ + r * p + j) * 0.5, load(V, spare + j), x)
+            x = load(V, s + r) - where_less(now, 2.5, 0.0, x)
+            store(V, w + r, x)
+        for r in range(p):
+            store(V, s + r, load(V, w + r))
+    store(V, single + L_STATUS, now)
+
+
+def _lane_own_adjoint(size, rows, V, p, plant_rows):  # pragma: kernel
+    """From the gradient after an agent's own substep to that before it, and what it adds to sums.
+
+    L_KNOWN has the gradient of the controller, the place of the increment that of the plant. Sums:
+    K, b, M, U, u, W.
+    """
     c = len(size)
     q = c * c
     K, M, S, J = 0, L_M * q, L_S * q, L_J * q
-    step, trial, known = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_KNOWN)
-    _lane_rows(size, rows, V, K, _at(c, L_DELTA), 0)
+    step, trial, known, gamma = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_KNOWN), _at(c, L_LEFT)
+    z, g, new, _, U, _, V_, _, W, _, _, _, out = _places(c, p, plant_rows)
+    F_ = _at(c, L_F)
+    for j in range(c):
+        x = load(V, W + j) * load(V, g)
+        for r in range(1, p):
+            x = fused(load(V, W + r * c + j), load(V, g + r), x)
+        store(V, trial + j, x)
+    _lane_rows(size, rows, V, K, 0)
     _lane_slopes(size, V, K, _at(c, L_D), S)
     _lane_times(size, V, S, trial, step)
     _lane_product_T(size, V, S, M, J)
@@ -464,19 +700,71 @@ def _lane_own_adjoint(size, rows, V):  # pragma: kernel
         for j in range(c):
             store(V, J + i * c + j, (1.0 if i == j else 0.0) - load(V, J + i * c + j))
         store(V, step + i, load(V, step + i) + load(V, known + i))
-    least = _lane_solve(size, V, J, step)
-    store(V, _at(c, VECTORS) + L_STATUS, where_less(PIVOT, least, ARRIVED, GAVE_UP))
+    least = _lane_factor(size, V, J)
+    _lane_solve(size, V, J, step)
+    if any_less(least, PIVOT):
+        _own_pivoted(size, V, least)
+    _lane_times_T(size, V, M, step, gamma)
+    for j in range(c):
+        store(V, gamma + j, load(V, gamma + j) + load(V, trial + j))
+        store(V, known + j, load(V, step + j))
+    for r in range(p):
+        x = load(V, g + r)
+        for j in range(p):
+            x = fused(load(V, V_ + j * p + r), load(V, g + j), x)
+        for j in range(c):
+            x = fused(load(V, U + j * p + r), load(V, step + j), x)
+        store(V, new + r, x)
+    out = _lane_weights(size, V, K, 0, gamma, known, out)
+    for i in range(c):
+        for j in range(c):
+            store(V, out + i * c + j, load(V, step + i) * load(V, F_ + j))
+    out += q
+    for i in range(c):
+        for j in range(p):
+            store(V, out + i * p + j, load(V, step + i) * load(V, z + j))
+    out += c * p
+    for i in range(c):
+        store(V, out + i, load(V, step + i))
+    out += c
+    for r in range(p):
+        for j in range(c):
+            store(V, out + r * c + j, load(V, g + r) * load(V, F_ + j))
 
 
-def _lane_pair_adjoint(size, rows, V):  # pragma: kernel
-    """The chords and what is solved for in `_pair_adjoint`; lanes that can be trusted."""
+def _lane_weights(size, V, K, agent, gamma, g, out):  # pragma: kernel
+    """From gamma, the gradient in f = K^T chords, to K and b, and add to that of the start, g."""
+    c = len(size)
+    x = _at(c, agent * AGENT)
+    value, D_, E_ = x + L_PHI * c, x + L_D * c, x + L_E * c
+    delta, shift = x + L_DELTA * c, x + L_SHIFT * c
+    _lane_times(size, V, K, gamma, shift)
+    for r in range(c):
+        s = load(V, shift + r)
+        start, end, a = load(V, E_ + r) * s, load(V, D_ + r) * s, load(V, value + r)
+        both = start + end
+        store(V, out + c * c + r, both)
+        for j in range(c):
+            moved = end * load(V, delta + j)
+            each = fused(a, load(V, gamma + j), fused(both, load(V, x + j), moved))
+            store(V, out + r * c + j, each)
+            store(V, g + j, fused(load(V, K + r * c + j), start, load(V, g + j)))
+    return out + c * c + c
+
+
+def _lane_pair_adjoint(size, rows, V, out):  # pragma: kernel
+    """Of the substep of two controllers; L_KNOWN and L_TRIAL have the gradients of both.
+
+    Sums: K and b of both agents, and B.
+    """
     c = len(size)
     q = c * c
     K, L, B, S, P, J = 0, L_M * q, L_B * q, L_S * q, L_P * q, L_J * q
     g1, g2 = _at(c, L_KNOWN), _at(c, L_TRIAL)
     step, other, left = _at(c, L_STEP), _at(c, L_OTHER), _at(c, L_LEFT)
-    _lane_rows(size, rows, V, K, _at(c, L_DELTA), 0)
-    _lane_rows(size, rows, V, L, _at(c, AGENT + L_DELTA), 1)
+    F_, F2 = _at(c, L_F), _at(c, AGENT + L_F)
+    _lane_rows(size, rows, V, K, 0)
+    _lane_rows(size, rows, V, L, 1)
     _lane_slopes(size, V, K, _at(c, L_D), J)
     _lane_product(size, V, J, B, P)
     _lane_times(size, V, P, g2, left)
@@ -486,254 +774,321 @@ def _lane_pair_adjoint(size, rows, V):  # pragma: kernel
     for j in range(c):
         store(V, S + j * c + j, load(V, S + j * c + j) + 1.0)
         store(V, step + j, load(V, g1 + j) - load(V, left + j))
-    least = _lane_solve(size, V, S, step)
+    least = _lane_factor(size, V, S)
+    _lane_solve(size, V, S, step)
+    if any_less(least, PIVOT):
+        _pair_pivoted(size, V, least)
     _lane_times(size, V, J, step, other)
     for j in range(c):
         store(V, other + j, load(V, other + j) + load(V, g2 + j))
-    store(V, _at(c, VECTORS) + L_STATUS, where_less(PIVOT, least, ARRIVED, GAVE_UP))
-
-
-def _put_matrix(size, V, row, lane, A):  # pragma: kernel
-    c = len(size)
+        store(V, g1 + j, load(V, step + j))
+        store(V, g2 + j, load(V, other + j))
+    sums = out + 2 * (q + c)
     for i in range(c):
         for j in range(c):
-            V[row + i * c + j, lane] = A[i, j]
+            x = load(V, F_ + i) * load(V, other + j)
+            store(V, sums + i * c + j, load(V, step + i) * load(V, F2 + j) - x)
+    _lane_times(size, V, B, other, left)
+    for j in range(c):
+        store(V, left + j, 0.0 - load(V, left + j))
+    out = _lane_weights(size, V, K, 0, left, g1, out)
+    _lane_times_T(size, V, B, step, left)
+    _lane_weights(size, V, L, 1, left, g2, out)
 
 
-def _put_vector(size, V, vector, lane, x):  # pragma: kernel
+# Lanes that elimination without exchanges is not to be trusted with
+
+
+def _pivoted(c, V, lane, A, x):  # pragma: kernel
+    """x becomes A^-1 x in one lane, where A is given by itself."""
+    right = np.empty(c)
+    for j in range(c):
+        right[j] = V[x + j, lane]
+    _solve(c, A, right)
+    for j in range(c):
+        V[x + j, lane] = right[j]
+
+
+def _own_pivoted(size, V, least):  # pragma: kernel
+    """(I - S M^T) STEP = g + S W^T g."""
     c = len(size)
-    at = _at(c, vector)
-    for i in range(c):
-        V[at + i, lane] = x[i]
+    q = c * c
+    M, S, status = L_M * q, L_S * q, _at(c, VECTORS) + L_STATUS
+    step, trial, known = _at(c, L_STEP), _at(c, L_TRIAL), _at(c, L_KNOWN)
+    A = np.empty((c, c))
+    store(V, status, least)
+    for lane in range(LANES):
+        if not V[status, lane] > PIVOT:
+            for i in range(c):
+                V[step + i, lane] = V[known + i, lane]
+                for j in range(c):
+                    V[step + i, lane] += V[S + i * c + j, lane] * V[trial + j, lane]
+                    A[i, j] = 1.0 if i == j else 0.0
+                    for r in range(c):
+                        A[i, j] -= V[S + i * c + r, lane] * V[M + j * c + r, lane]
+            _pivoted(c, V, lane, A, step)
 
 
-def _put_agent(size, V, agent, lane, K, b, x):  # pragma: kernel
-    """The weights of an agent and where its chords start; the sum and the largest of the terms."""
+def _pair_pivoted(size, V, least):  # pragma: kernel
+    """(I + S_1 B S_2 B^T) STEP = g_1 - S_1 B g_2."""
     c = len(size)
-    at, total, most = _at(c, agent * AGENT), 0.0, 0.0
-    for r in range(c):
-        s, terms = b[r], abs(b[r])
-        for j in range(c):
-            s += K[r, j] * x[j]
-            terms += abs(K[r, j] * x[j])
-            V[agent * L_M * c * c + r * c + j, lane] = K[r, j]
-        V[at + r, lane] = s
-        total += terms
-        most = max(most, terms)
-    return total, most
+    q = c * c
+    P, J, status = L_P * q, L_J * q, _at(c, VECTORS) + L_STATUS
+    step, left, g1 = _at(c, L_STEP), _at(c, L_LEFT), _at(c, L_KNOWN)
+    A = np.empty((c, c))
+    store(V, status, least)
+    for lane in range(LANES):
+        if not V[status, lane] > PIVOT:
+            for i in range(c):
+                V[step + i, lane] = V[g1 + i, lane] - V[left + i, lane]
+                for j in range(c):
+                    A[i, j] = 1.0 if i == j else 0.0
+                    for r in range(c):
+                        A[i, j] += V[P + i * c + r, lane] * V[J + r * c + j, lane]
+            _pivoted(c, V, lane, A, step)
 
 
-def _times(size, A, x, y):  # pragma: kernel
-    """y = A x."""
-    for i in range(len(size)):
-        s = 0.0
-        for j in range(len(size)):
-            s += A[i, j] * x[j]
-        y[i] = s
+# Into lanes, and out of them
 
 
-def _times_T(size, A, x, y):  # pragma: kernel
-    """y = A^T x."""
-    for j in range(len(size)):
-        s = 0.0
-        for i in range(len(size)):
-            s += A[i, j] * x[i]
-        y[j] = s
+def _block(number, B, which, same, of, at):  # pragma: kernel
+    """Which of the agents or edges and which sample each lane has. How many lanes are in use.
+
+    With `same`, lanes are samples of one agent, else agents one after the other.
+    """
+    if same:
+        each = (B + LANES - 1) // LANES
+        first = number % each * LANES
+        count = min(LANES, B - first)
+        for lane in range(LANES):
+            of[lane], at[lane] = number // each, first + min(lane, count - 1)
+        return count
+    first = number * LANES
+    count = min(LANES, B * len(which) - first)
+    for lane in range(LANES):
+        each = first + min(lane, count - 1)
+        of[lane], at[lane] = each // B, each % B
+    return count
 
 
-def _product(size, A, B, C):  # pragma: kernel
-    """C = A B, all square."""
-    c = len(size)
-    for i in range(c):
-        for j in range(c):
-            s = 0.0
-            for r in range(c):
-                s += A[i, r] * B[r, j]
-            C[i, j] = s
+def _put(V, row, X, of, same):  # pragma: kernel
+    """Row of[lane] of X into each lane, from `row` on."""
+    if same:
+        for r in range(X.shape[1]):
+            store(V, row + r, X[np.uint64(of[0]), np.uint64(r)])
+    else:
+        for lane in range(LANES):
+            for r in range(X.shape[1]):
+                put(V, row + r, lane, X[np.uint64(of[lane]), np.uint64(r)])
 
 
-def _product_T(size, A, B, C):  # pragma: kernel
-    """C = A B^T, all square."""
-    c = len(size)
-    for i in range(c):
-        for j in range(c):
-            s = 0.0
-            for r in range(c):
-                s += A[i, r] * B[j, r]
-            C[i, j] = s
+def _put_states(V, row, y, of, at, low, high):  # pragma: kernel
+    """Columns low .. high of states (B, N, n) into lanes, from `row` on."""
+    for lane in range(LANES):
+        for j in range(low, high):
+            x = y[np.uint64(at[lane]), np.uint64(of[lane]), np.uint64(j)]
+            put(V, row + j - low, lane, x)
 
 
-def _rows(size, K, delta, v):  # pragma: kernel
-    """The chords from z to z + K delta and their slopes, and f = K^T chords."""
-    _times(size, K, delta, v[SHIFT])
-    for r in range(len(size)):
-        d = 0.5 * v[SHIFT, r]
-        v[PHI, r], v[D, r], v[E, r] = _chord(v[Z, r] + d, d)
-    _times_T(size, K, v[PHI], v[F])
+def _take_states(V, row, y, of, at, low, high, count, more):  # pragma: kernel
+    """Out of lanes again: columns low .. high of states become those rows, or `more` by them."""
+    for lane in range(count):
+        s, i = np.uint64(at[lane]), np.uint64(of[lane])
+        for j in range(low, high):
+            x = get(V, row + j - low, lane)
+            y[s, i, np.uint64(j)] = y[s, i, np.uint64(j)] + x if more else x
 
 
-def _slopes(size, K, slope, S):  # pragma: kernel
-    """S = K^T diag(slope) K."""
-    c = len(size)
-    for i in range(c):
-        for j in range(i + 1):
-            s = 0.0
-            for r in range(c):
-                s += K[r, i] * slope[r] * K[r, j]
-            S[i, j] = s
-            S[j, i] = s
+# What the lanes do not solve: delta = share G f, where f = K^T chord(z, z + K delta) and the first
+# rows of K are linear, those of a plant. The lanes eliminate the plant, or one of two agents, which
+# is quick; but rounding grows with the weights twice. Where that shows in the balance of the
+# energy, or they do not arrive, both are solved for as one: Newton steps in the rows, whose
+# equation I - K G K^T D has no inverse above 1 however stiff they are.
 
 
-def _solve(size, A, x):  # pragma: kernel
+def _solve(n, A, x):  # pragma: kernel
     """x becomes A^-1 x by elimination with pivots; A is overwritten."""
-    c = len(size)
-    for k in range(c):
+    for k in range(n):
         p = k
-        for i in range(k + 1, c):
+        for i in range(k + 1, n):
             if abs(A[i, k]) > abs(A[p, k]):
                 p = i
         if p != k:
-            for j in range(k, c):
+            for j in range(k, n):
                 A[k, j], A[p, j] = A[p, j], A[k, j]
             x[k], x[p] = x[p], x[k]
         pivot = 1 / A[k, k]
-        for i in range(k + 1, c):
+        for i in range(k + 1, n):
             factor = A[i, k] * pivot
-            for j in range(k + 1, c):
+            for j in range(k + 1, n):
                 A[i, j] -= factor * A[k, j]
             x[i] -= factor * x[k]
-    for k in range(c - 1, -1, -1):
+    for k in range(n - 1, -1, -1):
         s = x[k]
-        for j in range(k + 1, c):
+        for j in range(k + 1, n):
             s -= A[k, j] * x[j]
         x[k] = s / A[k, k]
 
 
-def _largest(size, x):  # pragma: kernel
+def _largest(x, low, high):  # pragma: kernel
     """The largest size of an entry; infinite if one is NaN."""
     most = 0.0
-    for i in range(len(size)):
+    for i in range(low, high):
         if not abs(x[i]) < np.inf:
             return np.inf
         most = max(most, abs(x[i]))
     return most
 
 
-# What the lanes do not solve: delta = share (k + L delta + M f), f = K^T chord(z, z + K delta).
-# They eliminate the plant, or one of two agents, which is quick; but rounding grows with the
-# weights twice. Where that shows in the balance of the energy, or they do not arrive, both are
-# solved for as one.
+def _rows(K, linear, delta, v):  # pragma: kernel
+    """The chords from z to z + K delta and their slopes, and f = K^T chords."""
+    rows, n = K.shape
+    for r in range(rows):
+        s = 0.0
+        for j in range(n):
+            s += K[r, j] * delta[j]
+        v[SHIFT, r] = s
+        if r < linear:
+            v[PHI, r], v[D, r] = v[Z, r] + 0.5 * s, 0.5
+        else:
+            v[PHI, r], v[D, r], _ = _chord(v[Z, r] + 0.5 * s, 0.5 * s)
+    for j in range(n):
+        v[F, j] = 0.0
+    for r in range(rows):
+        for j in range(n):
+            v[F, j] += K[r, j] * v[PHI, r]
 
 
-def _own_residual(size, K, M, L, share, delta, v):  # pragma: kernel
+def _residual(K, G, linear, share, delta, v):  # pragma: kernel
     """What is left of the equation, and its largest entry."""
-    _rows(size, K, delta, v)
-    _times(size, M, v[F], v[LEFT])
-    _times(size, L, delta, v[SHIFT])
-    for i in range(len(size)):
-        v[LEFT, i] = delta[i] - share * (v[KNOWN, i] + v[LEFT, i] + v[SHIFT, i])
-    return _largest(size, v[LEFT])
+    n = K.shape[1]
+    _rows(K, linear, delta, v)
+    for i in range(n):
+        s = 0.0
+        for j in range(n):
+            s += G[i, j] * v[F, j]
+        v[LEFT, i] = delta[i] - share * s
+    return _largest(v[LEFT], 0, n)
 
 
-def _own_newton(size, K, M, L, share, v, m):  # pragma: kernel
-    """A Newton step into v[STEP]; true if it was the last, and delta and f are found."""
-    c, S, J = len(size), m[0], m[1]
-    _slopes(size, K, v[D], S)
-    _product(size, M, S, J)
-    for i in range(c):
-        for j in range(c):
-            J[i, j] = -share * (J[i, j] + L[i, j])
-        J[i, i] += 1
-        v[STEP, i] = -v[LEFT, i]
-    _solve(size, J, v[STEP])
-    _times(size, K, v[STEP], v[SHIFT])
-    if not _largest(size, v[SHIFT]) <= LAST + ROUNDING * _largest(size, v[TERMS]):
+def _newton(K, G, linear, share, v, m):  # pragma: kernel
+    """A Newton step into v[STEP]; true if it was the last, and delta is found."""
+    (rows, n), X, J = K.shape, m[0], m[1]
+    for r in range(rows):
+        s = 0.0
+        for j in range(n):
+            s -= K[r, j] * v[LEFT, j]
+        v[SHIFT, r] = s
+        for k in range(rows):
+            J[r, k] = -share * X[r, k] * v[D, k]
+        J[r, r] += 1
+    _solve(rows, J, v[SHIFT])
+    last = _largest(v[SHIFT], linear, rows) <= LAST + ROUNDING * _largest(v[TERMS], linear, rows)
+    for j in range(n):
+        v[TRIAL, j] = 0.0
+    for r in range(rows):
+        for j in range(n):
+            v[TRIAL, j] += K[r, j] * (v[D, r] * v[SHIFT, r])
+    for i in range(n):
+        s = 0.0
+        for j in range(n):
+            s += G[i, j] * v[TRIAL, j]
+        v[STEP, i] = share * s - v[LEFT, i]
+    if not last or not _largest(v[STEP], 0, n) < np.inf:
         return False
-    for r in range(c):
-        v[PHI, r] += v[D, r] * v[SHIFT, r]
-    _times_T(size, K, v[PHI], v[F])
-    _times(size, M, v[F], v[TRIAL])
-    for i in range(c):
-        v[LEFT, i] = v[DELTA, i] + v[STEP, i]
-    _times(size, L, v[LEFT], v[SHIFT])
-    for i in range(c):
-        v[TRIAL, i] = share * (v[KNOWN, i] + v[TRIAL, i] + v[SHIFT, i])
-        v[LEFT, i] -= v[TRIAL, i]
+    for j in range(n):
+        v[F, j] += v[TRIAL, j]
+    for i in range(n):
+        s = 0.0
+        for j in range(n):
+            s += G[i, j] * v[F, j]
+        v[TRIAL, i] = share * s
+        v[LEFT, i] = v[DELTA, i] + v[STEP, i] - v[TRIAL, i]
         v[SHIFT, i] = 0.0
-        for j in range(c):
-            v[SHIFT, i] += (M[i, j] + M[j, i]) * v[F, j]
-    if not _same_energy(size, K, v[TRIAL], v):
+        for j in range(n):
+            v[SHIFT, i] += (G[i, j] + G[j, i]) * v[F, j]
+    if not _same_energy(K, linear, v[TRIAL], v):
         return False
-    for i in range(c):
+    for i in range(n):
         v[DELTA, i] = v[TRIAL, i]
     return True
 
 
-def _same_energy(size, K, delta, v):  # pragma: kernel
+def _same_energy(K, linear, delta, v):  # pragma: kernel
     """Whether chords that are right for delta + v[LEFT] break the balance by rounding only.
 
-    The energy changes along delta; what is dissipated, -f^T M f, changes along v[SHIFT].
+    The energy changes along delta; what is dissipated, -f^T G f, changes along v[SHIFT].
     """
     change, terms = 0.0, 0.0
-    for r in range(len(size)):
-        s, t = 0.0, 0.0
-        for j in range(len(size)):
+    for r in range(K.shape[0]):
+        s, t, moved = 0.0, 0.0, 0.0
+        for j in range(K.shape[1]):
             s += K[r, j] * v[LEFT, j]
             t += K[r, j] * (delta[j] - v[SHIFT, j])
-            terms += abs(K[r, j] * delta[j])  # chords that start at 0 have no others
+            moved += abs(K[r, j] * delta[j])  # chords that start at 0 have no others
         change += v[D, r] * abs(s * t)
-        terms += v[TERMS, r]
+        size = v[TERMS, r] + moved
+        terms += 0.5 * size * size if r < linear else size
     return change <= BALANCE * terms
 
 
-def _rounding(size, K, M, L, v):  # pragma: kernel
+def _rounding(K, G, v):  # pragma: kernel
     """Whether what is left is rounding only: relative to all terms that it sums."""
-    c = len(size)
-    for i in range(c):
-        v[STEP, i] = abs(v[DELTA, i]) + abs(v[KNOWN, i])
-        for j in range(c):
-            v[STEP, i] += abs(L[i, j] * v[DELTA, j])
-    for r in range(c):
+    rows, n = K.shape
+    for i in range(n):
+        v[STEP, i] = abs(v[DELTA, i])
+    for r in range(rows):
         x = abs(v[PHI, r]) + v[D, r] * v[TERMS, r]
-        for j in range(c):
-            for i in range(c):
-                v[STEP, i] += abs(M[i, j]) * abs(K[r, j]) * x
-    return _largest(size, v[LEFT]) <= ROUNDING * _largest(size, v[STEP])
+        for j in range(n):
+            for i in range(n):
+                v[STEP, i] += abs(G[i, j]) * abs(K[r, j]) * x
+    return _largest(v[LEFT], 0, n) <= ROUNDING * _largest(v[STEP], 0, n)
 
 
-def _own_steps(size, K, M, L, share, v, m):  # pragma: kernel
+def _steps(K, G, linear, share, v, m):  # pragma: kernel
     """Damped Newton steps from v[DELTA] on; whether they arrived."""
-    left = _own_residual(size, K, M, L, share, v[DELTA], v)
+    n = K.shape[1]
+    left = _residual(K, G, linear, share, v[DELTA], v)
     for _ in range(NEWTON):
         if not left < np.inf:
             return False
-        if _own_newton(size, K, M, L, share, v, m):
+        if _newton(K, G, linear, share, v, m):
             return True
         t, before = 1.0, left
         for _ in range(HALVINGS):
-            for i in range(len(size)):
+            for i in range(n):
                 v[TRIAL, i] = v[DELTA, i] + t * v[STEP, i]
-            left = _own_residual(size, K, M, L, share, v[TRIAL], v)
+            left = _residual(K, G, linear, share, v[TRIAL], v)
             if left < (1 - 1e-4 * t) * before:
                 break
             t *= 0.5
-        for i in range(len(size)):
+        for i in range(n):
             v[DELTA, i] = v[TRIAL, i]
         if not left < before:
-            return _rounding(size, K, M, L, v)
+            return _rounding(K, G, v)
     return False
 
 
-def _found(size, K, M, L, v, m):  # pragma: kernel
+def _found(K, G, linear, v, m):  # pragma: kernel
     """From v[DELTA] on; else along the curve of solutions for smaller steps h."""
-    if _own_steps(size, K, M, L, 1.0, v, m):
+    rows, n = K.shape
+    for r in range(rows):
+        for i in range(n):
+            v[SHIFT, i] = 0.0
+            for j in range(n):
+                v[SHIFT, i] += K[r, j] * G[j, i]
+        for k in range(rows):
+            m[0, r, k] = 0.0
+            for i in range(n):
+                m[0, r, k] += v[SHIFT, i] * K[k, i]
+    if _steps(K, G, linear, 1.0, v, m):
         return True
     v[KEPT] = 0
     share, step = 0.0, 0.25
     while share < 1:
         aim = min(1.0, share + step)
         v[DELTA] = v[KEPT]
-        if _own_steps(size, K, M, L, aim, v, m):
+        if _steps(K, G, linear, aim, v, m):
             v[KEPT] = v[DELTA]
             share, step = aim, 2 * step
         else:
@@ -743,405 +1098,374 @@ def _found(size, K, M, L, v, m):  # pragma: kernel
     return True
 
 
-def _joined(size, K, L, B, v, w, whole):  # pragma: kernel
-    """Both agents as one equation of 2 c unknowns."""
-    c, (K2, M, L2, u, m) = len(size), whole
-    K2[:], M[:], L2[:], u[DELTA], u[KNOWN] = 0, 0, 0, 0, 0
-    for i in range(c):
-        u[Z, i], u[Z, c + i] = v[Z, i], w[Z, i]
-        u[TERMS, i], u[TERMS, c + i] = v[TERMS, i], w[TERMS, i]
+def _own_alone(size, V, lane, p, rows, whole):  # pragma: kernel
+    """Plant and controller of the agent in a lane; from what is found on, if anything is."""
+    (K, G, v, m), c = whole, len(size)
+    z, s, _, _, _, _, _, _, _, A, a, G_, _ = _places(c, p, rows)
+    x, delta, n = _at(c, L_X), _at(c, L_FOUND), p + c
+    begun = V[_at(c, VECTORS) + L_STATUS, lane] == UNBALANCED
+    K[:] = 0
+    for r in range(rows):
+        v[Z, r], v[TERMS, r] = V[a + r, lane], abs(V[a + r, lane])
+        for j in range(p):
+            K[r, j] = V[A + r * p + j, lane]
+            v[Z, r] += K[r, j] * V[z + j, lane]
+            v[TERMS, r] += abs(K[r, j] * V[z + j, lane])
+    for r in range(c):
+        v[Z, rows + r] = V[_at(c, L_Z) + r, lane]
+        v[TERMS, rows + r] = abs(v[Z, rows + r])
         for j in range(c):
-            K2[i, j], K2[c + i, c + j] = K[i, j], L[i, j]
-            M[i, c + j], M[c + j, i] = B[i, j], -B[i, j]
-    solved = _found(u[KEPT], K2, M, L2, u, m)
+            K[rows + r, p + j] = V[r * c + j, lane]
+            v[TERMS, rows + r] += abs(K[rows + r, p + j] * V[x + j, lane])
+    for i in range(n):
+        v[DELTA, i] = 0.0
+        if begun:
+            v[DELTA, i] = V[s + i, lane] if i < p else V[delta + i - p, lane]
+        for j in range(n):
+            G[i, j] = V[G_ + i * n + j, lane]
+    if not _found(K, G, rows, v, m):
+        return False
+    for i in range(p):
+        V[s + i, lane] = v[DELTA, i]
+    for j in range(c):
+        V[delta + j, lane] = v[DELTA, p + j]
+    return True
+
+
+def _pair_alone(size, V, lane, whole):  # pragma: kernel
+    """Both agents of the edge in a lane."""
+    (K, G, v, m), c = whole, len(size)
+    B, found, other = L_B * c * c, _at(c, L_FOUND), _at(c, L_OTHER)
+    K[:], G[:], v[DELTA] = 0, 0, 0
+    for agent in range(2):
+        x, low = _at(c, agent * AGENT), agent * c
+        for r in range(c):
+            v[Z, low + r] = V[x + c + r, lane]
+            v[TERMS, low + r] = abs(v[Z, low + r])
+            for j in range(c):
+                K[low + r, low + j] = V[agent * L_M * c * c + r * c + j, lane]
+                v[TERMS, low + r] += abs(K[low + r, low + j] * V[x + j, lane])
     for i in range(c):
-        v[DELTA, i], w[DELTA, i] = u[DELTA, i], u[DELTA, c + i]
-    return solved
+        for j in range(c):
+            G[i, c + j], G[c + j, i] = V[B + i * c + j, lane], -V[B + i * c + j, lane]
+    if not _found(K, G, 0, v, m):
+        return False
+    for j in range(c):
+        V[found + j, lane], V[other + j, lane] = v[DELTA, j], v[DELTA, c + j]
+    return True
 
 
-# Substeps: states are changed in place. y is all agents' (N, p + c).
+# Substeps: states are changed in place. y is all agents' (B, N, p + c).
 
 
-def _start(size, K, b, x, v):  # pragma: kernel
-    """Where the chords start, z = K x + b, and the sizes of what it sums."""
-    for r in range(len(size)):
-        s, terms = b[r], abs(b[r])
-        for j in range(len(size)):
-            s += K[r, j] * x[j]
-            terms += abs(K[r, j] * x[j])
-        v[Z, r], v[TERMS, r] = s, terms
+def _aligned(rows):  # pragma: kernel
+    """(rows, LANES) that begin at a multiple of their width, so that none is in two cache lines."""
+    memory = np.zeros((rows + 1) * LANES)
+    skipped = -(memory.ctypes.data // 8) % LANES
+    return memory[skipped : skipped + rows * LANES].reshape(rows, LANES)
 
 
-def _several(n):  # pragma: kernel
-    """Scratch memory of n unknowns that are solved for as one."""
+def _several(rows, n):  # pragma: kernel
+    """Scratch memory for n unknowns that are solved for as one, in so many rows."""
     return (
+        np.zeros((rows, n)),
         np.zeros((n, n)),
-        np.zeros((n, n)),
-        np.zeros((n, n)),
-        np.zeros((ROWS, n)),
-        np.zeros((3, n, n)),
+        np.zeros((ROWS, max(rows, n))),
+        np.zeros((2, rows, rows)),
     )
 
 
-def _room(c, p):  # pragma: kernel
-    """Scratch memory: an agent, another, matrices; plants; a whole agent, two of them; lanes."""
-    v, w, m = np.zeros((ROWS, c)), np.zeros((ROWS, c)), np.zeros((3, c, c))
-    lanes = np.zeros((_at(c, VECTORS) + SINGLE, LANES))
-    return v, w, m, np.zeros((3, 2 * p)), _several(p + c), _several(2 * c), lanes
+def _room(c, p, rows):  # pragma: kernel
+    """Scratch memory: lanes, totals, whose they are, plants; an agent, two, and two plants."""
+    out = _places(c, p, rows)[12]
+    sums = max(2 * c * c + 2 * c + 2 * c * p, 3 * c * c + 2 * c, p)
+    V, T = (
+        _aligned(out + (sums + LANES - 1) // LANES * LANES),
+        _aligned((sums + LANES - 1) // LANES),
+    )
+    whose = np.zeros(LANES, dtype=np.int64), np.zeros(LANES, dtype=np.int64)
+    return (
+        V,
+        T,
+        whose,
+        np.zeros((3, 2 * p)),
+        _several(rows + c, p + c),
+        _several(2 * c, 2 * c),
+        _several(2 * rows, 2 * p),
+    )
 
 
-def _own_steps_of(size, y, agents, now, own, room):  # pragma: kernel
+def _own_steps_of(size, y, agents, now, own, same, room):  # pragma: kernel
     """Agents by themselves in all samples, (B, N, n). The first that was not solved, or -1."""
-    (K, b), (M, U, u, _, _, _, _, _, _), V = now, own, room[6]
-    B, c, p = len(y), len(size), U.shape[2]
-    single, found, force = _at(c, VECTORS), _at(c, L_FOUND), _at(c, L_FORCE)
-    known = _at(c, L_KNOWN)
-    for first in range(0, B * len(agents), LANES):
-        count = min(LANES, B * len(agents) - first)
+    (K, b), (M, U, u, P, s0, W, G, A, a), (V, _, (of, at), _, whole, _, _) = now, own, room
+    B, c = len(y), len(size)
+    q, rows, p = c * c, a.shape[1], s0.shape[1]
+    z, s, _, _, U_, u_, V_, v_, W_, A_, a_, G_, _ = _places(c, p, rows)
+    single, known, found = _at(c, VECTORS), _at(c, L_KNOWN), _at(c, L_FOUND)
+    blocks = len(agents) * ((B + LANES - 1) // LANES)
+    if not same:
+        blocks = (B * len(agents) + LANES - 1) // LANES
+    for block in range(blocks):
+        count = _block(block, B, agents, same, of, at)
         for lane in range(LANES):
-            each = first + min(lane, count - 1)
-            i, x = agents[each // B], y[each % B, agents[each // B]]
-            total, most = _put_agent(size, V, 0, lane, K[i], b[i], x[p:])
-            V[single + L_TERMS, lane], V[single + L_CLOSE, lane] = total, LAST + ROUNDING * most
-            _put_matrix(size, V, L_M * c * c, lane, M[i])
-            for j in range(c):
-                s = u[i, j]
-                for r in range(p):
-                    s += U[i, j, r] * x[r]
-                V[known + j, lane] = s
-        _lane_own(size, K.shape[1], V)
-        for lane in range(count):
-            each = first + lane
-            i = agents[each // B]
-            arrived = V[single + L_STATUS, lane] == ARRIVED
-            if arrived:
-                for j in range(c):
-                    room[0][DELTA, j], room[0][F, j] = V[found + j, lane], V[force + j, lane]
-            total = V[single + L_TERMS, lane]
-            if not _own_step(size, y[each % B, i], i, now, own, room, arrived, total):
-                return i
-    return -1
-
-
-def _own_step(size, y, i, now, own, room, arrived, terms):  # pragma: kernel
-    """Agent i by itself: z' = z + V z + v + W f, x' = x + U z + u + M f. Whether it was solved.
-
-    If it has `arrived`, delta and f are known, and the sum of TERMS.
-    """
-    (K, b), (_, _, _, V, c0, W, G, Q, q), (v, _, _, line, whole, _, _) = now, own, room
-    c, p = len(size), V.shape[1]
-    if arrived:
-        for r in range(p):
-            s = c0[i, r]
-            for j in range(p):
-                s += V[i, r, j] * y[j]
-            for j in range(c):
-                s += W[i, r, j] * v[F, j]
-            line[0, r] = s
-    solved = arrived and _balanced(size, y, G[i], Q[i], q[i], v, line, terms)
-    if not solved:
-        _start(K[i, 0], K[i], b[i], y[p:], v)
-        if not _alone(K[i, 0], y, K[i], G[i], Q[i], q[i], v, line, whole, arrived):
-            return False
-    for r in range(p):
-        y[r] += line[0, r]
-    for j in range(c):
-        y[p + j] += v[DELTA, j]
-    return True
-
-
-def _balanced(size, y, G, Q, q, v, line, terms):  # pragma: kernel
-    """Whether what is left of x' = x + G f changes the energy by rounding only: f^T of it."""
-    c, p = len(size), Q.shape[0]
-    change = 0.0
-    for j in range(p):
-        s = q[j]
-        for r in range(p):
-            s += Q[j, r] * (y[r] + 0.5 * line[0, r])
-        line[1, j] = s
-        terms += abs(s * (y[j] + 0.5 * line[0, j]))
-    for j in range(p):
-        s = line[0, j]
-        for r in range(p):
-            s -= G[j, r] * line[1, r]
-        for r in range(c):
-            s -= G[j, p + r] * v[F, r]
-        change += line[1, j] * s
-    for j in range(c):
-        s = v[DELTA, j]
-        for r in range(p):
-            s -= G[p + j, r] * line[1, r]
-        for r in range(c):
-            s -= G[p + j, p + r] * v[F, r]
-        change += v[F, j] * s
-    return abs(change) <= BALANCE * terms
-
-
-def _alone(size, y, K, G, Q, q, v, line, whole, found):  # pragma: kernel
-    """Plant and controller of an agent as one equation; from what is found on, if anything is."""
-    c, p, (K2, M, L, u, m) = len(size), Q.shape[0], whole
-    K2[:], M[:], L[:], u[:] = 0, 0, 0, 0
-    for r in range(p):
-        s = q[r]
-        for j in range(p):
-            s += Q[r, j] * y[j]
-        line[1, r] = s
-        u[DELTA, r] = line[0, r] if found else 0.0
-    for i in range(p + c):
-        for j in range(p):
-            u[KNOWN, i] += G[i, j] * line[1, j]
+            of[lane] = agents[of[lane]]
+        _put(V, 0, K, of, same)
+        _put(V, _at(c, L_Z), b, of, same)
+        _put(V, L_M * q, M, of, same)
+        _put(V, U_, U, of, same)
+        _put(V, u_, u, of, same)
+        _put(V, V_, P, of, same)
+        _put(V, v_, s0, of, same)
+        _put(V, W_, W, of, same)
+        _put(V, A_, A, of, same)
+        _put(V, a_, a, of, same)
+        _put(V, G_, G, of, same)
+        _put_states(V, z, y, of, at, 0, p)
+        _put_states(V, _at(c, L_X), y, of, at, p, p + c)
+        total, most = _lane_start(size, V, 0, 0)
+        store(V, single + L_TERMS, total)
+        store(V, single + L_CLOSE, most * ROUNDING + LANES_LAST)
+        for j in range(c):
+            x = load(V, u_ + j)
             for r in range(p):
-                L[i, j] += 0.5 * G[i, r] * Q[r, j]
-        for j in range(c):
-            M[i, p + j] = G[i, p + j]
-    for r in range(c):
-        u[Z, p + r], u[TERMS, p + r] = v[Z, r], v[TERMS, r]
-        u[DELTA, p + r] = v[DELTA, r] if found else 0.0
-        for j in range(c):
-            K2[p + r, p + j] = K[r, j]
-    if not _found(u[KEPT], K2, M, L, u, m):
-        return False
-    for r in range(p):
-        line[0, r] = u[DELTA, r]
-    for j in range(c):
-        v[DELTA, j] = u[DELTA, p + j]
-    return True
-
-
-def _pair_steps_of(size, y, which, pairs, now, C, room):  # pragma: kernel
-    """Edges that share no agent, in all samples. The first that was not solved, or -1."""
-    (K, b), V, c = now, room[6], len(size)
-    B, p = len(y), y.shape[2] - c
-    single, found, other = _at(c, VECTORS), _at(c, L_FOUND), _at(c, L_OTHER)
-    for first in range(0, B * len(which), LANES):
-        count = min(LANES, B * len(which) - first)
-        for lane in range(LANES):
-            each = first + min(lane, count - 1)
-            e, x = which[each // B], y[each % B]
-            i, k = pairs[e, 0], pairs[e, 1]
-            total, most = _put_agent(size, V, 0, lane, K[i], b[i], x[i, p:])
-            _, more = _put_agent(size, V, 1, lane, K[k], b[k], x[k, p:])
-            V[single + L_TERMS, lane] = total
-            V[single + L_CLOSE, lane] = LAST + ROUNDING * max(most, more)
-            _put_matrix(size, V, L_B * c * c, lane, C[e])
-        _lane_pair(size, K.shape[1], V)
+                x = fused(load(V, U_ + j * p + r), load(V, z + r), x)
+            store(V, known + j, x)
+        _lane_own(size, K.shape[1] // c, V)
+        _lane_plant(size, V, p, rows)
         for lane in range(count):
-            each = first + lane
-            e, x = which[each // B], y[each % B]
-            i, k = pairs[e, 0], pairs[e, 1]
-            if V[single + L_STATUS, lane] == ARRIVED:
-                for j in range(c):
-                    x[i, p + j] += V[found + j, lane]
-                    x[k, p + j] += V[other + j, lane]
-            elif not _pair_step(x, i, k, now, C[e], room):
-                return e
+            if V[single + L_STATUS, lane] != ARRIVED and not _own_alone(
+                size, V, lane, p, rows, whole
+            ):
+                return of[lane]
+        _take_states(V, s, y, of, at, 0, p, count, True)
+        _take_states(V, found, y, of, at, p, p + c, count, True)
     return -1
 
 
-def _pair_step(y, i, k, now, B, room):  # pragma: kernel
-    """The controllers of agents i and k along their edge. Whether it was solved."""
-    (K, b), (v, w, _, _, _, whole, _), c = now, room, len(B)
-    p, size = y.shape[1] - c, K[i, 0]
-    _start(size, K[i], b[i], y[i, p:], v)
-    _start(size, K[k], b[k], y[k, p:], w)
-    if not _joined(size, K[i], K[k], B, v, w, whole):
+def _pair_steps_of(size, y, which, pairs, now, C, same, room):  # pragma: kernel
+    """Edges that share no agent, in all samples. The first that was not solved, or -1."""
+    (K, b), (V, _, (of, at), _, _, whole, _), c = now, room, len(size)
+    B, p, q, other = len(y), y.shape[2] - c, c * c, np.zeros(LANES, dtype=np.int64)
+    single, found, moved = _at(c, VECTORS), _at(c, L_FOUND), _at(c, L_OTHER)
+    blocks = len(which) * ((B + LANES - 1) // LANES)
+    if not same:
+        blocks = (B * len(which) + LANES - 1) // LANES
+    for block in range(blocks):
+        count = _block(block, B, which, same, of, at)
+        for lane in range(LANES):
+            of[lane] = which[of[lane]]
+        _put(V, L_B * q, C, of, same)
+        edge = of[0]
+        for lane in range(LANES):
+            e = of[lane]
+            of[lane], other[lane] = pairs[e, 0], pairs[e, 1]
+        _put(V, 0, K, of, same)
+        _put(V, _at(c, L_Z), b, of, same)
+        _put_states(V, _at(c, L_X), y, of, at, p, p + c)
+        _put(V, L_M * q, K, other, same)
+        _put(V, _at(c, AGENT + L_Z), b, other, same)
+        _put_states(V, _at(c, AGENT + L_X), y, other, at, p, p + c)
+        total, most = _lane_start(size, V, 0, 0)
+        _, more = _lane_start(size, V, L_M * q, 1)
+        store(V, single + L_TERMS, total)
+        most = where_less(most, more, more, most)
+        store(V, single + L_CLOSE, most * ROUNDING + LANES_LAST)
+        _lane_pair(size, K.shape[1] // c, V)
+        for lane in range(count):
+            if V[single + L_STATUS, lane] != ARRIVED and not _pair_alone(size, V, lane, whole):
+                return edge if same else which[(block * LANES + lane) // B]
+        _take_states(V, found, y, of, at, p, p + c, count, True)
+        _take_states(V, moved, y, other, at, p, p + c, count, True)
+    return -1
+
+
+def _linear_step(y, pair, linear, A, a, line, whole):  # pragma: kernel
+    """The plants of both agents of a pair along their edge: (z_i, z_k) += L (z_i, z_k) + c0.
+
+    If that breaks the balance of the energy, as rounding does where plants are stiff, their rows
+    are solved for: s_i = B f_k and s_k = -B^T f_i, with f from the rows at z + s / 2. Whether it
+    was solved.
+    """
+    (L, c0, B), (z, s, f) = linear, (line[0], line[1], line[2])
+    p = len(z) // 2
+    for side in range(2):
+        for j in range(p):
+            z[side * p + j] = y[pair[side], j]
+    for r in range(2 * p):
+        s[r] = c0[r]
+        for j in range(2 * p):
+            s[r] += L[r, j] * z[j]
+    terms, change = _linear_forces(pair, A, a, z, s, f), 0.0
+    for r in range(p):
+        left, other = s[r], s[p + r]
+        for j in range(p):
+            left -= B[r, j] * f[p + j]
+            other += B[j, r] * f[j]
+        change += f[r] * left + f[p + r] * other
+    if not abs(change) <= BALANCE * terms and not _linear_alone(pair, B, A, a, z, s, whole):
         return False
-    for j in range(c):
-        y[i, p + j] += v[DELTA, j]
-        y[k, p + j] += w[DELTA, j]
+    for side in range(2):
+        for j in range(p):
+            y[pair[side], j] += s[side * p + j]
     return True
 
 
-def _linear_step(y, i, k, L, c0, room):  # pragma: kernel
-    """The plants of agents i and k along their edge: (z_i, z_k) += L (z_i, z_k) + c0."""
-    p, line = c0.shape[0] // 2, room[3][0]
-    line[:p], line[p:] = y[i, :p], y[k, :p]
-    for r in range(p):
-        s, q = c0[r], c0[p + r]
-        for j in range(2 * p):
-            s += L[r, j] * line[j]
-            q += L[p + r, j] * line[j]
-        y[i, r] += s
-        y[k, r] += q
+def _linear_forces(pair, A, a, z, s, f):  # pragma: kernel
+    """f = A^T (A (z + s / 2) + a) of both agents; the sum of the terms of their energies."""
+    p, rows, terms = len(z) // 2, a.shape[1], 0.0
+    for side in range(2):
+        i, low = pair[side], side * p
+        for j in range(p):
+            f[low + j] = 0.0
+        for r in range(rows):
+            w, first = a[i, r], abs(a[i, r])
+            last = first
+            for j in range(p):
+                row = A[i, r * p + j]
+                w += row * (z[low + j] + 0.5 * s[low + j])
+                first += abs(row * z[low + j])
+                last += abs(row * (z[low + j] + s[low + j]))
+            terms += 0.5 * (first * first + last * last)
+            for j in range(p):
+                f[low + j] += A[i, r * p + j] * w
+    return terms
 
 
-# Backwards: g is the gradient in the states after a substep, and becomes that before it
+def _linear_alone(pair, B, A, a, z, s, whole):  # pragma: kernel
+    """The increments of both plants as one equation of their rows, from s on."""
+    (K, G, v, m), rows, p = whole, a.shape[1], len(B)
+    K[:], G[:] = 0, 0
+    for side in range(2):
+        for r in range(rows):
+            at, i = side * rows + r, pair[side]
+            v[Z, at], v[TERMS, at] = a[i, r], abs(a[i, r])
+            for j in range(p):
+                row, x = A[i, r * p + j], z[side * p + j]
+                K[at, side * p + j] = row
+                v[Z, at] += row * x
+                v[TERMS, at] += abs(row * x)
+    for i in range(p):
+        v[DELTA, i], v[DELTA, p + i] = s[i], s[p + i]
+        for j in range(p):
+            G[i, p + j], G[p + j, i] = B[i, j], -B[i, j]
+    if not _found(K, G, 2 * rows, v, m):
+        return False
+    for i in range(2 * p):
+        s[i] = v[DELTA, i]
+    return True
 
 
-def _to_weights(size, K, x, v, gamma, g, dK, db):  # pragma: kernel
-    """From gamma, the gradient in f = K^T chords, to K, b and the start x of the chords."""
-    c = len(size)
-    _times(size, K, gamma, v[SHIFT])
-    for r in range(c):
-        start, end = v[E, r] * v[SHIFT, r], v[D, r] * v[SHIFT, r]
-        db[r] += start + end
-        for j in range(c):
-            dK[r, j] += v[PHI, r] * gamma[j] + start * x[j] + end * (x[j] + v[DELTA, j])
-            g[j] += K[r, j] * start
+# Backwards: g is the gradient in the states after a substep, and becomes that before it. Sums have
+# a part for each group of samples: those that fill lanes, or each by itself.
 
 
-def _own_adjoint_of(size, kept, g, agents, now, own, ends, found, room):  # pragma: kernel
-    """Of agents by themselves, in all samples; kept: their states before and after, (B, A, n).
+def _add(out, V, at, T, low, lane):  # pragma: kernel
+    """Add to a row of sums: of one lane from row `at` + `low` on, or the totals of all lanes."""
+    for r in range(len(out)):
+        out[r] += get(V, at + low + r, lane) if lane >= 0 else get(T, 0, low + r)
 
-    Sums are added to `found`, which has a part for each group of samples; groups end at `ends`.
-    """
+
+def _own_adjoint_of(size, kept, g, agents, now, own, same, found, room):  # pragma: kernel
+    """Of agents by themselves, in all samples; kept: their states before and after, (B, A, n)."""
     (before, after), ((dK, db), (dM, dU, du, dW)) = kept, found
-    (K, b), (M, _, _, _, _, W, _, _, _), V, v = now, own, room[6], room[0]
-    B, c, p = len(g), len(size), W.shape[1]
-    single, delta, trial = _at(c, VECTORS), _at(c, L_DELTA), _at(c, L_TRIAL)
-    known, value, D_ = _at(c, L_KNOWN), _at(c, L_PHI), _at(c, L_D)
-    E_, F_, step = _at(c, L_E), _at(c, L_F), _at(c, L_STEP)
-    for first in range(0, B * len(agents), LANES):
-        count = min(LANES, B * len(agents) - first)
+    (K, b), (M, U, _, P, s0, W, _, _, a), (V, T, (of, at), _, _, _, _) = now, own, room
+    B, c, p = len(g), len(size), s0.shape[1]
+    q, x, delta, known = c * c, _at(c, L_X), _at(c, L_DELTA), _at(c, L_KNOWN)
+    z, gp, new, _, U_, _, V_, _, W_, _, _, _, out = _places(c, p, a.shape[1])
+    sums = 2 * q + 2 * c + 2 * c * p
+    blocks = len(agents) * ((B + LANES - 1) // LANES)
+    if not same:
+        blocks = (B * len(agents) + LANES - 1) // LANES
+    for block in range(blocks):
+        count = _block(block, B, agents, same, of, at)
+        _put_states(V, z, before, of, at, 0, p)
+        _put_states(V, x, before, of, at, p, p + c)
+        _put_states(V, delta, after, of, at, p, p + c)
+        for j in range(c):
+            store(V, delta + j, load(V, delta + j) - load(V, x + j))
         for lane in range(LANES):
-            each = first + min(lane, count - 1)
-            a, s = each // B, each % B
-            i, y, x = agents[a], before[s, a], after[s, a]
-            _put_agent(size, V, 0, lane, K[i], b[i], y[p:])
-            _put_matrix(size, V, L_M * c * c, lane, M[i])
-            for j in range(c):
-                V[delta + j, lane], V[known + j, lane] = x[p + j] - y[p + j], g[s, i, p + j]
-                t = 0.0
-                for r in range(p):
-                    t += W[i, r, j] * g[s, i, r]
-                V[trial + j, lane] = t
-        _lane_own_adjoint(size, K.shape[1], V)
-        for lane in range(count):
-            a, s = (first + lane) // B, (first + lane) % B
-            i, group = agents[a], 0
-            while s >= ends[group]:
-                group += 1
-            for j in range(c):
-                v[PHI, j], v[D, j], v[E, j] = V[value + j, lane], V[D_ + j, lane], V[E_ + j, lane]
-                v[F, j], v[STEP, j] = V[F_ + j, lane], V[step + j, lane]
-                v[TRIAL, j], v[DELTA, j] = V[trial + j, lane], V[delta + j, lane]
-            trusted = V[single + L_STATUS, lane] == ARRIVED
-            to_own = dM[group], dU[group], du[group], dW[group]
-            to_now, y, z = (dK[group], db[group]), before[s, a], g[s, i]
-            _own_adjoint(size, i, y, z, now, own, to_now, to_own, room, trusted)
+            of[lane] = agents[of[lane]]
+        _put_states(V, gp, g, of, at, 0, p)
+        _put_states(V, known, g, of, at, p, p + c)
+        for lane in range(count, LANES):
+            V[gp : gp + p, lane], V[known : known + c, lane] = 0.0, 0.0
+        _put(V, 0, K, of, same)
+        _put(V, _at(c, L_Z), b, of, same)
+        _put(V, L_M * q, M, of, same)
+        _put(V, U_, U, of, same)
+        _put(V, V_, P, of, same)
+        _put(V, W_, W, of, same)
+        _lane_start(size, V, 0, 0)
+        _lane_own_adjoint(size, K.shape[1] // c, V, p, a.shape[1])
+        _take_states(V, new, g, of, at, 0, p, count, False)
+        _take_states(V, known, g, of, at, p, p + c, count, False)
+        if same:
+            for k in range((sums + LANES - 1) // LANES):
+                store(T, k, totals(V, out + k * LANES))
+        for lane in range(-1 if same else 0, 0 if same else count):
+            one = of[max(lane, 0)]
+            group = at[0] // LANES if same else at[lane]
+            _add(dK[group, one], V, out, T, 0, lane)
+            _add(db[group, one], V, out, T, q, lane)
+            _add(dM[group, one], V, out, T, q + c, lane)
+            _add(dU[group, one], V, out, T, 2 * q + c, lane)
+            _add(du[group, one], V, out, T, 2 * q + c + c * p, lane)
+            _add(dW[group, one], V, out, T, 2 * q + 2 * c + c * p, lane)
 
 
-def _own_adjoint(size, i, y, g, now, own, to_now, to_own, room, trusted):  # pragma: kernel
-    """Of the substep of agent i by itself from y on, from where the lanes leave it."""
-    (K, _), (M, U, _, V, _, _, _, _, _) = now, own
-    (dK, db), (dM, dU, du, dW), (v, _, m, _, _, _, _) = to_now, to_own, room
-    line = room[3][0]
-    c, p, A, S = len(size), V.shape[1], m[0], m[1]
-    if not trusted:  # (I - S M^T) STEP = g + S W^T g
-        any_size = K[i, 0]
-        _slopes(any_size, K[i], v[D], S)
-        _times(any_size, S, v[TRIAL], v[STEP])
-        _product_T(any_size, S, M[i], A)
-        for j in range(c):
-            for k in range(c):
-                A[j, k] = -A[j, k]
-            A[j, j] += 1
-            v[STEP, j] += g[p + j]
-        _solve(any_size, A, v[STEP])
-    for j in range(c):
-        s = v[TRIAL, j]
-        du[i, j] += v[STEP, j]
-        for k in range(c):
-            s += M[i, k, j] * v[STEP, k]
-            dM[i, j, k] += v[STEP, j] * v[F, k]
-        for k in range(p):
-            dU[i, j, k] += v[STEP, j] * y[k]
-        v[LEFT, j] = s
-    for r in range(p):
-        for j in range(c):
-            dW[i, r, j] += g[r] * v[F, j]
-    for r in range(p):
-        s = 0.0
-        for k in range(p):
-            s += V[i, k, r] * g[k]
-        for k in range(c):
-            s += U[i, k, r] * v[STEP, k]
-        line[r] = s
-    for r in range(p):
-        g[r] += line[r]
-    for j in range(c):
-        g[p + j] = v[STEP, j]
-    _to_weights(size, K[i], y[p:], v, v[LEFT], g[p:], dK[i], db[i])
-
-
-def _pair_adjoint_of(size, kept, g, which, pairs, now, C, ends, found, room):  # pragma: kernel
-    """Of edges that share no agent, in all samples; kept: both ends before and after, (B, E, 2 c).
-
-    Sums are added to `found`, which has a part for each group of samples; groups end at `ends`.
-    """
+def _pair_adjoint_of(size, kept, g, which, pairs, now, C, same, found, room):  # pragma: kernel
+    """Of edges that share no agent; kept: both ends before and after, (B, E, 2 c)."""
     (before, after), ((dK, db), dC) = kept, found
-    (K, b), V, v, w = now, room[6], room[0], room[1]
+    (K, b), (V, T, (of, at), _, _, _, _) = now, room
     B, c = len(g), len(size)
-    p = g.shape[2] - c
-    single, delta, other_delta = _at(c, VECTORS), _at(c, L_DELTA), _at(c, AGENT + L_DELTA)
-    g1, g2, step, other = _at(c, L_KNOWN), _at(c, L_TRIAL), _at(c, L_STEP), _at(c, L_OTHER)
-    one, two = _at(c, L_PHI), _at(c, AGENT + L_PHI)
-    for first in range(0, B * len(which), LANES):
-        count = min(LANES, B * len(which) - first)
+    p, q, other = g.shape[2] - c, c * c, np.zeros(LANES, dtype=np.int64)
+    edges, g1, g2 = np.zeros(LANES, dtype=np.int64), _at(c, L_KNOWN), _at(c, L_TRIAL)
+    out, sums = _at(c, VECTORS) + SINGLE, 3 * q + 2 * c
+    blocks = len(which) * ((B + LANES - 1) // LANES)
+    if not same:
+        blocks = (B * len(which) + LANES - 1) // LANES
+    for block in range(blocks):
+        count = _block(block, B, which, same, of, at)
+        for agent in range(2):
+            x, low = _at(c, agent * AGENT), agent * c
+            delta = x + L_DELTA * c
+            _put_states(V, x, before, of, at, low, low + c)
+            _put_states(V, delta, after, of, at, low, low + c)
+            for j in range(c):
+                store(V, delta + j, load(V, delta + j) - load(V, x + j))
         for lane in range(LANES):
-            each = first + min(lane, count - 1)
-            a, s = each // B, each % B
-            e, y, x = which[a], before[s, a], after[s, a]
-            i, k = pairs[e, 0], pairs[e, 1]
-            _put_agent(size, V, 0, lane, K[i], b[i], y[:c])
-            _put_agent(size, V, 1, lane, K[k], b[k], y[c:])
-            _put_matrix(size, V, L_B * c * c, lane, C[e])
-            for j in range(c):
-                V[delta + j, lane], V[other_delta + j, lane] = x[j] - y[j], x[c + j] - y[c + j]
-                V[g1 + j, lane], V[g2 + j, lane] = g[s, i, p + j], g[s, k, p + j]
-        _lane_pair_adjoint(size, K.shape[1], V)
-        for lane in range(count):
-            a, s = (first + lane) // B, (first + lane) % B
-            e, group = which[a], 0
-            while s >= ends[group]:
-                group += 1
-            for j in range(c):
-                v[PHI, j], w[PHI, j] = V[one + j, lane], V[two + j, lane]
-                v[D, j], w[D, j] = V[one + c + j, lane], V[two + c + j, lane]
-                v[E, j], w[E, j] = V[one + 2 * c + j, lane], V[two + 2 * c + j, lane]
-                v[F, j], w[F, j] = V[one + 3 * c + j, lane], V[two + 3 * c + j, lane]
-                v[DELTA, j], w[DELTA, j] = V[delta + j, lane], V[other_delta + j, lane]
-                v[STEP, j], w[STEP, j] = V[step + j, lane], V[other + j, lane]
-            trusted = V[single + L_STATUS, lane] == ARRIVED
-            to_now, y, dB = (dK[group], db[group]), before[s, a], dC[group, e]
-            i, k = pairs[e, 0], pairs[e, 1]
-            _pair_adjoint(size, i, k, y, g[s], now, C[e], to_now, dB, room, trusted)
+            e = which[of[lane]]
+            edges[lane], of[lane], other[lane] = e, pairs[e, 0], pairs[e, 1]
+        _put_states(V, g1, g, of, at, p, p + c)
+        _put_states(V, g2, g, other, at, p, p + c)
+        for lane in range(count, LANES):
+            V[g1 : g1 + c, lane], V[g2 : g2 + c, lane] = 0.0, 0.0
+        _put(V, L_B * q, C, edges, same)
+        _put(V, 0, K, of, same)
+        _put(V, _at(c, L_Z), b, of, same)
+        _put(V, L_M * q, K, other, same)
+        _put(V, _at(c, AGENT + L_Z), b, other, same)
+        _lane_start(size, V, 0, 0)
+        _lane_start(size, V, L_M * q, 1)
+        _lane_pair_adjoint(size, K.shape[1] // c, V, out)
+        _take_states(V, g1, g, of, at, p, p + c, count, False)
+        _take_states(V, g2, g, other, at, p, p + c, count, False)
+        if same:
+            for k in range((sums + LANES - 1) // LANES):
+                store(T, k, totals(V, out + k * LANES))
+        for lane in range(-1 if same else 0, 0 if same else count):
+            one = max(lane, 0)
+            group = at[0] // LANES if same else at[lane]
+            _add(dK[group, of[one]], V, out, T, 0, lane)
+            _add(db[group, of[one]], V, out, T, q, lane)
+            _add(dK[group, other[one]], V, out, T, q + c, lane)
+            _add(db[group, other[one]], V, out, T, 2 * q + c, lane)
+            _add(dC[group, edges[one]], V, out, T, 2 * q + 2 * c, lane)
 
 
-def _pair_adjoint(size, i, k, y, g, now, B, to_now, dB, room, trusted):  # pragma: kernel
-    """Of the substep of the controllers of agents i and k from y on, where the lanes leave it."""
-    (K, _), (dK, db), (v, w, m, _, _, _, _) = now, to_now, room
-    c, S, P, A = len(size), m[0], m[1], m[2]
-    p = g.shape[1] - c
-    if not trusted:  # (I + S_1 B S_2 B^T) STEP = g_1 - S_1 B g_2
-        any_size = K[i, 0]
-        _slopes(any_size, K[i], v[D], A)
-        _product(any_size, A, B, P)
-        _times(any_size, P, g[k, p:], v[LEFT])
-        _slopes(any_size, K[k], w[D], S)
-        _product_T(any_size, S, B, A)
-        _product(any_size, P, A, S)
-        for j in range(c):
-            S[j, j] += 1
-            v[STEP, j] = g[i, p + j] - v[LEFT, j]
-        _solve(any_size, S, v[STEP])
-        _times(any_size, A, v[STEP], w[STEP])
-        for j in range(c):
-            w[STEP, j] += g[k, p + j]
-    _times(size, B, w[STEP], v[LEFT])
-    _times_T(size, B, v[STEP], w[LEFT])
-    for j in range(c):
-        v[LEFT, j] = -v[LEFT, j]
-        g[i, p + j], g[k, p + j] = v[STEP, j], w[STEP, j]
-        for q in range(c):
-            dB[j, q] += v[STEP, j] * w[F, q] - v[F, j] * w[STEP, q]
-    _to_weights(size, K[i], y[:c], v, v[LEFT], g[i, p:], dK[i], db[i])
-    _to_weights(size, K[k], y[c:], w, w[LEFT], g[k, p:], dK[k], db[k])
-
-
-def _linear_adjoint(g, i, k, L, room):  # pragma: kernel
+def _linear_adjoint(g, i, k, L, line):  # pragma: kernel
     """Of the substep of the plants of agents i and k: g += L^T g."""
-    p, line = L.shape[0] // 2, room[3][0]
+    p = L.shape[0] // 2
     for j in range(2 * p):
         s = 0.0
         for r in range(p):
@@ -1152,158 +1476,35 @@ def _linear_adjoint(g, i, k, L, room):  # pragma: kernel
         g[k, r] += line[p + r]
 
 
-# Agents by themselves and edges of plants, once what is linear is solved for. With the energy
-# |A z + a|^2 / 2 = z^T Q z / 2 + q^T z + .. and F = h (J - R): P = (I - F Q / 2)^-1 g, likewise V
-# from F; M = h (J_c - R_c) - G Y G^T, U = G Z, u = G z, W = -h P G^T. `rest` is Y, Z, z, P.
-
-
-def eliminate(h, plant, controller, edges, own, rest, linear):  # pragma: kernel
-    """Write `own`: M, U, u, V, v, W, and before that the whole, F, Q and q of each agent.
-
-    Also `rest`, which its adjoint needs, and `linear`, the increments L and l of edges of plants.
-    """
-    (A, a, J, R, g), (J_c, R_c, G), (M, U, u, V, v, W, whole, Q, q) = plant, controller, own
-    (Y, Z, z, P), (pairs, couplings), (L, l_) = rest, edges, linear
-    (N, rows, p), (c, m) = A.shape, G.shape[1:]
-    x, X, F, T = np.zeros(p), np.zeros((p, p)), np.zeros((p, p)), np.zeros((m, p))
-    Q[:], q[:] = 0, 0
-    for i in range(N):
-        for j in range(p):
-            for k in range(p):
-                whole[i, j, k] = h * (J[i, j, k] - R[i, j, k])
-            for k in range(c):
-                s = 0.0
-                for d in range(m):
-                    s += h * g[i, j, d] * G[i, k, d]
-                whole[i, j, p + k], whole[i, p + k, j] = -s, s
-        for j in range(c):
-            for k in range(c):
-                whole[i, p + j, p + k] = h * J_c[j, k]
-            whole[i, p + j, p + j] -= h * R_c[i, j]
-        for j in range(p):
-            for r in range(rows):
-                q[i, j] += A[i, r, j] * a[i, r]
-                for k in range(p):
-                    Q[i, j, k] += A[i, r, j] * A[i, r, k]
-        for col in range(p + m):
-            for j in range(p):
-                for k in range(p):
-                    s = 0.0
-                    for r in range(p):
-                        s += whole[i, j, r] * Q[i, r, k]
-                    X[j, k] = -0.5 * s
-                X[j, j] += 1
-                x[j] = whole[i, j, col] if col < p else g[i, j, col - p]
-            _solve(x, X, x)
-            for j in range(p):
-                if col < p:
-                    F[j, col] = x[j]
-                else:
-                    P[i, j, col - p] = x[j]
-        for j in range(p):
-            v[i, j] = 0.0
-            for r in range(p):
-                v[i, j] += F[j, r] * q[i, r]
-            for k in range(p):
-                V[i, j, k] = 0.0
-                for r in range(p):
-                    V[i, j, k] += F[j, r] * Q[i, r, k]
-        for d in range(m):  # T = h g^T (I + Q F / 2)
-            for k in range(p):
-                s = g[i, k, d]
-                for j in range(p):
-                    for r in range(p):
-                        s += 0.5 * g[i, j, d] * Q[i, j, r] * F[r, k]
-                T[d, k] = h * s
-        for d in range(m):
-            z[i, d] = 0.0
-            for k in range(p):
-                z[i, d] += T[d, k] * q[i, k]
-                Z[i, d, k] = 0.0
-                for r in range(p):
-                    Z[i, d, k] += T[d, r] * Q[i, r, k]
-            for e in range(m):
-                s = 0.0
-                for j in range(p):
-                    for r in range(p):
-                        s += g[i, j, d] * Q[i, j, r] * P[i, r, e]
-                Y[i, d, e] = 0.5 * h * h * s
-        for j in range(c):
-            u[i, j] = 0.0
-            for d in range(m):
-                u[i, j] += G[i, j, d] * z[i, d]
-            for k in range(c):
-                s = whole[i, p + j, p + k]
-                for d in range(m):
-                    for e in range(m):
-                        s -= G[i, j, d] * Y[i, d, e] * G[i, k, e]
-                M[i, j, k] = s
-            for k in range(p):
-                U[i, j, k], W[i, k, j] = 0.0, 0.0
-                for d in range(m):
-                    U[i, j, k] += G[i, j, d] * Z[i, d, k]
-                    W[i, k, j] -= h * P[i, k, d] * G[i, j, d]
-    X, x, B = np.zeros((2 * p, 2 * p)), np.zeros(2 * p), np.zeros((2 * p, 2 * p))
-    for e in range(len(pairs)):  # B: h times the coupling, times Q
-        i, k = pairs[e, 0], pairs[e, 1]
-        for j in range(p):
-            l_[e, j], l_[e, p + j] = 0.0, 0.0
-            for r in range(p):
-                l_[e, j] += h * couplings[e, j, r] * q[k, r]
-                l_[e, p + j] -= h * couplings[e, r, j] * q[i, r]
-                B[j, p + r], B[p + j, r] = 0.0, 0.0
-                for d in range(p):
-                    B[j, p + r] += h * couplings[e, j, d] * Q[k, d, r]
-                    B[p + j, r] -= h * couplings[e, d, j] * Q[i, d, r]
-        for col in range(2 * p + 1):
-            for j in range(2 * p):
-                for r in range(2 * p):
-                    X[j, r] = -0.5 * B[j, r]
-                X[j, j] += 1
-                x[j] = B[j, col] if col < 2 * p else l_[e, j]
-            _solve(x, X, x)
-            for j in range(2 * p):
-                if col < 2 * p:
-                    L[e, j, col] = x[j]
-                else:
-                    l_[e, j] = x[j]
-
-
-def eliminate_adjoint(h, G, rest, to_own, dG):  # pragma: kernel
-    """From the gradients of M, U, u and W to that of G."""
-    (Y, Z, z, P), (dM, dU, du, dW) = rest, to_own
-    N, c, m = G.shape
-    for i in range(N):
-        for j in range(c):
-            for d in range(m):
-                s = du[i, j] * z[i, d]
-                for k in range(P.shape[1]):
-                    s += dU[i, j, k] * Z[i, d, k] - h * dW[i, k, j] * P[i, k, d]
-                for k in range(c):
-                    for e in range(m):
-                        s -= dM[i, j, k] * G[i, k, e] * Y[i, d, e]
-                        s -= dM[i, k, j] * G[i, k, e] * Y[i, e, d]
-                dG[i, j, d] = s
-
-
 # All steps, or a phase of one for some agents or edges: `chosen` are the numbers of agents, of
 # edges of plants and of edges, and where the colours of the latter begin, and end. Sums over
 # samples and time are taken step by step, and in a step phase by phase: both give the same bits.
 
 
-def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  # pragma: kernel
+def _copied(x, states, t, p):  # pragma: kernel
+    """x (B, N, c) becomes the states of controllers at time t."""
+    for s in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            for j in range(x.shape[2]):
+                x[s, i, j] = states[s, t, i, p + j]
+
+
+def forward(
+    size, y, first, chosen, weights, own, plant, links, same, kept, failed
+):  # pragma: kernel
     """Steps from step `first` on; y (B, N, n) changes in place. Writes what failed.
 
-    weights: K (T, N, c, c) and b; own: the matrices of agents by themselves; plant and links:
-    edges (E, 2) and matrices. kept: states (B, steps + 1, N, n), the other end of the agents' own
-    substeps (B, steps, N, n), and controllers at both ends of edges before their substeps; all but
-    the number of steps is kept if there is room.
+    weights: K (T, N, c c) and b; own: the matrices of agents by themselves; plant and links: edges
+    (E, 2) and matrices. With `same`, lanes are samples of one agent. kept: states
+    (B, steps + 1, N, n), the other end of the agents' own substeps (B, steps, N, n), and
+    controllers at both ends of edges before their substeps; all but the number of steps is kept if
+    there is room.
     """
     (agents, plant_which, which, cuts), (K, b), (states, mids, before) = chosen, weights, kept
-    (plant_pairs, L, c0), (pairs, C) = plant, links
-    B, (T, c), P, colours = len(y), (K.shape[0], K.shape[2]), len(plant_which), len(cuts) - 1
+    (plant_pairs, L, c0, couplings), (pairs, C) = plant, links
+    B, (T, c), P, colours = len(y), (len(K), b.shape[2]), len(plant_which), len(cuts) - 1
     p = y.shape[2] - c
-    room, whole, keep = _room(c, p), states.shape[0] > 0, before.shape[0] > 0
+    room, whole, keep = _room(c, p, own[8].shape[1]), states.shape[0] > 0, before.shape[0] > 0
     if whole:
         states[:, 0] = y
     for t in range(mids.shape[1]):
@@ -1314,7 +1515,7 @@ def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  
             if e == 0:
                 if whole and turn:
                     mids[:, t] = y
-                lost = _own_steps_of(size, y, agents, now, own, room)
+                lost = _own_steps_of(size, y, agents, now, own, same, room)
                 if lost >= 0:
                     failed[:] = (1, t, lost)
                     return
@@ -1322,8 +1523,11 @@ def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  
                     mids[:, t] = y
             elif e <= P:
                 a = plant_which[e - 1]
+                linear, both = (L[a], c0[a], couplings[a]), plant_pairs[a]
                 for s in range(B):
-                    _linear_step(y[s], plant_pairs[a, 0], plant_pairs[a, 1], L[a], c0[a], room)
+                    if not _linear_step(y[s], both, linear, own[7], own[8], room[3], room[6]):
+                        failed[:] = (3, t, a)
+                        return
             else:
                 now_which = which[cuts[e - P - 1] : cuts[e - P]]
                 if keep:
@@ -1331,7 +1535,7 @@ def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  
                         for a in now_which:
                             before[s, t, a, :c] = y[s, pairs[a, 0], p:]
                             before[s, t, a, c:] = y[s, pairs[a, 1], p:]
-                lost = _pair_steps_of(size, y, now_which, pairs, now, C, room)
+                lost = _pair_steps_of(size, y, now_which, pairs, now, C, same, room)
                 if lost >= 0:
                     failed[:] = (2, t, lost)
                     return
@@ -1340,48 +1544,49 @@ def forward(size, y, first, chosen, weights, own, plant, links, kept, failed):  
 
 
 def backward(
-    size, g, first, chosen, weights, own, plant, links, kept, grads, ends, found
+    size, g, first, chosen, weights, own, plant, links, same, kept, grads, found
 ):  # pragma: kernel
     """From gradients after these steps, g (B, N, n), to those before them, in place.
 
     kept: as `forward` does; and both ends of edges after their substeps, where they are not to be
     found in the states. `grads` are added to g at their time, if there are any. Gradients of K and
     b, of M, U, u and W, and of the matrices of links are added to `found`, which has a part for
-    each group of samples; groups end at `ends`.
+    each group of samples: as many as there are lanes if they are the same agent's, else 1.
     """
     (agents, plant_which, which, cuts), (K, b), (to_weights, to_own, dC) = chosen, weights, found
-    (plant_pairs, L, _), (pairs, C), (dK, db) = plant, links, to_weights
+    (plant_pairs, L, _, _), (pairs, C), (dK, db) = plant, links, to_weights
     states, mids, before, given = kept
-    B, (T, c), P, colours = len(g), (K.shape[0], K.shape[2]), len(plant_which), len(cuts) - 1
+    B, (T, c), P, colours = len(g), (len(K), b.shape[2]), len(plant_which), len(cuts) - 1
     p, whole = g.shape[2] - c, given.shape[0] == 0
-    room = _room(c, p)
-    x = np.zeros((B, g.shape[1] if whole else 0, g.shape[2]))
+    room = _room(c, p, own[8].shape[1])
+    x = np.zeros((B, g.shape[1] if whole else 0, c))
     after = np.zeros((B, len(which) if whole else 0, 2 * c))
     for t in range(mids.shape[1] - 1, -1, -1):
         at, turn = min(first + t, T - 1), (first + t) % 2
         now, to_now = (K[at], b[at]), (dK[:, at], db[:, at])
         if whole:
-            x[:] = mids[:, t] if turn else states[:, t + 1]
+            _copied(x, mids, t, p) if turn else _copied(x, states, t + 1, p)
         for phase in range(P + colours, -1, -1):
             e = P + colours - phase if turn else phase
             if e == 0:
                 ours = (mids[:, t], states[:, t + 1]) if turn else (states[:, t], mids[:, t])
                 sums = to_now, to_own
-                _own_adjoint_of(size, ours, g, agents, now, own, ends, sums, room)
+                _own_adjoint_of(size, ours, g, agents, now, own, same, sums, room)
             elif e <= P:
                 a = plant_which[e - 1]
                 for s in range(B):
-                    _linear_adjoint(g[s], plant_pairs[a, 0], plant_pairs[a, 1], L[a], room)
+                    _linear_adjoint(g[s], plant_pairs[a, 0], plant_pairs[a, 1], L[a], room[3][0])
             else:
                 low, high = cuts[e - P - 1], cuts[e - P]
                 if whole:
                     for s in range(B):
                         for a in range(low, high):
                             i, k, y = pairs[a, 0], pairs[a, 1], before[s, t, a]
-                            after[s, a, :c], after[s, a, c:] = x[s, i, p:], x[s, k, p:]
-                            x[s, i, p:], x[s, k, p:] = y[:c], y[c:]
+                            for j in range(c):
+                                after[s, a, j], after[s, a, c + j] = x[s, i, j], x[s, k, j]
+                                x[s, i, j], x[s, k, j] = y[j], y[c + j]
                 ends_of = after if whole else given
                 ours, sums = (before[:, t, low:high], ends_of[:, low:high]), (to_now, dC)
-                _pair_adjoint_of(size, ours, g, which[low:high], pairs, now, C, ends, sums, room)
+                _pair_adjoint_of(size, ours, g, which[low:high], pairs, now, C, same, sums, room)
         if len(grads):
             g += grads[:, t]

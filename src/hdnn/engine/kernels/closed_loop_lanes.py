@@ -14,7 +14,7 @@ LANES = 8
 def operations() -> dict[str, Any]:  # pragma: kernel
     """The operations by name; `closed_loop.py` says what each of them does."""
     from llvmlite import ir
-    from numba.core import cgutils, types
+    from numba.core import types
     from numba.core.typing.templates import AbstractTemplate, infer_global, signature
     from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -96,11 +96,10 @@ def operations() -> dict[str, Any]:  # pragma: kernel
         return {2: one, 4: three, 5: four}[emit.__code__.co_argcount]
 
     def place(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        """Where a row begins: all are LANES long, which an array does not know of itself."""
         array = context.make_array(sig.args[0])(context, builder, args[0])
         row = context.cast(builder, args[1], sig.args[1], types.intp)
-        index = [row, context.get_constant(types.intp, 0)]
-        found = cgutils.get_item_pointer(context, builder, sig.args[0], array, index)
-        return builder.bitcast(found, vector.as_pointer())
+        return builder.gep(builder.bitcast(array.data, vector.as_pointer()), [row])
 
     @intrinsic
     def load(typing: Any, array: Any, row: Any):
@@ -112,10 +111,35 @@ def operations() -> dict[str, Any]:  # pragma: kernel
     @intrinsic
     def store(typing: Any, array: Any, row: Any, value: Any):
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            builder.store(args[2], place(context, builder, sig, args), align=8)
+            made = convert(context, builder, args[2], value)
+            builder.store(made, place(context, builder, sig, args), align=8)
             return context.get_dummy_value()
 
         return types.void(array, row, value), lower
+
+    @intrinsic
+    def put(typing: Any, array: Any, row: Any, lane: Any, value: Any):
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            first = builder.bitcast(
+                place(context, builder, sig, args), ir.DoubleType().as_pointer()
+            )
+            at = context.cast(builder, args[2], lane, types.intp)
+            number = context.cast(builder, args[3], value, types.float64)
+            builder.store(number, builder.gep(first, [at]))
+            return context.get_dummy_value()
+
+        return types.void(array, row, lane, value), lower
+
+    @intrinsic
+    def get(typing: Any, array: Any, row: Any, lane: Any):
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            first = builder.bitcast(
+                place(context, builder, sig, args), ir.DoubleType().as_pointer()
+            )
+            at = context.cast(builder, args[2], lane, types.intp)
+            return builder.load(builder.gep(first, [at]))
+
+        return types.float64(array, row, lane), lower
 
     @intrinsic
     def any_less(typing: Any, x: Any, y: Any):
@@ -126,6 +150,37 @@ def operations() -> dict[str, Any]:  # pragma: kernel
             return builder.icmp_unsigned("!=", bits, ir.IntType(LANES)(0))
 
         return types.boolean(x, y), lower
+
+    @intrinsic
+    def totals(typing: Any, array: Any, row: Any):
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            first, whole = place(context, builder, sig, args), []
+            for k in range(LANES):
+                at = builder.gep(first, [ir.IntType(64)(k)])
+                whole.append(builder.load(at, align=8))
+            width = 1  # of what two neighbouring rows are merged by
+            while len(whole) > 1:
+                whole = [both(builder, a, b, width) for a, b in pairwise(whole)]
+                width *= 2
+            return whole[0]
+
+        return lanes(array, row), lower
+
+    def pairwise(rows: list[Any]) -> Any:
+        return zip(rows[::2], rows[1::2], strict=True)
+
+    def both(builder: Any, a: Any, b: Any, width: int) -> Any:
+        """Sums of neighbours in a and in b, `width` of a and as many of b in turns."""
+        places = [k for k in range(LANES) if not k & width]
+        first = [
+            k for at in places[::width] for j in (0, LANES) for k in range(at + j, at + j + width)
+        ]
+        kind, i32 = ir.VectorType(ir.IntType(32), LANES), ir.IntType(32)
+        low, high = (
+            builder.shuffle_vector(a, b, kind([i32(k + more) for k in first]))
+            for more in (0, width)
+        )
+        return builder.fadd(low, high)
 
     def power_of_two(builder: Any, k: Any) -> Any:
         whole = ir.VectorType(ir.IntType(64), LANES)
@@ -147,4 +202,5 @@ def operations() -> dict[str, Any]:  # pragma: kernel
 
     found = {each.__name__: operation(each) for each in (power_of_two, where_less, fused)}
     found |= {each.__name__: operation(each) for each in (magnitude, nearest)}
-    return {**found, "load": load, "store": store, "any_less": any_less}
+    found |= {"load": load, "store": store, "any_less": any_less, "totals": totals}
+    return {**found, "put": put, "get": get}

@@ -1,6 +1,6 @@
 """The cost of closed loops and its gradients, in one pass over all states; compiled by numba.
 
-Samples are summed up one after the other, so that the bits do not depend on threads.
+Samples of a call are summed up one after the other; calls for groups of them can run in threads.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def compiled(njit: Callable[[Any], Any]) -> Any:
     return njit(priced)
 
 
-def priced(size, y, weights, plant, pairs, prices, discounts, terms, to):  # pragma: kernel
+def priced(size, y, B, weights, plant, pairs, prices, discounts, terms, to):  # pragma: kernel
     """Add up the terms and all gradients; the smallest squared distance of the pairs.
 
-    `size` has the length of the controllers' states, y is `(B, T + 1, N, n)`; weights are K, b, G;
+    `size` has the length of the controllers' states, y is `(samples, T + 1, N, n)`, which are
+    some of a batch of B; weights are K, b, G;
     plant is its rest and A, a; prices are those of the terms, times h where they are integrals, and
     the squared distance and the dimensions of the barrier; `to` has gradients of y, K, b, G.
     """
     (K, b, G), (target, A, a), (gy, gK, gb, gG) = weights, plant, to
-    B, T, N, p = len(y), y.shape[1] - 1, y.shape[2], target.shape[1]
+    T, N, p = y.shape[1] - 1, y.shape[2], target.shape[1]
     work, nearest = np.empty((5, max(len(size), G.shape[2]))), math.inf
-    for s in range(B):
+    for s in range(len(y)):
         for t in range(T + 1):
             price = prices[STATE] * discounts[t] / B
             for i in range(N):
@@ -57,7 +58,8 @@ def priced(size, y, weights, plant, pairs, prices, discounts, terms, to):  # pra
             found, near = _apart(y[s, t], pairs, prices, B, gy[s, t])
             terms[BARRIER] += found
             nearest = min(nearest, near)
-    terms[SMOOTHNESS] += _smooth(K, b, prices[SMOOTHNESS], gK, gb)
+    if prices[SMOOTHNESS] != 0:
+        terms[SMOOTHNESS] += _smooth(K, b, prices[SMOOTHNESS], gK, gb)
     return nearest
 
 
