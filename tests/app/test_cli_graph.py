@@ -34,7 +34,7 @@ from hdnn.distributed import Config, GraphNetwork, Plan, read_graph, train, work
 from hdnn.distributed.graph import file as gf
 from hdnn.distributed.graph.graph import from_edges
 from hdnn.distributed.launch import Ended
-from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.messages.stored import LostError
 from hdnn.distributed.network.network import SHEARS
 from parts import run_parts
 from said import files, sentence, started_alone, told, trained_elsewhere

@@ -7,8 +7,11 @@ import html.parser
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,8 +21,6 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("numba")
 
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hdnn import control
 from hdnn.__main__ import main
@@ -29,6 +30,7 @@ from hdnn.app.agents.scene import scene
 from hdnn.app.configs.control import ControlConfig
 from hdnn.app.progress import TrainingBar
 from hdnn.control import LoopTraining, costs, load_problem
+from hdnn.distributed import DistributedError
 from hdnn.errors import CheckpointError, OptionError
 from said import files, told
 
@@ -128,22 +130,33 @@ def test_links_have_names(links, count):
 
 
 def test_a_crowd_is_trained_by_processes_to_the_bits_of_one(monkeypatch, capsys):
-    def interrupted(*_: object, **__: object) -> None:
+    whole = training.train_on_processes
+
+    def interrupted(problem: control.LoopProblem, ranks: int, **options: Any) -> None:
+        def stop(started: list[subprocess.Popen[str]]) -> None:
+            started[1].send_signal(signal.SIGKILL)
+
+        with pytest.raises(DistributedError, match="was killed by signal 9; go on with it by"):
+            whole(problem, ranks, **options, started=stop)
         raise KeyboardInterrupt
 
-    crowd = ["--problem", "crowd", "--agents", "4", *QUICK, "--iterations", "2"]
+    crowd = ["--problem", "crowd", "--agents", "4", *QUICK, "--iterations", "4"]
     with monkeypatch.context() as patch:
         patch.setattr(training, "train_on_processes", interrupted)
         assert hdnn("train", *crowd, "--processes", "2", "--out", "two") == 130
-    assert "nothing is kept, begin again with: hdnn control train --resume" in told(capsys)
+    assert "interrupted; go on with: hdnn control train --resume --out two" in told(capsys)
+    Path("two/problem.safetensors").unlink()
     assert hdnn("simulate", "two") == 2
     assert "is not complete; go on with it by hdnn control train --resume" in told(capsys)
     assert hdnn("train", "--resume", "--out", "two", "--runs", "3", "--json") == 0
     assert json.loads(capsys.readouterr().out)["processes"] == 2
     problem = control.crowd(4, steps=10)
-    control.train_on_processes(problem, 1, iterations=2, batch=2)
+    control.train_on_processes(problem, 1, iterations=4, batch=2, rate=0.05)
     assert torch.equal(load_problem("two").loop.controller.K, problem.loop.controller.K)
-    assert len(Path("two/log.jsonl").read_text().splitlines()) == 2
+    assert len(Path("two/log.jsonl").read_text().splitlines()) == 4
+    assert [stage.name for stage in ControlRun(Path("two")).during()] == [
+        *("after 1 iteration", "after 2 iterations", "after 3 iterations")
+    ]
     assert hdnn("report", "two") == 0
     assert "by 2 processes" in Path("two/report.html").read_text()
 
@@ -220,6 +233,88 @@ def test_a_run_is_resumed_with_its_own_options_only(ring, capsys):
     assert files("ring") == before
 
 
+# A problem of one's own
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_problem_of_ones_own_is_trained_by_its_folder(capsys):
+    z = torch.tensor([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    plant = control.robots(-z[:, :2])
+    loop = control.ClosedLoop(plant, control.Controller(2, 10, links=[(0, 1)]), 0.2)
+    mine = control.LoopProblem(loop, z, cost=control.Cost(barrier=7.0), radius=0.25)
+    mine.save("my robots ü")
+    options = ["--iterations", "2", "--batch", "2", "--seed", "3"]
+    assert hdnn("train", "--problem", "my robots ü", *options, "--runs", "2") == 0
+    said = capsys.readouterr().out
+    assert "my robots ü: 2 agents, 1 link" in said
+    assert "hdnn control animate 'runs/my robots ü-3'" in said
+    LoopTraining(mine, iterations=2, batch=2, seed=3).run(progress=False)
+    run = ControlRun(Path("runs/my robots ü-3"))
+    assert torch.equal(run.problem().loop.controller.K, mine.loop.controller.K)
+    page = run.report_file.read_text()
+    assert "My robots ü: agents under control" in page
+    for name, value in (("steps", 10), ("horizon", 2), ("barrier", 7), ("radius", 0.25)):
+        assert re.search(rf">{name}</th>\s*<td[^>]*>{value}<", page), name
+    for command in ("simulate", "animate", "report"):
+        assert hdnn(command, str(run.folder)) == 0
+    capsys.readouterr()
+    shutil.rmtree("my robots ü")  # a run needs it no more
+    assert hdnn("train", "--resume", "--problem", "my robots ü/", "--out", str(run.folder)) == 0
+    capsys.readouterr()
+    assert hdnn("train", "--resume", "--problem", "crowd", "--out", str(run.folder)) == 2
+    assert "not 'crowd'" in told(capsys)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_agents_that_neither_move_in_the_plane_nor_collide_are_not_drawn(capsys):
+    plant = control.oscillators([(0, 1), (1, 2)])
+    loop = control.ClosedLoop(plant, control.Controller(3, 5, inputs=plant.inputs))
+    cost = control.Cost(barrier=0.0, dimensions=1)
+    z = torch.ones(3, plant.states)
+    control.LoopProblem(loop, z, cost=cost, collision=0.0).save("chain")
+    options = ["--iterations", "2", "--batch", "2", "--runs", "2", "--processes", "2"]
+    assert hdnn("train", "--problem", "chain", *options, "--out", "run") == 0
+    said = capsys.readouterr().out
+    assert "chain: 3 agents" in said
+    assert "collision" not in said
+    assert hdnn("simulate", "run", "--runs", "2") == 0
+    assert "3; they cannot collide" in capsys.readouterr().out
+    assert hdnn("animate", "run") == 2
+    assert "those of run have positions of 1 coordinate." in told(capsys)
+    assert hdnn("report", "run") == 0
+    page = Path("run/report.html").read_text()
+    assert "collision</td>" not in page.split("All options")[0]
+    assert "<h2>Paths</h2>" not in page
+
+
+def test_what_processes_cannot_train_is_refused_before_there_is_a_folder(capsys):
+    swung = control.pendulums([(0, 1)])
+    controller = control.Controller(2, 5, links=[(0, 1)], inputs=swung.inputs)
+    cost = control.Cost(barrier=0.0, dimensions=1)
+    loop = control.ClosedLoop(swung, controller)
+    z = torch.ones(2, swung.states)
+    control.LoopProblem(loop, z, cost=cost, collision=0.0).save("swung")
+    options = ["--iterations", "2", "--batch", "2", "--runs", "2", "--processes", "2"]
+    assert hdnn("train", "--problem", "swung", *options, "--out", "run") == 2
+    assert "processes train closed loops by kernels" in told(capsys)
+    assert not Path("run").exists()
+
+
+def test_what_a_folder_says_is_not_said_again(capsys):
+    control.crossing("ring", steps=5).save("mine")
+    for name in ("steps", "agents", "radius", "barrier", "links", "compare"):
+        assert hdnn("train", "--problem", "mine", f"--{name}", "3") == 2
+        assert f"mine has its own {name}; leave --{name} out." in told(capsys)
+    assert hdnn("train", "--problem", "crosing") == 2
+    assert "Did you mean 'crossing'? Or name the folder of a problem" in told(capsys)
+    assert hdnn("train", "--problem", "./nowhere") == 2
+    assert "nowhere holds no problem: there is no problem.safetensors" in told(capsys)
+    Path("mine/problem.safetensors").write_bytes(b"x" * 100)
+    assert hdnn("train", "--problem", "mine") == 2
+    assert "mine/problem.safetensors" in told(capsys)
+    assert not Path("runs").exists()
+
+
 # Simulations
 
 
@@ -266,19 +361,6 @@ def test_states_are_written_as_csv_and_json(ring, capsys):
     assert [float(last[name]) for name in found["names"]] == pytest.approx(
         states[-1, -1, -1], rel=1e-8
     )
-
-
-@given(st.integers(1, 30), st.integers(1, 3), st.integers(0, 10**6))
-def test_the_nearest_two_are_found_without_looking_at_all(agents, dimensions, seed):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(4, agents, dimensions, generator=generator, dtype=torch.float64)
-    found = measured.nearest(q)
-    if agents == 1:
-        assert bool(torch.isinf(found).all())
-        return
-    assert torch.allclose(found, costs.between(q, dimensions, None).amin(-1).sqrt(), atol=1e-12)
-    clash = measured.clashes(q, float(found.amin()) * 1.001)
-    assert int(clash.sum()) >= 2
 
 
 def test_starts_of_simulations_are_not_those_of_the_training(ring):
@@ -531,7 +613,10 @@ def test_agents_in_space_are_not_drawn(capsys):
 
 def test_a_config_knows_the_options_that_a_problem_has():
     filled = ControlConfig.of({"problem": "crowd"}).filled()
-    assert (filled["agents"], filled["links"], filled["compare"]) == (100, "nearest", "linked")
+    assert (filled["agents"], filled["links"], filled["compare"]) == (100, "nearest", "nearby")
+    assert ControlConfig.of({"problem": "crowd"}).rate == 0.05
+    assert ControlConfig.of({"problem": "crowd", "rate": 0.1}).rate == 0.1
+    assert ControlConfig.of({}).rate == 0.1
     assert ControlConfig.of({}).run_name() == "crossing-ring-12-0"
     with pytest.raises(OptionError):
         ControlConfig.of({"problem": "crowd", "compare": "all"})

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hdnn import serialization
 from hdnn.__main__ import main
 from hdnn.app import runfiles, runs
+from hdnn.app.agents.runs import ControlRun
 from hdnn.app.configs.common import find_device
 from hdnn.app.configs.graph import config_of_graph, table_for
 from hdnn.app.configs.kinds import config_of, read_config
@@ -186,8 +187,9 @@ def test_devices_that_are_not_here_are_refused():
             find_device(name)
 
 
-def test_a_folder_with_anything_in_it_is_not_free(tmp_path):
-    run = Run(tmp_path / "new")
+@pytest.mark.parametrize("kind", [Run, ControlRun])
+def test_a_folder_with_anything_in_it_is_not_free(kind, tmp_path):
+    run = kind(tmp_path / "new")
     run.check_free()
     run.folder.mkdir()
     run.check_free()
@@ -197,10 +199,13 @@ def test_a_folder_with_anything_in_it_is_not_free(tmp_path):
     with pytest.raises(CheckpointError, match="is not empty"):
         run.check_free()
     run.config_file.touch()
-    with pytest.raises(CheckpointError, match="holds a run already; go on with it by --resume"):
+    with pytest.raises(
+        CheckpointError, match="holds a run already; go on with it by --resume"
+    ) as e:
         run.check_free()
+    assert ("--overwrite" in str(e.value)) == (kind is Run)  # which only `hdnn train` has
     with pytest.raises(CheckpointError, match="is a file"):
-        Run(run.config_file).check_free()
+        kind(run.config_file).check_free()
 
 
 def test_a_run_resumes_with_the_options_that_it_had(tmp_path):

@@ -26,6 +26,7 @@ from hdnn.app.configs.common import IMAGE_SETS
 from hdnn.app.configs.graph import training_options
 from hdnn.app.configs.kinds import MOST, AnyConfig, GraphConfig, config_of, read_run
 from hdnn.app.configs.table import levels
+from hdnn.app.runfolder import RunFolder
 from hdnn.base.config import LARGEST, to_toml, types_of
 from hdnn.base.files import finite, read_bytes, read_json, write_atomically
 from hdnn.base.portable import portable
@@ -40,34 +41,22 @@ _WORDS = re.compile(r"(\d+)")
 
 @portable
 @dataclass(frozen=True, init=False)
-class Run:
-    """The folder of one run."""
+class Run(RunFolder):
+    """The folder of one run of `hdnn train` or `hdnn launch`."""
 
-    folder: Path
+    ways = "go on with it by --resume, replace it by --overwrite, or name another folder with --out"
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         object.__setattr__(self, "folder", Path(folder))
 
     columns_file = property(lambda self: self.folder / "columns.json")
     model_file = property(lambda self: self.folder / "model.safetensors")
-    metrics_file = property(lambda self: self.folder / "metrics.json")
-    log_file = property(lambda self: self.folder / "log.jsonl")
 
     @property
     def config_file(self) -> Path:
         """The config of the run, or where it will be if there is none."""
         plain, of_graph = self.folder / "config.toml", self.folder / "config.json"
         return of_graph if of_graph.is_file() and not plain.is_file() else plain
-
-    @property
-    def exists(self) -> bool:
-        """Whether a run was started here."""
-        return self.config_file.is_file()
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is finished."""
-        return self.metrics_file.is_file()
 
     @property
     def kind(self) -> str | None:
@@ -93,25 +82,6 @@ class Run:
         """The folder of `--seeds` that this run is a part of, if it is of one."""
         above = Run(self.folder.parent)
         return above if any(one.folder == self.folder for one in above.members) else None
-
-    def check_free(self) -> None:
-        """Refuse a folder that holds anything: nothing is overwritten unless that is asked for."""
-        # A temporary file is what a kill in the middle of the first write leaves behind.
-        taken = os.path.lexists(self.folder) and not (
-            self.folder.is_dir()
-            and all(re.fullmatch(r"\..*\.tmp", file.name) for file in self.folder.iterdir())
-        )
-        if not taken:
-            return
-        if self.exists:
-            raise CheckpointError(
-                f"{self.folder} holds a run already; go on with it by --resume, replace it by "
-                "--overwrite, or name another folder with --out."
-            )
-        raise CheckpointError(
-            f"{self.folder} is {'not empty' if self.folder.is_dir() else 'a file'}; name another "
-            "folder with --out."
-        )
 
     def start(self, config: AnyConfig, columns: table.Columns | None = None) -> None:
         """Write the config and columns of a new or resumed run; images have no columns."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from hdnn.app.onpage.values import counted
 from hdnn.base.memory import check_memory
 from hdnn.control import LoopProblem
+from hdnn.control.costs import nearest
 from hdnn.control.objective import WEIGHTS
 from hdnn.errors import MOST, int_from, positive_int
 
@@ -76,9 +77,10 @@ def measure(
             for sums, states in ((one, trajectory[: T + 1]), (many, trajectory)):
                 for name, term in problem.cost.terms(loop, states).items():
                     sums[name] += float(term) * len(part) / runs
-        apart = nearest(trajectory[..., : problem.cost.dimensions])
-        hit += int((apart[: T + 1] < problem.collision).any(0).sum())
-        hit_later += int((apart < problem.collision).any(0).sum())
+        apart = nearest(trajectory, dimensions=problem.cost.dimensions).amin(-1)
+        hits = ~(apart >= problem.collision)  # NaN is a collision
+        hit += int(hits[: T + 1].any(0).sum())
+        hit_later += int(hits.any(0).sum())
         near.append(apart.amin(0))
     certificate = loop.certify(starts[: balanced(problem, runs)], horizons, samples=0)
     closest = float(torch.cat(near).amin())
@@ -88,6 +90,7 @@ def measure(
         "horizons": horizons,
         "seed": seed,
         "shape": shape,
+        "collision": problem.collision,
         "without_collision": 1 - hit / runs,
         "without_collision_in_all_horizons": 1 - hit_later / runs,
         "nearest": None if math.isinf(closest) else closest,
@@ -106,29 +109,3 @@ def measure(
             "holds": certificate.holds,
         },
     }
-
-
-def nearest(q: Tensor) -> Tensor:
-    """The smallest distance of any two agents at places `(*batch, N, d)`: `(*batch,)`.
-
-    Agents are sorted by their first coordinate, and each is compared with those after it until
-    these are further away in that coordinate alone: a crowd takes far fewer comparisons than pairs.
-    """
-    order = q[..., :1].argsort(-2).expand_as(q)
-    q = q.gather(-2, order)
-    best = q.new_full(q.shape[:-2], torch.inf)
-    for shift in range(1, q.shape[-2]):
-        apart = q[..., shift:, :] - q[..., :-shift, :]
-        best = torch.minimum(best, apart.square().sum(-1).amin(-1).sqrt())
-        if bool((apart[..., 0].amin(-1) >= best).all()):
-            break
-    return best
-
-
-def clashes(q: Tensor, distance: float) -> Tensor:
-    """Which agents are closer to another one than a distance, at places `(steps, N, d)`."""
-    found = torch.zeros(q.shape[:2], dtype=torch.bool)
-    for step, now in enumerate(q):
-        apart = torch.cdist(now, now, compute_mode="donot_use_mm_for_euclid_dist")
-        found[step] = (apart.fill_diagonal_(torch.inf) < distance).any(1)
-    return found

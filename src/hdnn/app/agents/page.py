@@ -33,8 +33,8 @@ def page(run: ControlRun, config: ControlConfig | None, metrics: dict[str, Any])
 
 
 def _title(run: ControlRun, config: ControlConfig | None) -> str:
-    name = run.folder.resolve().name if config is None else config.problem.capitalize()
-    return f"{name}: agents under control"
+    name = run.folder.resolve().name if config is None else config.title
+    return f"{name[:1].upper()}{name[1:]}: agents under control"
 
 
 class OnPage:
@@ -90,7 +90,7 @@ class OnPage:
             return []
         before, after = self.metrics["before"], self.metrics["after"]
         many = counted(after["horizons"], "horizon")
-        rows = [
+        met = [
             (
                 "runs without a collision",
                 *(percent(m["without_collision"]) for m in (before, after)),
@@ -101,6 +101,9 @@ class OnPage:
                 percent(after["without_collision_in_all_horizons"]),
             ),
             ("smallest distance of two agents", *_texts("nearest", before, after)),
+        ]
+        rows = [
+            *(met if self.problem.collision and self.problem.agents > 1 else ()),
             ("cost of a horizon", *_texts("cost", before, after)),
             ("of it distance, effort and barrier", *_texts("running_cost", before, after)),
             (f"the same terms over {many}", NONE, text(after["running_cost_of_all_horizons"])),
@@ -182,8 +185,20 @@ class OnPage:
         """All options, with the weights of the cost as they were."""
         if self.config is None:
             return []
-        filled, cost = self.config.filled(), self.problem.cost.to_dict()
-        known = {name: cost.get(name) if v is None else v for name, v in filled.items()}
+        problem, controller = self.problem, self.problem.loop.controller
+        pairs = problem.cost.pairs
+        decided = {
+            **problem.cost.to_dict(),
+            "links": len(controller.links),
+            "agents": problem.agents,
+            "steps": controller.steps,
+            "horizon": problem.loop.step * controller.steps,
+            "radius": problem.radius,
+            "collision": problem.collision,
+            "compare": "all" if pairs is None else counted(len(pairs), "pair"),
+        }
+        filled = self.config.filled()
+        known = {name: decided.get(name) if v is None else v for name, v in filled.items()}
         return [[name, text(value)] for name, value in known.items()]
 
     @property

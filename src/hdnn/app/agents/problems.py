@@ -12,7 +12,8 @@ from torch import Tensor
 from hdnn.app.configs.control import LINKS, WEIGHTS, ControlConfig
 from hdnn.base.files import read_json
 from hdnn.base.memory import check_memory
-from hdnn.control import Cost, LoopProblem, crossing, crowd
+from hdnn.control import Cost, LoopProblem, crossing, crowd, load_problem
+from hdnn.control.problems import NAME
 from hdnn.errors import OptionError, positive_int, quoted
 
 NEIGHBOURS = 2  # that "nearest" links each agent with, at least
@@ -22,8 +23,10 @@ LARGEST = 2**24  # bytes of a file of links
 
 def build(config: ControlConfig) -> LoopProblem:
     """The problem with the weights of its seed; all that is wrong with it is found here."""
+    if config.own:
+        return _from_folder(config)
     filled = config.filled()
-    _check_size(config, filled["agents"])
+    _check_size(config, filled["agents"], config.steps)
     cost = Cost(**{name: filled[name] for name in WEIGHTS if filled[name] is not None})
     time: dict[str, Any] = {name: filled[name] for name in ("steps", "horizon")}
     if config.problem == "crowd":
@@ -37,14 +40,34 @@ def build(config: ControlConfig) -> LoopProblem:
     return replace(problem, cost=cost, radius=config.radius, collision=config.collision)
 
 
-def _check_size(config: ControlConfig, agents: int) -> None:
-    """Refuse what this machine cannot hold, before anything of it is made."""
-    names = ("steps", "batch", "iterations", "processes")
-    steps, batch, *_ = (positive_int(name, getattr(config, name)) for name in names)
+def _from_folder(config: ControlConfig) -> LoopProblem:
+    """A problem of one's own; where it was trained already, the training goes on from there."""
+    folder = Path(config.problem)
+    if not (folder / NAME).is_file():
+        raise OptionError(
+            f"{folder} holds no problem: there is no {NAME}, as LoopProblem.save writes it."
+        )
+    problem = load_problem(folder)
+    size = sum(p.numel() for p in problem.loop.parameters()), problem.start().numel()
+    _check_size(config, problem.agents, problem.loop.controller.steps, size)
+    return problem
+
+
+def _check_size(
+    config: ControlConfig, agents: int, steps: int, size: tuple[int, int] | None = None
+) -> None:
+    """Refuse what this machine cannot hold, before anything of it is made.
+
+    The size is how many weights and how many states there are, by default as robots have them.
+    """
+    names = ("batch", "iterations", "processes")
+    batch, *_ = (positive_int(name, getattr(config, name)) for name in names)
     if positive_int("agents", agents) > CROWD:
         raise OptionError(f"a crowd has up to {CROWD} agents, but got {agents}.")
+    steps = positive_int("steps", steps)
+    weights, states = size or (20 * agents * steps, 8 * agents)
     # Weights, gradients and two moments; states, other ends and gradients of a batch.
-    needed = 8 * agents * steps * (4 * 20 + 3 * 8 * batch)
+    needed = 8 * (4 * weights + 3 * states * steps * batch)
     check_memory(needed, f"{steps} steps of {agents} agents", "steps, agents or starts a batch")
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from hdnn.app.configs.control import ControlConfig
+from hdnn.app.configs.control import PROBLEMS, ControlConfig
 from hdnn.app.runfiles import read_log
+from hdnn.app.runfolder import RunFolder
 from hdnn.app.runs import write_json
 from hdnn.base.config import fits, types_of
 from hdnn.base.files import read_json
@@ -76,41 +77,16 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class ControlRun:
-    """The folder of one run."""
+class ControlRun(RunFolder):
+    """The folder of one run of `hdnn control train`."""
 
-    folder: Path
-
-    config_file = property(lambda self: self.folder / "control.json")
-    metrics_file = property(lambda self: self.folder / "metrics.json")
-    log_file = property(lambda self: self.folder / "log.jsonl")
     report_file = property(lambda self: self.folder / "report.html")
     before = property(lambda self: self.folder / "before")
 
     @property
-    def exists(self) -> bool:
-        """Whether a run was started here."""
-        return self.config_file.is_file()
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is finished."""
-        return self.metrics_file.is_file()
-
-    def check_free(self) -> None:
-        """Refuse a folder that holds anything."""
-        if not os.path.lexists(self.folder):
-            return
-        if self.exists:
-            raise CheckpointError(
-                f"{self.folder} holds a run already; go on with it by --resume, or name another "
-                "folder with --out."
-            )
-        if not self.folder.is_dir() or any(self.folder.iterdir()):
-            raise CheckpointError(
-                f"{self.folder} is {'not empty' if self.folder.is_dir() else 'a file'}; name "
-                "another folder with --out."
-            )
+    def config_file(self) -> Path:
+        """The options of the run."""
+        return self.folder / "control.json"
 
     def problem(self) -> LoopProblem:
         """The problem with its weights as they are now."""
@@ -187,6 +163,8 @@ class ControlRun:
         config = self.config()
         known = config.filled()
         for name, new in given.items():
+            if name == "problem" and new not in PROBLEMS:
+                new = os.path.abspath(new)
             if new not in (known[name], getattr(config, name)):
                 was = f"{name} = {known[name]!r}, not {new!r}"
                 raise OptionError(

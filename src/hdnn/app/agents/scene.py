@@ -12,9 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hdnn.app.agents.measured import check_size, clashes, fresh, nearest
+from hdnn.app.agents.measured import check_size, fresh
 from hdnn.app.agents.runs import Stage
+from hdnn.app.onpage.values import counted
 from hdnn.control import LoopProblem, load_problem
+from hdnn.control.costs import nearest
 from hdnn.control.objective import rest
 from hdnn.errors import OptionError, ShapeError, int_from, positive_int
 from hdnn.plotting.agents import COLOURS, NUMBERED, POINT
@@ -101,7 +103,7 @@ def scene(
 ) -> Scene:
     """The agents of each stage from one start: 0 for their places, 1, 2 .. for random ones."""
     problems = [load_problem(stage.folder) for stage in stages]
-    check_plane(problems[0], stages[0].folder)
+    check_plane(problems[0], stages[-1].folder)
     number = int_from(0, "start", start)
     check_size(problems[0], max(1, number), horizons)
     paths = []
@@ -135,8 +137,8 @@ def check_plane(problem: LoopProblem, folder: Path) -> None:
     """Refuse agents that cannot be drawn."""
     if problem.cost.dimensions != 2:
         raise ShapeError(
-            f"agents can be drawn in the plane, but those of {folder} have positions of "
-            f"{problem.cost.dimensions} coordinates."
+            f"agents can be drawn in the plane only, but those of {folder} have positions of "
+            f"{counted(problem.cost.dimensions, 'coordinate')}."
         )
     if problem.agents > MOST:
         raise OptionError(f"a picture shows up to {MOST} agents, but there are {problem.agents}.")
@@ -146,9 +148,10 @@ def _panel(
     title: str, problem: LoopProblem, path: Tensor, pixels: Tensor, targets: Tensor, frames: int
 ) -> Panel:
     at = torch.linspace(0, len(path) - 1, frames).round().long()
-    hit = clashes(path, problem.collision)
+    apart = nearest(path)
+    hit = ~(apart >= problem.collision)  # NaN is a collision
     since = [hit[(int(a) + 1 if k else 0) : int(b) + 1] for k, (a, b) in enumerate(_pairs(at))]
-    near, collides = float(nearest(path).amin()), bool(hit.any())
+    near, collides = float(apart.amin()), bool(hit.any())
     told = f"{'A' if collides else 'No'} collision; the nearest two are {near:.2f} apart"
     if problem.agents == 1 or not problem.collision:
         told = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import asdict
@@ -40,14 +39,15 @@ def train(
     if runs is not None:
         measured.check_size(load_problem(run.before), runs, HORIZONS)
     try:
+        # Processes lock the folder themselves while they train.
+        shared = _shared(config, run, bar) if config.processes > 1 else None
         with checkpoint.locked(run.folder):
-            problem, seconds = (_shared if config.processes > 1 else _alone)(config, run, bar)
+            problem, seconds = _alone(config, run, bar) if shared is None else shared
             with waiting("measuring from fresh starts", bar.wanted):
                 return _finished(config, run, problem, runs, seconds)
     except KeyboardInterrupt as error:
         again = f"hdnn control train --resume --out {shlex.quote(str(run.folder))}"
-        kept = "go on with" if config.processes == 1 else "nothing is kept, begin again with"
-        raise StoppedError(f"interrupted; {kept}: {again}") from error
+        raise StoppedError(f"interrupted; go on with: {again}") from error
 
 
 def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[LoopProblem, float]:
@@ -74,17 +74,11 @@ def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[Lo
 
 
 def _shared(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[LoopProblem, float]:
-    """Train by processes that hear their neighbours only; they keep nothing on the way."""
+    """Train by processes that hear their neighbours only, with exact resumption."""
     options = {name: getattr(config, name) for name in ("iterations", "batch", "rate", "seed")}
     problem = load_problem(run.before)
-    found = train_on_processes(problem, config.processes, **options, progress=bar.wanted)
-    names, columns = [*found.history], zip(*found.history.values(), strict=True)
-    lines = [
-        json.dumps({"iteration": number, **dict(zip(names, values, strict=True))})
-        for number, values in enumerate(columns, 1)
-    ]
-    write_atomically(run.log_file, "".join(f"{line}\n" for line in lines).encode())
-    problem.save(run.folder)
+    kept = {"folder": run.folder, "resume": True, "stages": kept_after(config.iterations)}
+    found = train_on_processes(problem, config.processes, **options, **kept, progress=bar.wanted)
     return problem, found.seconds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,9 +80,11 @@ def _asked(options: dict[str, Any], flags: dict[str, Any]) -> tuple[ControlConfi
     names = ("iterations", "batch", "rate", "seed")
     LoopTraining(problem, **{name: getattr(config, name) for name in names})  # raises
     if config.processes > 1:
+        from hdnn.control.shared import check
         from hdnn.control.shares import shared_out
 
         shared_out(problem, config.processes)  # raises
+        check(problem)  # raises, too: no folder may be left of a training that cannot begin
     if flags["runs"] is not None:
         measured.check_size(problem, flags["runs"], training.HORIZONS)
     run.check_free()
@@ -189,6 +192,11 @@ def report(
     print(path)
 
 
+def _as_argument(folder: str) -> str:
+    """A folder as commands take it; one that begins with a dash would be an option."""
+    return f"./{folder}" if folder.startswith("-") else folder
+
+
 def _kind(path: Path, kinds: tuple[str, ...]) -> str:
     """The kind of a file by its name."""
     kind = path.suffix.lower().removeprefix(".")
@@ -203,10 +211,13 @@ def _train_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
     before, after = result["before"], result["after"]
     several = f" by {result['processes']} processes" if result["processes"] > 1 else ""
+    # Without pictures, and without a reason for that, these agents do not move in the plane.
+    drawn = result["pictures"] or "no_pictures_because" in result
+    shown = "animate" if drawn else "simulate"
     return [
         (
             "problem",
-            f"{result['problem']}: {counted(result['agents'], 'agent')}, "
+            f"{Path(result['problem']).name}: {counted(result['agents'], 'agent')}, "
             f"{counted(result['links'], 'link')}, {counted(result['parameters'], 'parameter')}",
         ),
         (
@@ -219,7 +230,7 @@ def _train_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("certificate", result["certificate"]["summary"]),
         *picture_rows(result),
         ("report", str(result.get("report", ""))),
-        ("next", f"hdnn control animate {result['run']}"),
+        ("next", shlex.join(["hdnn", "control", shown, _as_argument(result["run"])])),
     ]
 
 
@@ -231,16 +242,16 @@ def _found_rows(
 
     was = f" (before training: {percent(before['without_collision'])})" if before else ""
     near = "" if found["nearest"] is None else f"; nearest {found['nearest']:.3f}"
-    rows = [
-        (
-            "no collision",
-            f"in {percent(found['without_collision'])} of {counted(found['runs'], 'fresh run')}"
-            f"{was}{near}",
-        )
-    ]
-    if found["horizons"] > 1:
-        later = found["without_collision_in_all_horizons"]
-        grown = f"no collision in {percent(later)}; running cost {found['growth']:+.2%}"
+    many = found["horizons"] > 1  # and the nearest is that of all of them
+    rows, later = [], ""
+    # An agent alone has no nearest; results of earlier versions do not say when agents collide.
+    alone = found["nearest"] is None and found["without_collision"] == 1
+    if not alone and found.get("collision", 1.0):
+        runs, free = counted(found["runs"], "fresh run"), percent(found["without_collision"])
+        rows = [("no collision", f"in {free} of {runs}{was}{'' if many else near}")]
+        later = f"no collision in {percent(found['without_collision_in_all_horizons'])}{near}; "
+    if many:
+        grown = f"{later}running cost {found['growth']:+.2%}"
         rows.append((f"over {counted(found['horizons'], 'horizon')}", grown))
     return rows
 
@@ -250,10 +261,12 @@ def _simulate_rows(result: dict[str, Any], collision: float) -> list[tuple[str, 
 
     energy = result["energy"]
     kept = "keeps" if energy["holds"] else "does NOT keep"
+    runs = counted(result["runs"], "fresh run")
+    met = f"closer than {collision:g} is a collision" if collision else "they cannot collide"
     rows = [
-        ("agents", f"{result['agents']}; closer than {collision:g} is a collision"),
+        ("agents", f"{result['agents']}; {met}" if result["agents"] > 1 else "1"),
         *_found_rows(result),
-        ("cost", f"{result['cost']:.4g} over one horizon"),
+        ("cost", f"{result['cost']:.4g} over one horizon, mean of {runs}"),
         ("running cost", f"{result['running_cost']:.4g}: distance, effort and barrier alone"),
         (
             "energy",
@@ -270,6 +283,7 @@ EXAMPLES_OF = {
         "hdnn control train --problem crossing --links ring --out robots",
         "hdnn control train --problem crowd --agents 100 --iterations 100",
         "hdnn control train --links ring --compare linked --processes 4 --out shared",
+        "hdnn control train --problem folder-of-my-problem --iterations 100",
         "hdnn control train --resume --out robots",
     ),
     simulate: (

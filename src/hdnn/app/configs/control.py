@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hdnn.base.config import BaseConfig, option
@@ -14,6 +16,9 @@ COMPARED = ("all", "linked")
 LINKS = ("ring", "none", "nearest")
 WEIGHTS = ("state", "effort", "barrier", "smoothness", "end", "discount", "distance")
 AGENTS = {"crossing": 12, "crowd": 100}
+RATE = 0.05  # of a crowd: 1,000 robots cost more at 0.1 halfway than at 0.05
+# What a problem from a folder has decided.
+OWN = ("links", "agents", "steps", "horizon", "radius", "collision", "compare", *WEIGHTS)
 
 _problem, _cost, _training, _run = (
     partial(option, panel=panel) for panel in ("Problem", "Cost", "Training", "Run")
@@ -27,7 +32,9 @@ class ControlConfig(BaseConfig):
     kind: ClassVar[str] = "control"
 
     problem: str = _problem(
-        "crossing", "crossing (12 robots change places) or crowd", choices=PROBLEMS
+        "crossing",
+        "crossing (12 robots change places), crowd, or the FOLDER of a problem of one's own, as "
+        "LoopProblem.save writes it",
     )
     links: str | None = _problem(
         None,
@@ -46,14 +53,14 @@ class ControlConfig(BaseConfig):
     barrier: float | None = _cost(None, "weight of the price for agents that come close")
     distance: float | None = _cost(None, "below which that is paid")
     compare: str | None = _cost(
-        None, "which agents that compares: all (default) or linked ones, which a crowd does"
+        None, "which agents that compares: all (default) or linked ones; in a crowd those nearby"
     )
     smoothness: float | None = _cost(None, "weight of the change of the weights over time")
     end: float | None = _cost(None, "weight of the energy that is left at the end")
 
     iterations: int = _training(300, "of Adam (default: 300)")
     batch: int = _training(16, "random starts an iteration (default: 16)")
-    rate: float = _training(0.1, "the largest rate of Adam (default: 0.1)")
+    rate: float = _training(0.1, "the largest rate of Adam (default: 0.1, of a crowd 0.05)")
     seed: int = _training(0, "of the weights and the starts (default: 0)")
     processes: int = _training(
         1, "share the agents out to so many, which hear neighbours only (default: 1)"
@@ -62,8 +69,16 @@ class ControlConfig(BaseConfig):
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
         """The config of the options that were given, checked as far as no problem is needed."""
-        config = cls(**given)
-        config.check_choices()
+        problem = _named(given.get("problem", cls.problem))
+        usual = {"rate": RATE} if problem == "crowd" else {}
+        config = cls(**{**usual, **given, "problem": problem})
+        if config.own:
+            for name in OWN:
+                if getattr(config, name) != getattr(cls, name):
+                    raise OptionError(
+                        f"the problem in {config.problem} has its own {name}; leave --{name} out."
+                    )
+            return config
         if config.compare is not None:
             choose("compare", config.compare, COMPARED)
         if config.problem == "crossing":
@@ -78,26 +93,52 @@ class ControlConfig(BaseConfig):
                 )
         elif config.links not in (None, "nearest") or config.compare == "all":
             raise OptionError(
-                "a crowd has links between neighbours, and compares these; leave --links and "
-                "--compare out, or take --problem crossing."
+                "a crowd has links between neighbours, and compares those nearby; leave --links "
+                "and --compare out, or take --problem crossing."
             )
         return config
 
+    @property
+    def own(self) -> bool:
+        """Whether the problem is one from a folder."""
+        return self.problem not in PROBLEMS
+
+    @property
+    def title(self) -> str:
+        """The name of the problem; of one from a folder, that of the folder."""
+        return Path(self.problem).name or self.problem
+
     def filled(self) -> dict[str, Any]:
-        """All options, with what follows from the problem."""
+        """All options, with what follows from the problem; what its folder says is None."""
+        if self.own:
+            return {**vars(self), **dict.fromkeys(OWN)}
         crowd = self.problem == "crowd"
         usual = {
             "links": "nearest" if crowd else "ring",
             "agents": AGENTS[self.problem],
-            "compare": "linked" if crowd else "all",
+            "compare": "nearby" if crowd else "all",
         }
         return {name: usual.get(name) if v is None else v for name, v in vars(self).items()}
 
     def run_name(self) -> str:
         """The folder of a run, if none is named."""
+        if self.own:
+            return f"{self.title}-{self.seed}"
         filled = self.filled()
         links = filled["links"] if filled["links"] in LINKS else "links"
         return f"{self.problem}-{links}-{filled['agents']}-{self.seed}"
+
+
+def _named(given: str) -> str:
+    """A problem by its name, or the whole path of its folder, which need not be there any more."""
+    if given in PROBLEMS:
+        return given
+    if os.sep not in given and not os.path.isdir(given):
+        try:
+            choose("problem", given, PROBLEMS)
+        except OptionError as error:
+            raise OptionError(f"{error} Or name the folder of a problem of your own.") from None
+    return os.path.abspath(given)
 
 
 @dataclass(frozen=True, kw_only=True)

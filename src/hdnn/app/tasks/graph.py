@@ -44,7 +44,7 @@ from hdnn.distributed import worker
 from hdnn.distributed.graph.graph import Graph
 from hdnn.distributed.graph.plan import Plan, partition
 from hdnn.distributed.messages.connect import number_here, parts_here
-from hdnn.distributed.messages.gloo import LostError
+from hdnn.distributed.messages.stored import LostError
 from hdnn.distributed.training.run import Config
 from hdnn.distributed.training.sources import LABELS, file_of
 from hdnn.errors import CheckpointError, DataError, HDNNError, OptionError, positive_int
