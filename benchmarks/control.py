@@ -25,6 +25,7 @@ from typing import Any
 import control_page
 import control_random
 import control_trained
+import control_whole
 import torch
 from control_rivals import Dense, Perceptrons
 from report import keep, machine, processor_time, taken_by_others
@@ -149,6 +150,12 @@ def discrete_gradient(sizes: Sizes, work: Path) -> dict[str, Any]:
     return {"orders": orders, "layers": layers, "drift": drift}
 
 
+def trainings(sizes: Sizes, work: Path) -> list[dict[str, Any]]:
+    """Whole trainings of ours and of the authors, and how many runs collide afterwards."""
+    del work
+    return control_whole.trainings(sizes["seeds"], sizes["iterations"], sizes["runs"])
+
+
 def contestants(batch: int) -> dict[str, Callable[[], object]]:
     """One iteration of a training each: simulation, cost, gradients, Adam."""
     problem = dataclasses.replace(control.crossing("ring", 0), radius=0.0 if batch == 1 else 0.5)
@@ -217,6 +224,7 @@ PARTS: dict[str, Callable[[Sizes, Path], Any]] = {
     "stopped": stopped,
     "discrete_gradient": discrete_gradient,
     "speed": speed,
+    "trainings": trainings,
 }
 
 

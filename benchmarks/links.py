@@ -2,13 +2,14 @@
 
     python benchmarks/links.py
     python benchmarks/links.py --quick
-    python benchmarks/links.py --problems loads --kept SOME_FOLDER --out docs/results
+    python benchmarks/links.py --only loads --kept SOME_FOLDER --out docs/results
 
 Two problems of twelve robots: the crossing, where all meet in the middle, and three loads of four
-robots each, where it counts where the loads are. Controllers are first trained without links. Then
-graphs are searched for by trainings from one seed, and compared by trainings from five others: the
-same weights to begin with, starts and iterations for all graphs, judged by starts that no training
-took.
+robots each, where it counts where the loads are. Controllers are first trained without links, then
+for a while with those of a graph: with the same weights to begin with, starts and iterations for
+all graphs. Two questions: which links are best for this training, and do links that were found on
+one training carry over to others? Graphs are chosen by starts that no training takes, and compared
+by starts that neither trainings nor choices took, the same for all graphs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import links_page
 import report
 import torch
 from torch import Tensor
@@ -35,12 +37,16 @@ from hdnn.control.objective import rest
 AGENTS = 12
 BUDGETS = (12, 18)
 TEAMS = ((0, 4, 7, 9), (1, 2, 6, 11), (3, 5, 8, 10))
-SEARCH = 100  # the seed of the search; comparisons take 0, 1, ..
+SEARCH = 100  # the seed of the training whose links are carried over to others
 PAIRS = [(i, k) for i in range(AGENTS) for k in range(i + 1, AGENTS)]
+RANDOM = 5  # random graphs of a seed, to be compared; more are tried by the judge
+BLOCK = 16  # starts whose mean cost is one number, for standard errors
+FRESH = 100_000  # the draw of the starts that compare; trainings and judges take those before
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"seeds": 5, "rounds": 5, "before": 150, "iterations": 40, "samples": 256},
-    "quick": {"seeds": 2, "rounds": 1, "before": 2, "iterations": 2, "samples": 4},
+    "full": {"seeds": 5, "graphs": 25, "before": 150, "iterations": 40, "samples": 128},
+    "quick": {"seeds": 2, "graphs": 2, "before": 2, "iterations": 2, "samples": 4},
 }
+STARTS = {"full": 512, "quick": 64}
 
 # The problems
 
@@ -88,22 +94,40 @@ BATCHES = {"crossing": 4, "loads": 8}
 RATES = {"crossing": 0.03, "loads": 0.05}  # with links; 0.1 before
 
 
+@dataclass(frozen=True)
+class Trainings:
+    """A problem, from which seed on, and whether links are searched for on each of them."""
+
+    problem: str
+    first: int
+    each: bool
+
+
+PARTS = {
+    "crossing": Trainings("crossing", 0, each=True),
+    "crossing, other seeds": Trainings("crossing", 10, each=True),
+    "loads": Trainings("loads", 0, each=False),
+}
+
+
 # Graphs
 
 
-def given(z: Tensor, seed: int) -> dict[str, list[tuple[int, int]]]:
-    """Graphs that nobody has to search for; each seed has its own random ones."""
+def given(z: Tensor) -> dict[str, list[tuple[int, int]]]:
+    """Graphs that nobody has to search for."""
     angles = torch.atan2(*z[:, :2].T.flip(0)).argsort(stable=True).tolist()
     ring = [_pair(i, k) for i, k in zip(angles, angles[1:] + angles[:1], strict=True)]
     across = [_pair(i, k) for i, k in zip(angles[:6], angles[6:], strict=True)]
     far = torch.cdist(z[:, :2], z[:, :2])
     near = sorted(PAIRS, key=lambda pair: (round(float(far[pair]), 6), pair))
-    source = random.Random(seed)
     graphs = {"no links": [], "ring": ring, "ring and diameters": ring + across}
-    for budget in BUDGETS:
-        graphs[f"nearest {budget}"] = near[:budget]
-        graphs[f"random {budget}"] = source.sample(PAIRS, budget)
-    return graphs | {"complete": PAIRS}
+    return graphs | {f"nearest {n}": near[:n] for n in BUDGETS} | {"complete": PAIRS}
+
+
+def drawn(seed: int, budget: int, count: int) -> list[list[tuple[int, int]]]:
+    """Random graphs; each seed and budget has its own."""
+    source = random.Random(1000 * seed + budget)
+    return [source.sample(PAIRS, budget) for _ in range(count)]
 
 
 def _pair(i: int, k: int) -> tuple[int, int]:
@@ -114,17 +138,13 @@ def _pair(i: int, k: int) -> tuple[int, int]:
 
 
 class Kept:
-    """Trained problems and costs of one problem, in a folder."""
+    """Trained problems, searches and costs of one problem, in a folder."""
 
-    def __init__(self, name: str, sizes: dict[str, Any], folder: Path) -> None:
-        self.name, self.sizes = name, sizes
-        text = json.dumps([name, sizes, BATCHES[name], RATES[name]], sort_keys=True)
+    def __init__(self, name: str, sizes: dict[str, Any], starts: int, folder: Path) -> None:
+        self.name, self.sizes, self.starts = name, sizes, starts
+        text = json.dumps([name, sizes, starts, BATCHES[name], RATES[name]], sort_keys=True)
         self.folder = folder / f"{name}-{zlib.crc32(text.encode()):08x}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = self.folder / "costs.json"
-        self.costs: dict[str, float] = {}
-        if self.file.exists():
-            self.costs = json.loads(self.file.read_text())
 
     def before(self, seed: int) -> control.LoopProblem:
         """The problem, trained without links."""
@@ -140,184 +160,143 @@ class Kept:
         taken |= {"batch": BATCHES[self.name], "rate": RATES[self.name], "seed": 1000 + seed}
         return control.LinkCost(self.before(seed), **taken)
 
-    def search(self, budget: int) -> sparsity.LinkChoice:
-        judge = self.judge(SEARCH)
-        options = {"relaxed": judge.relaxed, "rounds": self.sizes["rounds"], "progress": True}
-        kept = self.folder / "search.json"
-        return sparsity.choose_links(AGENTS, judge, links=budget, file=kept, **options)
+    def search(self, judge: control.LinkCost, seed: int, budget: int) -> sparsity.LinkChoice:
+        options = {"relaxed": judge.relaxed, "rounds": self.sizes["graphs"] - 1}
+        file = self.folder / f"search-{seed}.json"
+        found = sparsity.choose_links(AGENTS, judge, links=budget, file=file, **options)
+        print(f"{self.name}, seed {seed}: {found}", flush=True)
+        return found
 
-    def compare(self, graphs: dict[str, Any]) -> dict[str, list[float]]:
-        """Costs by graph, one a seed."""
-        found: dict[str, list[float]] = {}
-        for seed in range(self.sizes["seeds"]):
-            judge = self.judge(seed)
-            for name, links in (given(judge.problem.z, seed) | graphs).items():
-                key = f"{seed} {sorted(links)}"
-                if key not in self.costs:
-                    self.costs[key] = judge(links)
-                    self.file.write_text(json.dumps(self.costs))
-                found.setdefault(name, []).append(self.costs[key])
-                print(f"{self.name}, seed {seed}, {name}: {found[name][-1]:.3f}", flush=True)
+    def best_drawn(self, judge: control.LinkCost, seed: int, budget: int) -> Any:
+        """The best of as many random graphs as the search tries, by the same judge."""
+        graphs, file = drawn(seed, budget, self.sizes["graphs"]), self.folder / f"drawn-{seed}.json"
+        costs = _read(file)
+        for graph in graphs:
+            if str(sorted(graph)) not in costs:
+                costs[str(sorted(graph))] = judge(graph)
+                file.write_text(json.dumps(costs))
+        return min(graphs, key=lambda graph: costs[str(sorted(graph))])
+
+    def compare(self, judge: control.LinkCost, seed: int, graphs: dict[str, Any]) -> dict[str, Any]:
+        """Costs of blocks of fresh starts by graph."""
+        file = self.folder / f"costs-{seed}.json"
+        costs, found = _read(file), {}
+        y = judge.problem.starts(self.starts, seed=1000 + seed, draw=FRESH)
+        for name, links in graphs.items():
+            key = str(sorted(links))
+            if key not in costs:
+                costs[key] = _blocks(judge.trained(links), y)
+                file.write_text(json.dumps(costs))
+            found[name] = costs[key]
+            mean = statistics.mean(found[name])
+            print(f"{self.name}, seed {seed}, {name}: {mean:.3f}", flush=True)
         return found
 
 
-def run(name: str, sizes: dict[str, Any], folder: Path) -> dict[str, Any]:
-    kept = Kept(name, sizes, folder)
-    found = {f"searched {budget}": kept.search(budget) for budget in BUDGETS}
-    for choice in found.values():
-        print(choice, flush=True)
-    costs = kept.compare({label: choice.links for label, choice in found.items()})
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _blocks(problem: control.LoopProblem, y: Tensor) -> list[float]:
+    """Mean costs of one block of starts after another."""
+    with torch.no_grad():
+        found = problem.loop(y).split(BLOCK, 1)
+        return [round(float(problem.cost(problem.loop, block)), 6) for block in found]
+
+
+def run(part: str, sizes: dict[str, Any], starts: int, folder: Path) -> dict[str, Any]:
+    """What all graphs cost on some trainings, and which links were found."""
+    about = PARTS[part]
+    kept = Kept(about.problem, sizes, starts, folder)
+    judge = kept.judge(SEARCH)
+    carried = {f"carried over {n}": kept.search(judge, SEARCH, n).links for n in BUDGETS}
+    seeds = range(about.first, about.first + sizes["seeds"])
+    costs: dict[str, list[Any]] = {}
+    links: dict[str, Any] = {name: [graph] for name, graph in carried.items()}
+    for seed in seeds:
+        judge = kept.judge(seed)
+        graphs = given(judge.problem.z) | carried
+        for n in BUDGETS:
+            some = drawn(seed, n, RANDOM)
+            graphs |= {f"random {n}, {k + 1}": graph for k, graph in enumerate(some)}
+            if about.each:
+                chosen = {
+                    f"searched {n}": kept.search(judge, seed, n).links,
+                    f"best of random {n}": kept.best_drawn(judge, seed, n),
+                }
+                graphs |= chosen
+                for name, graph in chosen.items():
+                    links.setdefault(name, []).append(graph)
+        for name, blocks in kept.compare(judge, seed, graphs).items():
+            costs.setdefault(name, []).append(blocks)
+    compared = [*["searched"] * about.each, "carried over"]
     teams = {_pair(i, k) for team in TEAMS for i in team for k in team if i != k}
+    inside = {name: sum(link in teams for link in graph) for name, graph in carried.items()}
     return {
-        "costs": costs,
-        "searched": {
-            label: {
-                "links": choice.links,
-                "cost": choice.cost,
-                "by scores alone": choice.history[0].cost,
-                "graphs": len(choice.history),
-                "within teams": sum(link in teams for link in choice.links),
-            }
-            for label, choice in found.items()
+        "seeds": list(seeds),
+        "costs": {
+            name: [round(statistics.mean(one), 6) for one in many] for name, many in costs.items()
         },
+        "less": {f"{name} {n}": less(costs, name, n) for name in compared for n in BUDGETS},
+        "links": {name: [_text(graph) for graph in many] for name, many in links.items()},
+        "within teams": inside if about.problem == "loads" else {},
     }
 
 
-# The page
+def _text(links: Any) -> str:
+    return " ".join(f"{i}-{k}" for i, k in sorted(links))
 
 
-def rows(costs: dict[str, list[float]], budget: int) -> list[list[Any]]:
-    """Each graph against the one that was searched for, seed by seed."""
-    best, lines = costs[f"searched {budget}"], []
-    compared = ["no links", "ring", "ring and diameters"][: 2 if budget == AGENTS else 3]
-    names = [*compared, f"nearest {budget}", f"random {budget}", f"searched {budget}", "complete"]
-    for name in names:
-        more = [100 * (c / b - 1) for c, b in zip(costs[name], best, strict=True)]
-        worse = sum(m > 0 for m in more)
-        cell = (
-            ""
-            if name.startswith("searched")
-            else f"{spread(more, '+.2f')}%, {worse} of {len(more)}"
-        )
-        lines.append([name, spread(costs[name], ".3f"), cell])
-    return lines
+def less(costs: dict[str, Any], name: str, budget: int) -> dict[str, list[list[float]]]:
+    """How much less than others a graph costs, seed by seed, with its standard error."""
+    best = costs[f"{name} {budget}"]
+    few = [f"random {budget}, {k + 1}" for k in range(RANDOM)]
+    others = {other: costs[other] for other in others_of(name, budget)}
+    seeds = range(len(best))
+    middle = [[*map(statistics.mean, zip(*(costs[r][s] for r in few), strict=True))] for s in seeds]
+    least = [min((costs[r][s] for r in few), key=statistics.mean) for s in seeds]
+    others |= {f"mean of random {budget}": middle, f"luckiest of random {budget}": least}
+    return {
+        other: [_difference(a, b) for a, b in zip(theirs, best, strict=True)]
+        for other, theirs in others.items()
+    }
 
 
-def spread(values: list[float], form: str) -> str:
-    return f"{statistics.mean(values):{form}} ± {statistics.stdev(values):.2f}"
+def others_of(name: str, budget: int) -> list[str]:
+    """Graphs that a budget is compared with, apart from the random ones."""
+    found = ["no links", "ring", *["ring and diameters"] * (budget > AGENTS)]
+    found += [f"nearest {budget}", "complete"]
+    return found + [f"best of random {budget}"] * (name == "searched")
 
 
-CHOSEN = """\
-How this was set up, since it was not the first try. Links hardly mattered in the crossing, so a
-problem was looked for in which they do. Dampers in three of twelve controllers only: links did not
-matter either (two seeds). Loads, five settings, one seed each, all links within teams against none:
--8% with the one taken here (100 iterations more, batch 16), and -2, -2, +1 and -6% with effort 1
-and load 16, effort 4, effort 4 over 8 seconds with damping 0.05, and effort 1 over 8 seconds with
-that damping. The first setting of the search on the loads, rate 0.1 and 60 iterations with 10
-changes, found 9 of 12 and 12 of 18 links within teams, and was stopped before it was compared;
-three others were then tried by how many of the known teams' links had the highest scores, on the
-seed of the search, and rate 0.05 with 40 iterations was taken. So the search was tuned with the
-answer at hand, and loads were chosen because links help there. Nothing was tuned for the crossing;
-its batch of 4 and its 40 iterations are small to save time.
-"""
-
-
-def page(result: dict[str, Any]) -> str:
-    about, sizes = report.on_one_line(result["machine"]), result["sizes"]
-    lines = ["# Which graph?", "", f"`{result['command']}`, {about}.", ""]
-    lines += [
-        f"Twelve robots; controllers trained without links for {sizes['before']} iterations, then "
-        f"{sizes['iterations']} more with the links of a graph, whose couplings start at 0. "
-        f"Costs are those of {sizes['samples']} starts that no training took; "
-        f"means ± standard deviations of {sizes['seeds']} seeds. Graphs were searched for from "
-        "another seed by `hdnn.sparsity.choose_links`: a training with all 66 links says which "
-        f"are used most, then {sizes['rounds']} changes are tried. Each seed has its own random "
-        "graphs.",
-        "",
-        "In the crossing, robots swap places and must not meet, which each can learn by itself. In "
-        "the loads, four robots carry a load that hangs in the middle of them, and it counts where "
-        "the three loads are, and effort: a robot saves effort if it knows what the others of its "
-        "team do. Teams are spread over the circle, and the search is not told who is in which.",
-        "",
-        CHOSEN.strip(),
-        "",
-        "![Costs of all seeds against those without links](links.png)",
-    ]
-    for name, found in result["problems"].items():
-        for budget in BUDGETS:
-            head = f"{name}, {budget} links | cost | more than searched, seed by seed"
-            lines += report.table(head, rows(found["costs"], budget))
-        lines += ["", verdict(name, found["costs"]), ""]
-        for label, choice in found["searched"].items():
-            links = " ".join(f"{i}-{k}" for i, k in choice["links"])
-            inside = f"; {choice['within teams']} within teams" if name == "loads" else ""
-            lines += [f"{label}: {links}{inside}.", ""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def verdict(name: str, costs: dict[str, list[float]]) -> str:
-    """How much links matter, and whether those searched for are better than a ring and random."""
-    said = []
-    for budget in BUDGETS:
-        best, rivals = costs[f"searched {budget}"], ["ring", f"random {budget}"]
-        if budget > AGENTS:
-            rivals.insert(1, "ring and diameters")
-        pairs = [zip(best, costs[rival], strict=True) for rival in rivals]
-        wins = [sum(a < b for a, b in pair) for pair in pairs]
-        against = ", ".join(f"{rival} {k}" for rival, k in zip(rivals, wins, strict=True))
-        gains = [100 * (a / b - 1) for a, b in zip(best, costs["no links"], strict=True)]
-        met = all(k == len(best) for k in wins)
-        said.append(
-            f"{budget} links that were searched for change the cost by {spread(gains, '+.2f')}% "
-            f"against no links (median {statistics.median(gains):+.2f}%); they are better than the "
-            f"others in so many of {len(best)} seeds: {against}. "
-            f"Target, better than both in all seeds: {'met' if met else 'not met'}."
-        )
-    return f"The {name}: " + " ".join(said)
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Costs against those without links, seed by seed."""
-    from matplotlib.figure import Figure
-
-    problems = result["problems"]
-    figure = Figure(figsize=(4.5 * len(problems), 4), layout="constrained")
-    panels = figure.subplots(1, len(problems), squeeze=False)[0]
-    for ax, (name, found) in zip(panels, problems.items(), strict=True):
-        none = found["costs"]["no links"]
-        shown = [label for label in found["costs"] if label != "no links"][::-1]
-        for at, label in enumerate(shown):
-            more = [100 * (c / b - 1) for c, b in zip(found["costs"][label], none, strict=True)]
-            colour = "#D55E00" if label.startswith("searched") else "#0072B2"
-            ax.plot(more, [at] * len(more), "o", color=colour, alpha=0.5, markersize=5)
-            ax.plot(statistics.mean(more), at, "|", color=colour, markersize=18)
-        ax.axvline(0, color="grey", linewidth=0.8)
-        ax.set_yticks(range(len(shown)), shown)
-        ax.set(title=name, xlabel="cost against no links, %")
-        ax.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+def _difference(a: list[float], b: list[float]) -> list[float]:
+    """The mean of a - b on paired blocks, and its standard error."""
+    apart = [x - y for x, y in zip(a, b, strict=True)]
+    error = statistics.stdev(apart) / len(apart) ** 0.5
+    return [round(statistics.mean(apart), 6), round(error, 6)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
     parser.add_argument("--kept", type=Path, help="folder of a run to go on with")
     parser.add_argument("--out", type=Path, help="folder for links.json, .md and .png")
     options = parser.parse_args()
-    sizes = SIZES["quick" if options.quick else "full"]
+    size = "quick" if options.quick else "full"
+    sizes, starts = SIZES[size], STARTS[size]
     with TemporaryDirectory() as folder:
         kept = options.kept or Path(folder)
-        problems = {name: run(name, sizes, kept) for name in options.problems}
+        parts = {part: run(part, sizes, starts, kept) for part in options.only}
     command = "python benchmarks/links.py" + " --quick" * options.quick
-    result = {"command": command, "machine": report.machine("cpu"), "sizes": sizes}
-    result["problems"] = problems
-    print(page(result))
-    report.keep(result, page(result), "links", options.out)
+    result = {"command": command, "machine": report.machine("cpu"), "parts": parts}
+    result |= {"sizes": sizes, "starts": starts, "block": BLOCK, "random": RANDOM}
+    print(links_page.markdown(result))
+    report.keep(result, links_page.markdown(result), "links", options.out)
     if options.out is not None:
-        plot(result, options.out / "links.png")
+        links_page.plot(result, options.out / "links.png")
     return 0
 
 

@@ -19,7 +19,8 @@ import hdnn
 
 def machine(device: str) -> dict[str, str]:
     chip = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    found = {"machine": f"{chip}, {torch.get_num_threads()} threads"}
+    threads = torch.get_num_threads()
+    found = {"machine": f"{chip}, {threads} thread{'s' * (threads != 1)}"}
     found |= {"python": platform.python_version(), "torch": torch.__version__}
     return found | {"hdnn": hdnn.__version__, "date": time.strftime("%Y-%m-%d")}
 
