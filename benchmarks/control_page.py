@@ -38,7 +38,7 @@ def _what() -> list[str]:
         "Galimberti, Zakwan and Ferrari-Trecate, 'Distributed neural network control with "
         "dependability guarantees'. Controllers talk along a ring. Ours is "
         '`control.crossing("ring")`, trained by `control.LoopTraining` with its defaults: 300 '
-        "iterations of Adam at rate 0.1, 16 fresh starts each. Weights of the cost, which were "
+        "iterations of Adam at rate 0.1, 4 fresh starts each. Weights of the cost, which were "
         f"searched for: distance from the target {cost.state:g} (discount {cost.discount:g}), "
         f"effort {cost.effort:g}, barrier {cost.barrier:g} below a distance of {cost.distance:g}, "
         f"smoothness {cost.smoothness:g}, energy at the end {cost.end:g}. The barrier reaches "
@@ -251,7 +251,7 @@ def _speed(result: dict[str, Any]) -> list[str]:
             "meanwhile, so that processor time says more than the clock."
         )
     rows = []
-    for batch in ("1", "16"):
+    for batch in (name for name in found if name.isdecimal()):
         for name, r in found[batch].items():
             way, _, dtype = name.partition(" ")
             low, high = r["cpu_quartiles"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hdnn import control
 from hdnn.control import costs
 from hdnn.control.objective import rest
-from hdnn.control.training import factor
+from hdnn.control.training import BETAS, factor
 
 Integrate = Callable[..., Tensor]
 
@@ -195,7 +195,7 @@ class Perceptrons(nn.Module):
 
     def train_all(self, iterations: int, rate: float, batch: int = 16, seed: int = 0) -> float:
         """The recipe of `hdnn.control.LoopTraining`; the mean cost of the last 20 iterations."""
-        optimizer, found = torch.optim.Adam(self.parameters(), lr=rate), []
+        optimizer, found = torch.optim.Adam(self.parameters(), lr=rate, betas=BETAS), []
         for k in range(iterations):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor(k, iterations)

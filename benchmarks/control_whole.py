@@ -17,11 +17,11 @@ from control_rivals import Dense
 
 from hdnn import control
 from hdnn.control import costs
-from hdnn.control.training import factor
+from hdnn.control.training import BETAS, factor
 
 RATE = 0.1
 TURNS = 10  # of a training, between which the others go on
-BATCHES = (1, 16)
+BATCHES = (1, 4, 16)
 
 
 class Ours:
@@ -46,7 +46,7 @@ class Authors:
         self.iterations, self.batch, self.done = iterations, batch, 0
         odeint = importlib.import_module("torchdiffeq").odeint
         self.net = Dense(self.problem, torch.float32, odeint)
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=RATE, betas=BETAS)
 
     def go_on(self, until: int) -> None:
         while self.done < until:

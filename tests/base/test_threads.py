@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hdnn
-from hdnn.base.threads import SMALL, one_thread, threads_for
+from hdnn.base.threads import SMALL, one_thread, threads_allowed, threads_for
 from hdnn.training import fit
 
 
@@ -72,3 +72,11 @@ def test_a_small_training_has_one_thread_and_a_large_one_all():
         fit(model, *data, epochs=1, batch=batch, callbacks=[look], solver="joint", progress=False)
         assert seen == [threads]
         assert torch.get_num_threads() == 3
+
+
+def test_kernels_know_how_many_threads_pytorch_takes_outside():
+    assert threads_allowed() == 3
+    with one_thread(), one_thread():
+        assert torch.get_num_threads() == 1
+        assert threads_allowed() == 3
+    assert threads_allowed() == 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdnn import control, sparsity
-from hdnn.control.training import factor
+from hdnn.control.training import BETAS, factor
 from hdnn.errors import OptionError, ShapeError, SparsityError, StepError
 
 SHORT = {"iterations": 2, "batch": 2, "samples": 3}
@@ -151,7 +151,7 @@ def test_scores_are_those_of_couplings_that_are_a_mask_times_what_is_trained() -
     D = torch.zeros_like(weights.pop("loop.controller.C"), requires_grad=True)
     # Adam adds eps to the size of gradients, and those in D are smaller by the mask.
     groups = [{"params": [*weights.values()]}, {"params": [D], "eps": mask * 1e-8}]
-    optimizer = torch.optim.Adam(groups)
+    optimizer = torch.optim.Adam(groups, betas=BETAS)
     for k in range(3):
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * factor(k, 3)

@@ -19,7 +19,7 @@ import closed_loops
 from hdnn import control
 from hdnn.control import costs, fused_cost
 from hdnn.control import training as trainings
-from hdnn.control.training import factor
+from hdnn.control.training import BETAS, factor
 from hdnn.errors import CheckpointError, OptionError, ShapeError, StepError, TrainingError
 
 KILLED = """
@@ -48,7 +48,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_an_iteration_is_a_step_of_adam_on_the_cost():
     training, plain = (control.LoopTraining(crossing(), iterations=2, batch=3) for _ in range(2))
     training.run()
-    optimizer = torch.optim.Adam(plain.loop.parameters())
+    optimizer = torch.optim.Adam(plain.loop.parameters(), betas=BETAS)
     for k in range(2):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * factor(k, 2)
@@ -59,6 +59,34 @@ def test_an_iteration_is_a_step_of_adam_on_the_cost():
         optimizer.step()
     for a, b in zip(weights(training), weights(plain), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 8, 9, 17])
+def test_bits_do_not_depend_on_threads(batch):
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            training = control.LoopTraining(crossing("fused"), iterations=2, batch=batch)
+            training.run(callback=lambda _, n=threads: torch.get_num_threads() != n)
+            assert training.done == 2  # callbacks have the threads of their caller
+            found.append((weights(training), training.history))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(found[0][0], each) and found[0][1] == history for each, history in found[1:])
+
+
+def test_a_huge_gradient_is_forgotten_soon():
+    """Where robots meet, gradients are huge; with 0.999 Adam would move no more."""
+    training = control.LoopTraining(crossing(), iterations=300, batch=1)
+    training.run(until=5)
+    for slots in training.optimizer.state.values():
+        slots["exp_avg_sq"].mul_(1e6)
+    training.run(until=250)
+    before = weights(training)
+    training.run(until=251)
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, weights(training), strict=True))
+    assert moved > 0.05 * training.history["rate"][-1]
 
 
 def test_both_engines_train_alike():

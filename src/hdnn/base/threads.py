@@ -2,7 +2,8 @@
 
 Threads that share a small product or a small Cholesky factorisation wait for each other longer than
 they compute. On a busy machine, where some of them have to wait for a core, that is a hundred times
-as long.
+as long. And when they are done they look for more work for a while, on cores that kernels with
+threads of their own could use.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ _before = 1  # threads of PyTorch, before the first of them came in
 def threads_for(numbers: int, device: str = "cpu") -> AbstractContextManager[None]:
     """One thread if so few numbers go through a layer on the CPU, else as many as PyTorch takes."""
     return one_thread() if device == "cpu" and numbers < SMALL else nullcontext()
+
+
+def threads_allowed() -> int:
+    """How many threads PyTorch takes outside of `one_thread`; kernels may take as many inside."""
+    with _lock:
+        return _before if _inside else torch.get_num_threads()
 
 
 @contextmanager

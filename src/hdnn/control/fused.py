@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hdnn.base.notice import said_if_slow
+from hdnn.base.threads import threads_allowed
 from hdnn.control import elimination, step
 from hdnn.control.links import Edges
 from hdnn.control.step import System
@@ -216,7 +218,7 @@ class _Run(torch.autograd.Function):
             ours = tuple(k[low:high] for k in kept)
             run(size, y_now[low:high], first, chosen, *parts, B >= LANES, ours, failed[j])
 
-        each_group(B, run, group)
+        each_group(B, run, group, together=True)
         for kind, t, which in failed.tolist():
             if kind:
                 _fail(kind, first + t, which, system, range(N))
@@ -250,11 +252,11 @@ def _gradients(ctx: Any, *grads: Any) -> Any:
     ahead, found = np.empty((0, 1, 1)), _sums(parts, len(groups(B)))
 
     def group(j: int, low: int, high: int) -> None:
-        dK, db, *to_own, dC = (each[j : j + 1] for each in found)
+        dK, db, *to_own, dC = (each[j : j + (high - low if B < LANES else 1)] for each in found)
         to, ours = ((dK, db), tuple(to_own), dC), (*(k[low:high] for k in kept), ahead)
         run(size, dy[low:high], first, chosen, *parts, B >= LANES, ours, g[low:high], to)
 
-    each_group(B, run, group)
+    each_group(B, run, group, together=True)
     to_weights = _of_weights(system, found, rest)
     return torch.from_numpy(dy), *to_weights.values(), None
 
@@ -345,17 +347,26 @@ def groups(B: int) -> list[tuple[int, int, int]]:
     return [(j, low, min(B, low + width)) for j, low in enumerate(range(0, B, width))]
 
 
-def each_group(B: int, kernel: Any, run: Callable[[int, int, int], None]) -> None:
-    """Run groups of samples by as many threads as PyTorch may use: who is free takes the next."""
-    bounds = groups(B)
-    threads, waiting = min(len(bounds), torch.get_num_threads()), iter(bounds)
+def each_group(
+    B: int, kernel: Any, run: Callable[[int, int, int], None], *, together: bool = False
+) -> None:
+    """Run groups of samples by as many threads as PyTorch may use: who is free takes the next.
+
+    Groups of one sample are run several at a time if `together`, because they fill lanes: `run`
+    gets the number of the first of them.
+    """
+    bounds, threads = groups(B), threads_allowed()
+    if together and 0 < B < LANES:
+        cuts = [B * k // min(B, threads) for k in range(min(B, threads) + 1)]
+        bounds = [(low, low, high) for low, high in pairwise(cuts)]
+    waiting = iter(bounds)
 
     def share() -> None:
         for bound in waiting:  # an iterator of a list gives each to one thread
             run(*bound)
 
     with nullcontext() if kernel.signatures else said_if_slow(COMPILING):
-        rest = [_pool().submit(share) for _ in range(1, threads)]
+        rest = [_pool().submit(share) for _ in range(1, min(len(bounds), threads))]
         try:
             share()
         finally:

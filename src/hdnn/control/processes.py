@@ -79,7 +79,7 @@ def train_on_processes(
     ranks: int,
     *,
     iterations: int = 300,
-    batch: int = 16,
+    batch: int = 4,
     rate: float = 0.1,
     seed: int = 0,
     timeout: float = 60.0,

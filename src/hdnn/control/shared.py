@@ -36,7 +36,7 @@ from hdnn.control.problems import LoopProblem
 from hdnn.control.shared_costs import AgentCosts
 from hdnn.control.shares import Colour, Share
 from hdnn.control.step import System
-from hdnn.control.training import TERMS, factor, in_range
+from hdnn.control.training import BETAS, TERMS, factor, in_range
 from hdnn.distributed.graph.plan import Part, Plan, Round
 from hdnn.distributed.messages.handshake import shake_hands
 from hdnn.distributed.messages.tree import Spanning
@@ -82,7 +82,7 @@ class SharedTraining:
         transport: Transport,
         *,
         iterations: int = 300,
-        batch: int = 16,
+        batch: int = 4,
         rate: float = 0.1,
         seed: int = 0,
         tell: Callable[[dict[str, Any]], None] | None = None,
@@ -126,7 +126,7 @@ class SharedTraining:
         G, C = controller.G.detach()[agents], controller.C.detach()[share.controllers.which]
         self.weights = {"K": K.contiguous(), "b": b.contiguous(), "G": G, "C": C}
         own = {name: self.weights[name][: self.own] for name in ("K", "b", "G")}
-        self.adam = NodeAdam({**own, "C": C})
+        self.adam = NodeAdam({**own, "C": C}, BETAS)
 
     def run(self) -> dict[str, list[float]]:
         """Train to the end, or go on with what is kept.

@@ -59,7 +59,7 @@ class ControlConfig(BaseConfig):
     end: float | None = _cost(None, "weight of the energy that is left at the end")
 
     iterations: int = _training(300, "of Adam (default: 300)")
-    batch: int = _training(16, "random starts an iteration (default: 16)")
+    batch: int = _training(4, "random starts an iteration (default: 4)")
     rate: float = _training(0.1, "the largest rate of Adam (default: 0.1, of a crowd 0.05)")
     seed: int = _training(0, "of the weights and the starts (default: 0)")
     processes: int = _training(

@@ -394,15 +394,15 @@ class NodeAdam:
     number lies: a weight's bits would depend on which nodes share its tensor.
     """
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        self.weights, self.count = weights, 0
+    def __init__(self, weights: dict[str, Tensor], betas: tuple[float, float] = BETAS) -> None:
+        self.weights, self.betas, self.count = weights, betas, 0
         self.m = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.v = {name: torch.zeros_like(w) for name, w in weights.items()}
 
     def step(self, gradients: dict[str, Tensor], rate: float) -> None:
         """One step down these gradients, at this learning rate."""
         self.count += 1
-        (b1, b2), k = BETAS, self.count
+        (b1, b2), k = self.betas, self.count
         for name, g in gradients.items():
             m, v = self.m[name], self.v[name]
             m.mul_(b1).add_(g * (1 - b1))
