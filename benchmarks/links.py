@@ -161,7 +161,10 @@ class Kept:
         return control.LinkCost(self.before(seed), **taken)
 
     def search(self, judge: control.LinkCost, seed: int, budget: int) -> sparsity.LinkChoice:
-        options = {"relaxed": judge.relaxed, "rounds": self.sizes["graphs"] - 1}
+        known = given(judge.problem.z)
+        first = [known["ring" if budget == AGENTS else "ring and diameters"]]
+        first.append(known[f"nearest {budget}"])
+        options = {"relaxed": judge.relaxed, "rounds": self.sizes["graphs"] - 1, "first": first}
         file = self.folder / f"search-{seed}.json"
         found = sparsity.choose_links(AGENTS, judge, links=budget, file=file, **options)
         print(f"{self.name}, seed {seed}: {found}", flush=True)

@@ -351,3 +351,50 @@ def test_scores_must_be_a_list(bad: Any) -> None:
 def test_costs_may_be_tensors() -> None:
     found = sparsity.choose_links(3, lambda _: torch.tensor(2.0), links=1)  # pyright: ignore
     assert found.cost == 2.0
+
+
+# Graphs to try first
+
+
+@settings(max_examples=25)
+@given(seeds, st.integers(3, 7), st.data())
+def test_what_is_found_is_no_worse_than_the_graphs_to_try_first(seed: int, agents: int, data: Any):
+    cost = Additive(agents, seed)
+    budget = data.draw(st.integers(1, len(cost.worth)))
+    source = torch.Generator().manual_seed(seed)
+    graphs = [
+        [pairs(agents)[e] for e in torch.randperm(len(cost.worth), generator=source)[:budget]]
+        for _ in range(3)
+    ]
+    turned = [[(k, i) for i, k in graph] for graph in graphs]
+    rounds = data.draw(st.integers(0, 6))
+    found = sparsity.choose_links(agents, cost, links=budget, first=turned, rounds=rounds)
+    assert {tuple(sorted(graph)) for graph in graphs} <= {*cost.calls}
+    assert found.cost <= min(cost(tuple(graph)) for graph in graphs)
+    assert len(found.history) <= 1 + max(rounds, 3)
+
+
+def test_at_a_price_graphs_to_try_first_have_any_size() -> None:
+    cost = Additive(5, 0)
+    best = [link for link, worth in cost.worth.items() if worth > 0.5]
+    found = sparsity.choose_links(5, cost, price=0.5, first=[best, []], rounds=2)
+    assert set(found.links) == set(best)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (3, "first must be graphs"),
+        ([3], "must be pairs of agents"),
+        ([[(0, 9), (1, 2)]], "0 .. 3"),
+        ([[(0, 1)]], "a graph of 1 link, but 2 are to be chosen"),
+        ([[(0, 1), (1, 0)]], "a graph of 1 link, but 2 are to be chosen"),
+        ([[(0, 1), (2, 3)]], r"\(2, 3\), which is no candidate"),
+    ],
+)
+def test_graphs_to_try_first_that_cannot_be_are_refused(first: Any, said: str) -> None:
+    cost = Additive(4, 0)
+    options = {"links": 2, "candidates": [(0, 1), (0, 2), (0, 3)]}
+    with pytest.raises(SparsityError, match=said):
+        sparsity.choose_links(4, cost, first=first, **options)
+    assert not cost.calls

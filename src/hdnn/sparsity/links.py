@@ -95,6 +95,7 @@ def choose_links(
     price: float | None = None,
     relaxed: Callable[[Links], Sequence[float]] | None = None,
     candidates: Iterable[tuple[int, int]] | None = None,
+    first: Iterable[Iterable[tuple[int, int]]] = (),
     rounds: int = 20,
     seed: int = 0,
     file: str | os.PathLike[str] | None = None,
@@ -103,15 +104,16 @@ def choose_links(
     """Search for the graph with so many links, or at such a price a link, whose cost is least.
 
     It begins with the links of the highest scores, or with links drawn at random where there are
-    none. The first quarter of the rounds tries graphs with as many links that are drawn at random,
-    because scores may mislead: if one of these costs less, scores are not used from then on. Each
-    round that follows tries a change of the best graph so far: it takes some links away, rather
-    those of low scores, and adds others, rather those of high ones; what costs less is kept. At
-    first a quarter of the links change; half as many after each round in vain, down to one. At a
-    price, rounds may also add or take away a link, and the beginning is the best of the 0, 1, 2, 4,
-    .. highest scores. Where no change of one link leads to a graph that was not tried, two change
-    at least, then four, and so on, until a graph is better. The search ends after its rounds, or
-    when all graphs were tried.
+    none. The first quarter of the rounds tries the graphs that are given to be tried `first`, all
+    of them, and then graphs with as many links that are drawn at random, because scores may
+    mislead: if one of these costs less, scores are not used from then on. Each round that follows
+    tries a change of the best graph so far: it takes some links away, rather those of low scores,
+    and adds others, rather those of high ones; what costs less is kept. At first a quarter of the
+    links change; half as many after each round in vain, down to one. At a price, rounds may also
+    add or take away a link, and the beginning is the best of the 0, 1, 2, 4, .. highest scores.
+    Where no change of one link leads to a graph that was not tried, two change at least, then four,
+    and so on, until a graph is better. The search ends after its rounds, or when all graphs were
+    tried.
 
     The same seed gives the same search. With a file, a search that was interrupted goes on from
     there when it is called again, and other searches find the costs that are known, also while
@@ -126,6 +128,8 @@ def choose_links(
         relaxed: scores of candidates, the higher the better, one for each: such as how strongly
             they are used in a training with all of them. It is called once.
         candidates: pairs of agents that may be linked; by default all.
+        first: graphs to try first, such as a ring, so that what is found is no worse than they are;
+            each counts as a round, and they are all tried even if there are fewer rounds.
         rounds: graphs to try after the first, at most.
         seed: of what is drawn.
         file: where to keep scores and costs as JSON; by default nowhere.
@@ -139,7 +143,8 @@ def choose_links(
             one score a candidate.
         OptionError: if not just one of links and price is given, the price is negative, or cost
             or relaxed cannot be called.
-        SparsityError: if candidates are no pairs of agents, or fewer than the links.
+        SparsityError: if candidates are no pairs of agents, or fewer than the links, or a graph to
+            try first has links that are no candidates, or another number of them.
         TrainingError: if a cost or a score is not a finite number.
         CheckpointError: if the file cannot be used, is damaged, or is of another search.
 
@@ -154,11 +159,15 @@ def choose_links(
         of ... graphs with costs from 6 to ..., the first ...
         >>> sparsity.design(found.S).S.equal(found.S)
         True
+        >>> ring = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
+        >>> sparsity.choose_links(5, cost, links=5, first=[ring], rounds=20).cost <= cost(ring)
+        True
     """
     M, rounds = int_from(2, "agents", agents), int_from(0, "rounds", rounds)
     source = random.Random(int_from(0, "seed", seed))
     known = _candidates(candidates, M)
     budget, paid = _limits(links, price, len(known))
+    given = _graphs(first, known, budget, M)
     for name, function in (("cost", cost), ("relaxed", relaxed)):
         if not (callable(function) or (name == "relaxed" and function is None)):
             raise OptionError(f"{name} must be a function of links, but got {quoted(function)}.")
@@ -169,12 +178,15 @@ def choose_links(
         scores = {} if relaxed is None else trials.scores(relaxed)
         search = _Search(source, trials, scores, paid)
         search.begin(budget)
-        drawn = rounds // DRAWN
+        rounds = max(rounds, len(given))
         for k in range(rounds):
             best = search.current
             many = links_text(len(best.links))
             line.show(f"round {k + 1}/{rounds}, {many}, cost {best.cost:.4g}")
-            if k < drawn and search.draw():
+            if k < len(given):
+                search.take(given[k])
+                continue
+            if k < rounds // DRAWN and search.draw():
                 continue
             if not search.change(free=budget is None):
                 break
@@ -208,17 +220,21 @@ class _Search:
         self.current = min(found, key=self._total)
         self.size = max(1, len(self.current.links) // 4)
 
-    def draw(self) -> bool:
-        """Try a graph drawn at random, of the current size; False if none is left to be drawn.
+    def take(self, links: Links) -> None:
+        """Try a graph that was not made by scores.
 
         If it is better, the scores were wrong, and changes are drawn without them.
         """
+        found = self.tried.get(links) or self._try(links)
+        if self._total(found) < self._total(self.current):
+            self.current, self.ranked = found, False
+
+    def draw(self) -> bool:
+        """Try a graph drawn at random, of the current size; False if none is left to be drawn."""
         for _ in range(REDRAWS):
             links = tuple(sorted(self.source.sample(self.order, len(self.current.links))))
             if links not in self.tried:
-                found = self._try(links)
-                if self._total(found) < self._total(self.current):
-                    self.current, self.ranked = found, False
+                self.take(links)
                 return True
         return False
 
@@ -307,18 +323,40 @@ def _candidates(given: Any, agents: int) -> Links:
     """Pairs (i, k), i < k, in order."""
     if given is None:
         return tuple((i, k) for i in range(agents) for k in range(i + 1, agents))
+    found = _pairs("candidates", given, agents)
+    if not found:
+        raise SparsityError("there are no candidates; give at least one pair of agents.")
+    return found
+
+
+def _pairs(name: str, given: Any, agents: int) -> Links:
+    """Pairs (i, k), i < k, in order, each once."""
     if not isinstance(given, Iterable):
-        raise SparsityError(f"candidates must be pairs of agents, but got {quoted(given)}.")
+        raise SparsityError(f"{name} must be pairs of agents, but got {quoted(given)}.")
     found: set[Link] = set()
     for shown in given:
         pair: list[Any] = list(shown) if isinstance(shown, Iterable) else []
         ends = sorted({int(i) for i in pair if isinstance(i, Integral) and 0 <= int(i) < agents})
         if len(pair) != 2 or len(ends) != 2:
             raise SparsityError(
-                f"candidates must be pairs of two of the agents 0 .. {agents - 1}, but one is "
+                f"{name} must be pairs of two of the agents 0 .. {agents - 1}, but one is "
                 f"{quoted(shown)}."
             )
         found.add((ends[0], ends[1]))
-    if not found:
-        raise SparsityError("there are no candidates; give at least one pair of agents.")
     return tuple(sorted(found))
+
+
+def _graphs(given: Any, candidates: Links, budget: int | None, agents: int) -> list[Links]:
+    """The graphs to try first, each once."""
+    if not isinstance(given, Iterable):
+        raise SparsityError(f"first must be graphs, lists of pairs, but got {quoted(given)}.")
+    graphs = [_pairs("the graphs of first", graph, agents) for graph in given]
+    for graph in graphs:
+        unknown = sorted({*graph} - {*candidates})
+        if unknown:
+            raise SparsityError(f"first has a graph with {unknown[0]}, which is no candidate.")
+        if budget is not None and len(graph) != budget:
+            raise SparsityError(
+                f"first has a graph of {links_text(len(graph))}, but {budget} are to be chosen."
+            )
+    return list(dict.fromkeys(graphs))
