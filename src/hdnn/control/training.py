@@ -112,7 +112,7 @@ class LoopTraining:
             raise TrainingError(
                 "all weights of the controllers are frozen; nothing can be trained."
             )
-        self.optimizer = torch.optim.Adam(self.weights, lr=self.rate, betas=BETAS)
+        self.optimizer = torch.optim.Adam(self.weights, lr=self.rate, betas=BETAS, fused=True)
         pairs = problem.agents > 1 if problem.cost.pairs is None else bool(problem.cost.pairs)
         names = ("cost", *TERMS, *["distance"] * pairs, "rate")
         self.history: dict[str, list[float]] = {name: [] for name in names}
