@@ -80,3 +80,17 @@ def test_kernels_know_how_many_threads_pytorch_takes_outside():
         assert torch.get_num_threads() == 1
         assert threads_allowed() == 3
     assert threads_allowed() == 3
+
+
+def test_who_asks_for_one_thread_elsewhere_gets_one():
+    found = []
+
+    def other() -> None:
+        torch.set_num_threads(1)
+        found.append(threads_allowed())
+
+    with one_thread():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found == [1]

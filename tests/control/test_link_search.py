@@ -194,3 +194,10 @@ def test_bad_input_is_refused(problem: control.LoopProblem) -> None:
         control.LinkCost(problem, mask=0)
     with pytest.raises(StepError, match="rate must be"):
         control.LinkCost(problem, rate=0.0)
+
+
+def test_costs_by_another_optimiser_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = control.LinkCost(three(steps=4), iterations=2, batch=2, samples=2)
+    before = cost.identity
+    monkeypatch.setattr("hdnn.control.candidates.BETAS", (0.9, 0.999))
+    assert cost.identity != before

@@ -283,3 +283,62 @@ def test_states_and_steps_that_cannot_be_are_one_sentence(name):
     ):
         with pytest.raises(ShapeError):
             wrong()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "of gradients"])
+@pytest.mark.parametrize("name", ["batched", pytest.param("fused", marks=fused)])
+def test_inputs_that_depend_on_each_other_have_the_gradients_of_the_definition(name, again):
+    """A run in two pieces, and a start that depends on weights: no way is followed twice."""
+    loop, normal = random_loop(0, 4, 0.5, 0.1, T=4)
+    y, c = state(loop, normal, 3), loop.controller
+
+    def gradients(engine_: str) -> list[torch.Tensor]:
+        loop.engine = engine_
+        p = loop.plant.states
+        start = torch.cat([y[..., :p], y[..., p:] + c.K.sum((0, -1))], -1)
+        middle = loop.run(start, 2)[0][-1]
+        end = loop.run(middle, 2, 2)[0][-1].square().sum()
+        weights = [c.K, c.b, c.G, c.C]
+        return [g.detach() for g in torch.autograd.grad(end, weights, create_graph=again)]
+
+    for found, wanted in zip(gradients(name), gradients("reference"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
+
+
+@fused
+def test_plants_whose_rows_are_one_after_rounding_are_solved_by_default():
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    plant = control.Plant(one.expand(1, 2, 1), 0 * one, 1e18 * one, one)
+    loop = control.ClosedLoop(plant, control.Controller(1, 4, states=2, inputs=1), 0.1)
+    assert bool(torch.isfinite(loop(loop.start(one))).all())
+    loop.engine = "fused"
+    with pytest.raises(ConvergenceError, match="agent 0"):
+        loop(loop.start(one))
+
+
+def test_transforms_of_torch_func_see_the_definition():
+    loop, normal = random_loop(0, 2, 0.5, 0.1)
+    y = state(loop, normal, 3)
+    whole = torch.func.vmap(loop)(y).transpose(0, 1)
+    torch.testing.assert_close(whole, loop(y), rtol=1e-9, atol=1e-9)
+    last = torch.func.jacrev(lambda each: loop(each)[-1])(y[0])
+    wanted = torch.autograd.functional.jacobian(lambda each: loop(each)[-1], y[0])
+    torch.testing.assert_close(last, wanted, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_certificates_need_no_gradients_of_whoever_asks(mode):
+    loop, normal = random_loop(0, 2, 0.5, 0.1)
+    y = state(loop, normal, 3)
+    wanted = loop.certify(y)
+    with mode():
+        assert loop.certify(y) == wanted
+    assert loop.certify(torch.ones_like(y).long()) == loop.certify(torch.ones_like(y))
+    with pytest.raises(ShapeError, match="real tensor"):
+        loop.certify([1, 2])
+
+
+def test_complex_states_of_controllers_are_refused():
+    loop, _ = random_loop(0, 2, 0.5, 0.1)
+    with pytest.raises(ShapeError, match="xi must be a real number"):
+        loop.start(torch.zeros(2, 3), 1 + 2j)

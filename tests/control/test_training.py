@@ -338,3 +338,19 @@ def test_a_cost_that_is_not_finite_ends_the_training():
     problem.z = problem.z * 1e150
     with pytest.raises(TrainingError, match="the cost is not finite in iteration 1"):
         control.LoopTraining(problem).run()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_training_needs_no_gradients_of_whoever_runs_it(mode):
+    training, other = (control.LoopTraining(crossing(), iterations=2, batch=2) for _ in range(2))
+    training.run()
+    with mode():
+        other.run()
+    assert same(weights(training), weights(other))
+
+
+def test_weights_that_were_frozen_since_are_one_sentence():
+    training = control.LoopTraining(crossing(), iterations=2, batch=2)
+    training.loop.requires_grad_(False)
+    with pytest.raises(TrainingError, match="all weights of the controllers are frozen"):
+        training.run()

@@ -374,6 +374,16 @@ def test_what_is_found_is_no_worse_than_the_graphs_to_try_first(seed: int, agent
     assert len(found.history) <= 1 + max(rounds, 3)
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array, iter], ids=lambda k: k.__name__)
+def test_graphs_and_candidates_may_be_given_as_lists_arrays_or_tensors(kind: Any) -> None:
+    cost = Additive(4, 0)
+    candidates = kind([[0, 1], [0, 2], [1, 3]])
+    graph = kind([[1, 0], [3, 1]])
+    found = sparsity.choose_links(4, cost, links=2, candidates=candidates, first=[graph], rounds=1)
+    assert ((0, 1), (1, 3)) in cost.calls
+    assert len(found.links) == 2
+
+
 def test_at_a_price_graphs_to_try_first_have_any_size() -> None:
     cost = Additive(5, 0)
     best = [link for link, worth in cost.worth.items() if worth > 0.5]
@@ -385,6 +395,8 @@ def test_at_a_price_graphs_to_try_first_have_any_size() -> None:
     ("first", "said"),
     [
         (3, "first must be graphs"),
+        (np.array(3), "first must be graphs"),
+        ([np.array(3)], "must be pairs of agents"),
         ([3], "must be pairs of agents"),
         ([[(0, 9), (1, 2)]], "0 .. 3"),
         ([[(0, 1)]], "a graph of 1 link, but 2 are to be chosen"),

@@ -8,6 +8,7 @@ threads of their own could use.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,8 +30,7 @@ def threads_for(numbers: int, device: str = "cpu") -> AbstractContextManager[Non
 
 def threads_allowed() -> int:
     """How many threads PyTorch takes outside of `one_thread`; kernels may take as many inside."""
-    with _lock:
-        return _before if _inside else torch.get_num_threads()
+    return _before if getattr(_own, "depth", 0) else torch.get_num_threads()
 
 
 @contextmanager
@@ -53,3 +53,13 @@ def one_thread() -> Iterator[None]:
             with _lock:
                 _inside -= 1
                 torch.set_num_threads(_before)
+
+
+def _after_fork() -> None:
+    """Of all threads only the one that forked is there, and the lock may have been another's."""
+    global _lock, _inside
+    _lock, _inside = threading.Lock(), int(getattr(_own, "depth", 0) > 0)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

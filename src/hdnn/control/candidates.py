@@ -12,7 +12,7 @@ import torch
 from hdnn.control.controller import Controller
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.problems import LoopProblem, checked
-from hdnn.control.training import LoopTraining, in_range
+from hdnn.control.training import BETAS, LoopTraining, in_range
 from hdnn.errors import OptionError, as_float, positive_int, quoted
 from hdnn.training import identity
 
@@ -123,7 +123,7 @@ class LinkCost:
     def identity(self) -> str:
         """A digest of all that decides the costs."""
         problem = self.problem
-        numbers = [self.options, self.samples, self.mask, problem.radius, problem.collision]
+        numbers = [self.options, self.samples, self.mask, problem.radius, problem.collision, BETAS]
         loop = problem.loop
         frozen = [name for name, weight in loop.named_parameters() if not weight.requires_grad]
         about = [*numbers, loop.step, loop.controller.links, loop.plant.links, frozen]

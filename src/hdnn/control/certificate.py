@@ -311,13 +311,14 @@ class LoopCertificate:
 
 def certify(loop: ClosedLoop, y: Tensor, horizons: int, samples: int) -> LoopCertificate:
     """As `ClosedLoop.certify`."""
-    if not y.numel():
+    if isinstance(y, Tensor) and not y.numel():
         raise ShapeError(f"a certificate needs a state at least, but y is {tuple(y.shape)}.")
     balance, N = loop.balance(y, horizons), loop.plant.agents
-    y = y.reshape(-1, *y.shape[-2:])
+    y = y.reshape(-1, *y.shape[-2:]).to(loop.controller.K.dtype)
     norms = None
     if int_from(0, "samples", samples) and y[0].numel() <= MOST:
-        norms = torch.stack([_norms(loop, each) for each in y[:samples]])
+        with torch.inference_mode(False), torch.enable_grad():
+            norms = torch.stack([_norms(loop, each) for each in y[:samples]])
     apart = torch.finfo(balance.before.dtype).eps / torch.finfo(torch.float64).eps
     return LoopCertificate(
         agents=N,

@@ -93,8 +93,15 @@ def plant_edges(system: System) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _solved(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """(I - matrix / 2)^-1 of what is on the right."""
-    return np.linalg.solve(np.eye(matrix.shape[-1]) - 0.5 * matrix, right)
+    """(I - matrix / 2)^-1 of what is on the right; NaN where rounding has taken I away."""
+    whole = np.eye(matrix.shape[-1]) - 0.5 * matrix
+    try:
+        return np.linalg.solve(whole, right)
+    except np.linalg.LinAlgError:
+        if len(whole) == 1:
+            return np.full_like(right, np.nan)
+        both = zip(matrix, right, strict=True)
+        return np.concatenate([_solved(one[None], other[None]) for one, other in both])
 
 
 def _array(given: Tensor) -> np.ndarray:

@@ -24,6 +24,7 @@ from hdnn.control.step import System
 from hdnn.engine import jit
 from hdnn.engine.kernels import closed_loop, closed_loop_lanes
 from hdnn.engine.kernels.closed_loop_lanes import LANES
+from hdnn.engine.twice import differentiable
 from hdnn.errors import ConvergenceError
 
 UNROLLED = 4  # states of a controller up to which loops are compiled for just that number
@@ -237,12 +238,12 @@ class _Run(torch.autograd.Function):
 def _twice(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients that have gradients themselves: those of the definition, which takes longer."""
     system, first, _ = ctx.given
-    y, K, b, G, C = given = ctx.saved_tensors
-    same = replace(system, K=K, b=b, G=G, C=C)
-    states = step.trajectory(same, y, g.shape[1] - 1, first)[0].transpose(0, 1)
-    wanted = [t for t in given if t.requires_grad]
-    found = iter(torch.autograd.grad(states, wanted, g, create_graph=True, allow_unused=True))
-    return *(next(found) if t.requires_grad else None for t in given), None
+
+    def states(y: Tensor, K: Tensor, b: Tensor, G: Tensor, C: Tensor) -> Tensor:
+        same = replace(system, K=K, b=b, G=G, C=C)
+        return step.trajectory(same, y, g.shape[1] - 1, first)[0].transpose(0, 1)
+
+    return *differentiable(states, ctx.saved_tensors, g), None
 
 
 def _gradients(ctx: Any, *grads: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hdnn.base.listed import listed
 from hdnn.errors import SparsityError, quoted
 from hdnn.sparsity import Sparsity, binary
 
@@ -28,11 +29,10 @@ def pairs_of(links: Any, agents: int) -> list[tuple[int, int]]:
         links = links.R if links.S is None else links.S
     if isinstance(links, Tensor | np.ndarray):
         return _of_pattern(links, agents)
-    given = list(links) if isinstance(links, Iterable) else [links]
     pairs: list[tuple[int, int]] = []
-    for shown in given:
-        listed = shown.tolist() if isinstance(shown, Tensor | np.ndarray) else shown
-        pair: list[Any] = list(listed) if isinstance(listed, Iterable) else []
+    given = listed(links)
+    for shown in [links] if given is None else given:
+        pair = listed(shown) or []
         known = [int(i) for i in pair if isinstance(i, Integral) and 0 <= int(i) < agents]
         if len(pair) != 2 or len(set(known)) != 2:
             raise SparsityError(

@@ -15,6 +15,7 @@ from hdnn.control.controller import Controller
 from hdnn.control.gains import gain_of
 from hdnn.control.plants import Plant
 from hdnn.control.step import System
+from hdnn.engine.tracing import transformed
 from hdnn.errors import (
     ConvergenceError,
     OptionError,
@@ -43,7 +44,8 @@ class ClosedLoop(nn.Module):
         engine: "fused" (one kernel for all steps: quadratic energies in float64 on a CPU, needs
             numba), "batched" (plain PyTorch, all agents at once, on any device), "reference" (the
             definition, one agent after the other, slow) or "auto": fused where it runs and finds
-            a solution, else batched. By default what `hdnn.engine.use` says.
+            a solution, else batched; inside of `torch.func.vmap` and the like the reference. By
+            default what `hdnn.engine.use` says.
 
     Raises:
         ShapeError: if the plant and the controllers are not for the same agents and inputs.
@@ -93,10 +95,14 @@ class ClosedLoop(nn.Module):
         N, p, c = self.plant.agents, self.plant.states, self.controller.states
         z = _states("z", z, N, p).to(self.controller.K.dtype)
         try:
-            rest = torch.as_tensor(xi).to(z).expand(*z.shape[:-1], c)
+            rest = torch.as_tensor(xi)
+            if rest.is_complex():
+                raise TypeError("complex")
+            rest = rest.to(z).expand(*z.shape[:-1], c)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ShapeError(
-                f"xi must be a number, or expand to {(*z.shape[:-1], c)}, but got {quoted(xi)}."
+                f"xi must be a real number, or expand to {(*z.shape[:-1], c)}, but got "
+                f"{quoted(xi)}."
             ) from error
         return torch.cat([z, rest], -1)
 
@@ -141,6 +147,8 @@ class ClosedLoop(nn.Module):
         if pushes is not None:
             pushes = pushes.reshape(steps, len(y), N, self.plant.inputs)
         engine = self.engine or engines.current().engine
+        if engine == "auto" and transformed():
+            engine = "reference"  # the only one that `torch.func` can look into
         missing = fused.why_not(y, system)
         if pushes is not None:
             missing = "it knows no forces from outside"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from hdnn.base.listed import listed
 from hdnn.control import costs
 from hdnn.control.loop import ClosedLoop
 from hdnn.control.rest import rest
@@ -93,9 +94,10 @@ class Cost:
         object.__setattr__(self, "distance", positive_float("distance", self.distance))
         object.__setattr__(self, "dimensions", int_from(1, "dimensions", self.dimensions))
         if self.pairs is not None:
-            if not isinstance(self.pairs, Iterable):
+            pairs = listed(self.pairs)
+            if pairs is None:
                 raise ShapeError(f"pairs must be pairs of agents, but got {quoted(self.pairs)}.")
-            object.__setattr__(self, "pairs", tuple(_pair(pair) for pair in self.pairs))
+            object.__setattr__(self, "pairs", tuple(_pair(pair) for pair in pairs))
 
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         """The cost of a trajectory of the loop, as a mean over all samples.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hdnn import activations
 from hdnn.activations import Activation
+from hdnn.base.listed import listed
 from hdnn.control.energies import energies, lowest
 from hdnn.control.links import Edges, edges, pairs_of
 from hdnn.errors import (
@@ -434,8 +435,9 @@ def _owned(
     if isinstance(given, Tensor | np.ndarray):
         named = [given.shape[0] - 1] if given.ndim else [0]
     else:
-        given = [*given] if isinstance(given, Iterable) else [given]
-        ends = (pair for pair in given if isinstance(pair, Iterable))
+        entries = listed(given)
+        given = [given] if entries is None else entries
+        ends = (listed(pair) or [] for pair in given)
         named = [int(i) for pair in ends for i in pair if isinstance(i, Integral)]
     N = max(named, default=0) + 1 if agents is None else positive_int("agents", agents)
     check_size("agents", N, first, first)

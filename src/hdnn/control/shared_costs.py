@@ -65,8 +65,9 @@ class AgentCosts:
             if others:
                 some = positions[[place, *others]]
                 values[place] = self._barrier(some, [(0, k + 1) for k in range(len(others))])
-        given = positions.detach().requires_grad_()
-        (found,) = torch.autograd.grad(self._barrier(given, self.pairs), given)
+        with torch.enable_grad():
+            given = positions.detach().requires_grad_()
+            (found,) = torch.autograd.grad(self._barrier(given, self.pairs), given)
         return values, found
 
     def _barrier(self, positions: Tensor, pairs: list[tuple[int, int]]) -> Tensor:

@@ -108,10 +108,7 @@ class LoopTraining:
         options = in_range(iterations, batch, rate, seed)
         self.iterations, self.batch, self.rate, self.seed = options.values()
         self.weights = [p for p in self.loop.parameters() if p.requires_grad]
-        if not self.weights:
-            raise TrainingError(
-                "all weights of the controllers are frozen; nothing can be trained."
-            )
+        self._check_weights()
         self.optimizer = torch.optim.Adam(self.weights, lr=self.rate, betas=BETAS, fused=True)
         pairs = problem.agents > 1 if problem.cost.pairs is None else bool(problem.cost.pairs)
         names = ("cost", *TERMS, *["distance"] * pairs, "rate")
@@ -192,6 +189,7 @@ class LoopTraining:
         last = self.iterations if until is None else int_from(0, "until", until)
         if callback is not None and not callable(callback):
             raise OptionError(f"callback must be a function, but got {quoted(callback)}.")
+        self._check_weights()
         line = ProgressLine(flag("progress", progress))
         start, saved = time.perf_counter(), time.monotonic()
         spent = self.seconds
@@ -201,7 +199,7 @@ class LoopTraining:
                 log = checkpoint.Log(self.folder, self.done)
                 wish = False
                 while self.done < min(last, self.iterations) and not (wish or interrupt.came):
-                    with self._threads():
+                    with self._threads(), torch.inference_mode(False), torch.enable_grad():
                         self._iterate()
                     self.seconds = spent + time.perf_counter() - start
                     log.write({"iteration": self.done, **self._now(), "seconds": self.seconds})
@@ -280,6 +278,12 @@ class LoopTraining:
             raise TrainingError(
                 f"the cost is not finite in iteration {self.done + 1}: the training has diverged; "
                 "lower the rate, or the weights of the cost."
+            )
+
+    def _check_weights(self) -> None:
+        if not any(weight.requires_grad for weight in self.weights):
+            raise TrainingError(
+                "all weights of the controllers are frozen; nothing can be trained."
             )
 
     def _check_last(self) -> None:

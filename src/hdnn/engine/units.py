@@ -25,7 +25,8 @@ from torch import Tensor
 from hdnn.engine.drift import check_reversal, drift_of
 from hdnn.engine.kernels import convolutions
 from hdnn.engine.kernels.factors import float32_setting
-from hdnn.engine.kernels.pixels import Step, apart, differentiable, empty_images, images
+from hdnn.engine.kernels.pixels import Step, apart, empty_images, images
+from hdnn.engine.twice import differentiable
 
 TOGETHER = 16  # gradients of K, at the most
 IMAGES = 5  # of the size of a state, which the backward pass of a layer needs

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdnn.base.listed import listed
 from hdnn.base.progress import ProgressLine
 from hdnn.errors import (
     SENSIBLE,
@@ -331,11 +332,12 @@ def _candidates(given: Any, agents: int) -> Links:
 
 def _pairs(name: str, given: Any, agents: int) -> Links:
     """Pairs (i, k), i < k, in order, each once."""
-    if not isinstance(given, Iterable):
+    entries = listed(given)
+    if entries is None:
         raise SparsityError(f"{name} must be pairs of agents, but got {quoted(given)}.")
     found: set[Link] = set()
-    for shown in given:
-        pair: list[Any] = list(shown) if isinstance(shown, Iterable) else []
+    for shown in entries:
+        pair = listed(shown) or []
         ends = sorted({int(i) for i in pair if isinstance(i, Integral) and 0 <= int(i) < agents})
         if len(pair) != 2 or len(ends) != 2:
             raise SparsityError(
@@ -348,9 +350,10 @@ def _pairs(name: str, given: Any, agents: int) -> Links:
 
 def _graphs(given: Any, candidates: Links, budget: int | None, agents: int) -> list[Links]:
     """The graphs to try first, each once."""
-    if not isinstance(given, Iterable):
+    entries = listed(given)
+    if entries is None:
         raise SparsityError(f"first must be graphs, lists of pairs, but got {quoted(given)}.")
-    graphs = [_pairs("the graphs of first", graph, agents) for graph in given]
+    graphs = [_pairs("the graphs of first", graph, agents) for graph in entries]
     for graph in graphs:
         unknown = sorted({*graph} - {*candidates})
         if unknown:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from hdnn.engine.kernels import compiling
 from hdnn.engine.kernels.device import kernel_sigma, kernel_slope
 from hdnn.engine.kernels.protocol import installed
 from hdnn.engine.tracing import traced
+from hdnn.engine.twice import differentiable
 
 Step: TypeAlias = tuple[float, Tensor | None]  # c, and a factor of it for each image (B,)
 ONE: Step = (1.0, None)
@@ -440,15 +441,6 @@ def empty_images(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None =
     """Memory for images."""
     layout: Any = {"memory_format": torch.channels_last, "device": like.device}
     return torch.empty(*shape, dtype=dtype or like.dtype, **layout)
-
-
-def differentiable(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor
-) -> list[Tensor | None]:
-    """The gradients of the inputs by plain PyTorch, of which gradients can be taken again."""
-    asked = [t for t in inputs if t.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs), asked, g, create_graph=True))
-    return [next(found) if t.requires_grad else None for t in inputs]
 
 
 class Normalise(torch.autograd.Function):
