@@ -187,7 +187,7 @@ def speed(sizes: Sizes, work: Path) -> dict[str, Any]:
     del work
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     before = processor_time()
-    for batch in control_whole.BATCHES:
+    for batch in (*control_whole.BATCHES, 16):
         steps = contestants(batch)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for turn in range(sizes["turns"] + 1):

@@ -21,7 +21,7 @@ from hdnn.control.training import BETAS, factor
 
 RATE = 0.1
 TURNS = 10  # of a training, between which the others go on
-BATCHES = (1, 4, 16)
+BATCHES = (1, 4)  # as the authors train, and as `LoopTraining` does
 
 
 class Ours:

@@ -105,7 +105,7 @@ class Trainings:
 
 PARTS = {
     "crossing": Trainings("crossing", 0, each=True),
-    "crossing, other seeds": Trainings("crossing", 40, each=True),
+    "crossing, other seeds": Trainings("crossing", 50, each=True),
     "loads": Trainings("loads", 0, each=False),
 }
 

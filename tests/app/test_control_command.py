@@ -230,6 +230,21 @@ def test_a_run_is_resumed_with_its_own_options_only(ring, capsys):
     assert "has iterations = 4, not 5" in told(capsys)
     assert hdnn("train", *QUICK, "--out", "ring") == 2
     assert "holds a run already" in told(capsys)
+    assert hdnn("train", "--resume", "--out", "ring", "--runs", "5") == 2
+    assert "is complete, with 3 fresh starts; try others by hdnn control simulate" in told(capsys)
+    assert files("ring") == before
+
+
+@pytest.mark.parametrize("edit", [{"iterations": 600}, {"seed": 1}, {"batch": 3}, {"steps": 20}])
+def test_a_training_does_not_go_on_with_options_that_were_edited(edit, ring, capsys):
+    (ring / "metrics.json").unlink()
+    config = json.loads((ring / "control.json").read_text())
+    (ring / "control.json").write_text(json.dumps(config | edit))
+    before = files("ring")
+    assert hdnn("train", "--resume", "--out", "ring", "--runs", "3") == 2
+    ((name, new),) = edit.items()
+    was = f"says {name} = {new}, but the training was begun with {config[name]}"
+    assert was in told(capsys)
     assert files("ring") == before
 
 
@@ -304,6 +319,9 @@ def test_what_a_folder_says_is_not_said_again(capsys):
     control.crossing("ring", steps=5).save("mine")
     for name in ("steps", "agents", "radius", "barrier", "links", "compare"):
         assert hdnn("train", "--problem", "mine", f"--{name}", "3") == 2
+        assert f"mine has its own {name}; leave --{name} out." in told(capsys)
+    for name, usual in (("steps", 100), ("horizon", 5), ("radius", 0.5), ("collision", 0.5)):
+        assert hdnn("train", "--problem", "mine", f"--{name}", str(usual)) == 2
         assert f"mine has its own {name}; leave --{name} out." in told(capsys)
     assert hdnn("train", "--problem", "crosing") == 2
     assert "Did you mean 'crossing'? Or name the folder of a problem" in told(capsys)
@@ -424,6 +442,15 @@ def test_weights_of_any_time_are_shown(ring, when, panels, capsys):
     assert len(json.loads(capsys.readouterr().out)["panels"]) == panels
 
 
+def test_what_is_said_below_a_picture_fits_into_it(made):
+    """Lines of 12 px: a letter is about 6 px wide."""
+    run = ControlRun(made)
+    for stages in (run.stages("after"), run.stages("before"), run.stages("all")):
+        shown = scene(stages)
+        assert all(6.2 * len(note) <= shown.size[0] for note in shown.notes)
+        assert " ".join(shown.notes).count(".") == 2
+
+
 def test_a_gif_has_a_frame_a_moment(ring, capsys):
     image = pytest.importorskip("PIL.Image")
     flags = ["--when", "after", "--start", "2", "--horizons", "2", "--seconds", "1"]
@@ -472,11 +499,20 @@ def test_a_report_says_what_was_trained_and_how_to_do_it_again(ring, capsys):
         "of 3 runs from fresh random starts without a collision",
         "The energy balance of every step holds",
         "Before training",
+        "After training",
         "hdnn control train --problem crossing --steps 10 --iterations 4 --batch 2",
     ):
         assert words in text
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe", "img")]
     assert not re.findall(r'(?:src|href)="(?!#)', Path("page.html").read_text())
+
+
+def test_the_report_of_a_training_is_that_of_the_command(ring):
+    assert hdnn("report", "ring", "--out", "page.html") == 0
+    written = (ring / "report.html").read_text()
+    for words in ("After training", "after training"):
+        assert Path("page.html").read_text().count(words) == written.count(words) > 0
+    assert "As it is now" not in written
 
 
 def test_a_training_of_python_can_be_simulated_drawn_and_reported(capsys):
@@ -547,7 +583,12 @@ WRONG = {
     "animate ring --out agents.mp4": "must end with one of .svg, .gif",
     "animate ring --seconds 0": "seconds must be finite and > 0",
     "animate ring --seconds 1e300": "seconds must be from 0.1 to 600, but got 1e+300",
-    "animate ring --start 1000000000000": "take fewer runs or horizons",
+    "animate ring --start 1000000000000": "take fewer random starts or horizons",
+    "animate ring --seed -1": "seed must be a whole number >= 0",
+    "train --horizon 1e9": "steps are at most 10; give more --steps or a shorter --horizon",
+    "train --horizon 1e308": "steps are at most 10",
+    "train --rate 1e9": "rate must be at most 10",
+    "train --distance 1e308": "distance must be at most 1e+30",
     "animate ring --seed -1 --start 1": "seed must be a whole number >= 0",
     "animate ring --start -1": "start must be a whole number >= 0",
     "report missing": "there is no folder missing",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,21 @@ from hdnn import control
 from hdnn.control import fused
 from hdnn.control.step import System
 from hdnn.engine import jit
-from hdnn.errors import ConvergenceError
+from hdnn.engine.kernels import closed_loop
+from hdnn.errors import ConvergenceError, MissingExtraError
 from strategies import Random
 
 pytestmark = pytest.mark.skipif(not jit.installed(), reason="needs numba")
 
 WEIGHTS = ("K", "b", "G", "C")
+
+
+def test_numba_that_cannot_be_imported_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(MissingExtraError, match=r"numba is needed here but cannot be imported"):
+        jit.compiled(abs)
+    with pytest.raises(MissingExtraError, match=r"pip install 'hdnn\[fast\]'"):
+        closed_loop.compiled.__wrapped__(jit.compiled)
 
 
 class Process:

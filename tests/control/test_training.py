@@ -76,6 +76,21 @@ def test_bits_do_not_depend_on_threads(batch):
     assert all(same(found[0][0], each) and found[0][1] == history for each, history in found[1:])
 
 
+def test_no_weight_moves_by_more_than_the_rate():
+    training = control.LoopTraining(crossing(), iterations=30, batch=1)
+    before = weights(training)
+
+    def check(now: control.LoopTraining) -> None:
+        nonlocal before
+        after, rate = weights(now), now.history["rate"][-1]
+        for a, b in zip(before, after, strict=True):
+            assert float((a - b).abs().max()) <= rate * (1 + 1e-12)
+        before = after
+
+    training.run(callback=check)
+    assert training.done == 30
+
+
 def test_a_huge_gradient_is_forgotten_soon():
     """Where robots meet, gradients are huge; with 0.999 Adam would move no more."""
     training = control.LoopTraining(crossing(), iterations=300, batch=1)

@@ -48,7 +48,8 @@ class Cost:
         dimensions: how many of an agent's first states are its position.
 
     Raises:
-        OptionError: if a weight is negative or not finite, or the discount is out of range.
+        OptionError: if a weight is negative or not finite, or the discount or the distance is out
+            of range.
         StepError: if the distance is not > 0.
         ShapeError: if dimensions is no whole number >= 1, or pairs are no pairs of whole numbers.
 
@@ -91,7 +92,10 @@ class Cost:
                 f"discount must be above 0 and at most 1, but got {quoted(self.discount)}."
             )
         object.__setattr__(self, "discount", rate)
-        object.__setattr__(self, "distance", positive_float("distance", self.distance))
+        far = positive_float("distance", self.distance)
+        if far > SENSIBLE:
+            raise OptionError(f"distance must be at most {SENSIBLE:g}, but got {far:g}.")
+        object.__setattr__(self, "distance", far)
         object.__setattr__(self, "dimensions", int_from(1, "dimensions", self.dimensions))
         if self.pairs is not None:
             pairs = listed(self.pairs)

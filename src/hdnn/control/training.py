@@ -42,8 +42,9 @@ SAVE_EVERY = 2.0  # seconds between checkpoints
 WARM_UP = 10  # iterations in which the rate rises
 LOWEST = 0.02  # of the rate, at the end
 # Of Adam. Robots that meet have gradients a thousand times as large as others, after which Adam
-# hardly moves until it has forgotten them: in 20 iterations by 0.95, in 1,000 by the usual 0.999.
-BETAS = 0.9, 0.95
+# hardly moves until it has forgotten them: in 1,000 iterations by the usual 0.999, in 5 by 0.8.
+# With both betas the same, no weight ever moves by more than the rate.
+BETAS = 0.8, 0.8
 TERMS = WEIGHTS
 KINDS = {"epoch": int, "seconds": float, "history": dict}
 KIND = "kind of cost"

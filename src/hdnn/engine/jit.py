@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hdnn.engine.kernels import protocol
+from hdnn.errors import require
 
 
 def installed() -> bool:
@@ -21,8 +22,7 @@ def compiled(function: Callable[..., Any], made_of: str = "") -> Any:
     numba compiles a function anew when its own file changes. `made_of` is a digest of all that it
     is compiled from, where that is more than this file, or may change while a program runs.
     """
-    import numba
-
+    numba: Any = require("numba", extra="fast")
     try:
         found = numba.njit(cache=True, error_model="numpy", nogil=True)(function)
     except RuntimeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from hdnn.app.agents.scene import TOP, WIDTH, Scene, colour_of
+from hdnn.app.agents.scene import ROW, TOP, WIDTH, Scene, colour_of
 from hdnn.errors import require
 from hdnn.plotting.agents import ink_on
 
@@ -41,8 +41,8 @@ def _frame(scene: Scene, number: int) -> Any:
     draw = draws.Draw(large)
     for k in range(len(scene.panels)):
         _panel(draw, scene, k, number)
-    note = scene.note
-    _text(draw, 2, height - 11, note, 12, FAINT, anchor="lm")
+    for k, note in enumerate(reversed(scene.notes)):
+        _text(draw, 2, height - 11 - ROW * k, note, 12, FAINT, anchor="lm")
     return large.resize((width, height), image.Resampling.BOX)
 
 

@@ -40,7 +40,7 @@ def fresh(problem: LoopProblem, runs: int, seed: int = 0, shape: str = "disc") -
     return problem.starts(count, seed=seed, draw=FRESH, shape=shape)
 
 
-def check_size(problem: LoopProblem, runs: int, horizons: int) -> None:
+def check_size(problem: LoopProblem, runs: int, horizons: int, kind: str = "runs") -> None:
     """Refuse more runs, or longer ones, than this machine can hold, before any work."""
     loop, count = problem.loop, positive_int("runs", runs)
     width = problem.start().numel()
@@ -48,8 +48,8 @@ def check_size(problem: LoopProblem, runs: int, horizons: int) -> None:
     at_once = max(each * balanced(problem, count), min(AT_ONCE, each * count))
     # All starts with what they are drawn from, and what is computed with the states at once.
     needed = 8 * (3 * count * width + COPIES * at_once)
-    told = f"{counted(count, 'run')} over {counted(horizons, 'horizon')}"
-    check_memory(needed, told, "runs or horizons")
+    told = f"{counted(count, kind.removesuffix('s'))} over {counted(horizons, 'horizon')}"
+    check_memory(needed, told, f"{kind} or horizons")
 
 
 def measure(

@@ -146,7 +146,8 @@ class OnPage:
     @property
     def energy(self) -> Curve | None:
         """The energy from the places of the agents on, before and after the training."""
-        shown = [("before training", self.before, RED, "6 4"), ("now", self.problem, BLUE, "")]
+        last = "after training" if self.metrics else "now"
+        shown = [("before training", self.before, RED, "6 4"), (last, self.problem, BLUE, "")]
         lines = [
             Line(name, *_energies(problem), colour, dash)
             for name, problem, colour, dash in shown
@@ -170,7 +171,7 @@ class OnPage:
     def _scene(self, *, during: bool) -> Scene | None:
         if self.problem.cost.dimensions != 2 or self.problem.agents > MOST:
             return None
-        stages = self.run.stages()
+        stages = self.run.stages(trained=bool(self.metrics))
         return scene(stages if during else [*dict.fromkeys([stages[0], stages[-1]])])
 
     # What is certain

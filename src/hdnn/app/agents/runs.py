@@ -117,10 +117,14 @@ class ControlRun(RunFolder):
             for count, place in sorted(numbers.items())
         ]
 
-    def stages(self, when: str = "all") -> list[Stage]:
-        """The weights before, during or after the training; of "all" one stage on the way."""
+    def stages(self, when: str = "all", *, trained: bool = False) -> list[Stage]:
+        """The weights before, during or after the training; of "all" one stage on the way.
+
+        A run that is `trained` is not complete before all else is written.
+        """
         self.check_there()
-        last = Stage("after training" if self.complete else "as it is now", self.folder)
+        over = trained or self.complete
+        last = Stage("after training" if over else "as it is now", self.folder)
         before = [Stage("before training", self.before)] if self.before.is_dir() else []
         if when == "after":
             return [last]
@@ -150,12 +154,16 @@ class ControlRun(RunFolder):
         try:
             if not isinstance(given, dict) or "kind" not in given:
                 raise OptionError("it holds no options.")
-            options = ControlConfig.without_kind(given)
-            for name, kind in types_of(ControlConfig).items():
-                if not (options.get(name) is None or fits(options[name], kind)):
-                    raise OptionError(f"its {name} is {quoted(options[name])}.")
-            return ControlConfig.of(options)
-        except (HDNNError, TypeError) as error:
+            options, known = ControlConfig.without_kind(given), types_of(ControlConfig)
+            for name, value in options.items():
+                if name not in known:
+                    raise OptionError(f"there is no option {quoted(name)}.")
+                if not (value is None or fits(value, known[name])):
+                    raise OptionError(f"its {name} is {quoted(value)}.")
+            return ControlConfig.of(
+                {n: v for n, v in options.items() if v != getattr(ControlConfig, n)}
+            )
+        except HDNNError as error:
             raise CheckpointError(f"{self.config_file} is damaged or was edited: {error}") from None
 
     def resumed(self, given: dict[str, Any]) -> ControlConfig:

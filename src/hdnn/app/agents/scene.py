@@ -25,6 +25,7 @@ MOST = 2000  # agents: of more, nothing could be seen
 FRAMES = 100  # of an animation, at most
 VALUES = 150_000  # places of all agents in all frames, at most: a page of a few megabytes
 WIDTH, GAP, TOP, BOTTOM = 320, 16, 46, 42  # of a panel, between two, above and below it
+ROW = 16  # the height of another line below
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,8 @@ class Scene:
     def size(self) -> tuple[int, int]:
         """The whole picture, in pixels."""
         count = len(self.panels)
-        return count * WIDTH + (count - 1) * GAP, TOP + self.height + BOTTOM
+        below = BOTTOM + ROW * (len(self.notes) - 1)
+        return count * WIDTH + (count - 1) * GAP, TOP + self.height + below
 
     @property
     def numbered(self) -> bool:
@@ -83,10 +85,11 @@ class Scene:
         return min(6.0, max(2.0, self.radius))
 
     @property
-    def note(self) -> str:
-        """What is to be seen, in a line."""
+    def notes(self) -> list[str]:
+        """What is to be seen: a line, or two where one is too long for the picture."""
         rings = ", and have a black ring" if self.collided else ""
-        return f"Crosses are targets. Discs that overlap collide{rings}."
+        told = ["Crosses are targets.", f"Discs that overlap collide{rings}."]
+        return told if rings and len(self.panels) == 1 else [" ".join(told)]
 
     def left(self, panel: int) -> int:
         """Where a panel begins."""
@@ -104,8 +107,8 @@ def scene(
     """The agents of each stage from one start: 0 for their places, 1, 2 .. for random ones."""
     problems = [load_problem(stage.folder) for stage in stages]
     check_plane(problems[0], stages[-1].folder)
-    number = int_from(0, "start", start)
-    check_size(problems[0], max(1, number), horizons)
+    number, seed = int_from(0, "start", start), int_from(0, "seed", seed)
+    check_size(problems[0], max(1, number), horizons, "random starts")
     paths = []
     for problem in problems:
         y = fresh(problem, number, seed)[-1] if number else problem.start()

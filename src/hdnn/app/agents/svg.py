@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from torch import Tensor
 
-from hdnn.app.agents.scene import TOP, WIDTH, Panel, Scene, colour_of
+from hdnn.app.agents.scene import ROW, TOP, WIDTH, Panel, Scene, colour_of
 from hdnn.plotting.agents import NUMBERED, ink_on
 
 HOLD = 0.15  # of the frames, for which the last one is shown before all begins again
@@ -44,14 +44,19 @@ def _file(scene: Scene, panels: list[str]) -> str:
     titles = ", ".join(f"{panel.title.lower()} ({panel.told})" for panel in scene.panels)
     count = scene.panels[0].places.shape[1]
     about = f"{count} agent{'s' * (count != 1)} on the way to their targets: {titles}"
-    note = scene.note
+    lines = enumerate(reversed(scene.notes))
+    notes = [
+        f'<text class="small" x="2" y="{height - 5 - ROW * k}">{escape(note)}</text>\n'
+        for k, note in lines
+    ]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="agents" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img"><title>{escape(about)}</title>\n',
         STYLE,
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n',
         *panels,
-        f'<text class="small" x="2" y="{height - 5}">{escape(note)}</text>\n</svg>\n',
+        *notes,
+        "</svg>\n",
     ]
     return "".join(parts)
 

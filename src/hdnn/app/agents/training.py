@@ -22,8 +22,10 @@ from hdnn.base.files import write_atomically
 from hdnn.control import LoopCertificate, LoopProblem, LoopTraining, load_problem
 from hdnn.control.objective import rest
 from hdnn.control.processes import train_on_processes
+from hdnn.errors import CheckpointError, OptionError
 from hdnn.training import checkpoint
 
+OPTIONS = ("iterations", "batch", "rate", "seed")  # of a training
 KEPT = (0.1, 0.25, 0.5, 0.75)  # of a training, after which the weights are kept
 HORIZONS = 10  # over which a trained loop is measured
 CERTIFIED = 16  # starts of the certificate, over two horizons
@@ -35,7 +37,13 @@ def train(
 ) -> dict[str, Any]:
     """Train, or go on with a training, and write all results; a complete run stays as it is."""
     if run.complete:
-        return run.metrics()
+        found = run.metrics()
+        if runs not in (None, found["after"]["runs"]):
+            raise OptionError(
+                f"the run in {run.folder} is complete, with {found['after']['runs']} fresh starts; "
+                f"try others by hdnn control simulate --runs {runs}."
+            )
+        return found
     if runs is not None:
         measured.check_size(load_problem(run.before), runs, HORIZONS)
     try:
@@ -54,8 +62,9 @@ def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[Lo
     """Train in this process, with exact resumption."""
     if (run.folder / checkpoint.NAME).is_file():
         training = LoopTraining.resume(run.folder)
+        _check_same(config, run, training)
     else:
-        options = {name: getattr(config, name) for name in ("iterations", "batch", "rate", "seed")}
+        options = {name: getattr(config, name) for name in OPTIONS}
         training = LoopTraining(load_problem(run.before), **options, folder=run.folder)
 
     def show(now: LoopTraining) -> None:
@@ -73,9 +82,23 @@ def _alone(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[Lo
     return training.problem, training.seconds
 
 
+def _check_same(config: ControlConfig, run: ControlRun, training: LoopTraining) -> None:
+    """Refuse options that were edited since: the training goes on with those that it began with."""
+    begun = {name: getattr(training, name) for name in OPTIONS}
+    if not config.own:
+        begun["steps"] = training.loop.controller.steps
+    for name, was in begun.items():
+        if getattr(config, name) != was:
+            raise CheckpointError(
+                f"{run.config_file} says {name} = {getattr(config, name)!r}, but the training was "
+                f"begun with {was!r}; to train longer, begin another one where this one ends, by "
+                f"hdnn control train --problem {shlex.quote(str(run.folder))}."
+            )
+
+
 def _shared(config: ControlConfig, run: ControlRun, bar: TrainingBar) -> tuple[LoopProblem, float]:
     """Train by processes that hear their neighbours only, with exact resumption."""
-    options = {name: getattr(config, name) for name in ("iterations", "batch", "rate", "seed")}
+    options = {name: getattr(config, name) for name in OPTIONS}
     problem = load_problem(run.before)
     kept = {"folder": run.folder, "resume": True, "stages": kept_after(config.iterations)}
     found = train_on_processes(problem, config.processes, **options, **kept, progress=bar.wanted)

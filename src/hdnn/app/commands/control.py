@@ -77,8 +77,7 @@ def _asked(options: dict[str, Any], flags: dict[str, Any]) -> tuple[ControlConfi
     if flags["resume"] and run.exists:
         return run.resumed(options), run
     problem = build(config)
-    names = ("iterations", "batch", "rate", "seed")
-    LoopTraining(problem, **{name: getattr(config, name) for name in names})  # raises
+    LoopTraining(problem, **{name: getattr(config, name) for name in training.OPTIONS})  # raises
     if config.processes > 1:
         from hdnn.control.shared import check
         from hdnn.control.shares import shared_out

@@ -17,6 +17,8 @@ LINKS = ("ring", "none", "nearest")
 WEIGHTS = ("state", "effort", "barrier", "smoothness", "end", "discount", "distance")
 AGENTS = {"crossing": 12, "crowd": 100}
 RATE = 0.05  # of a crowd: 1,000 robots cost more at 0.1 halfway than at 0.05
+LONGEST = 10.0  # a step of the robots
+FASTEST = 10.0  # rate: each weight, of about 1, moves by that in an iteration
 # What a problem from a folder has decided.
 OWN = ("links", "agents", "steps", "horizon", "radius", "collision", "compare", *WEIGHTS)
 
@@ -72,15 +74,25 @@ class ControlConfig(BaseConfig):
         problem = _named(given.get("problem", cls.problem))
         usual = {"rate": RATE} if problem == "crowd" else {}
         config = cls(**{**usual, **given, "problem": problem})
+        if config.rate > FASTEST:
+            raise OptionError(
+                f"rate must be at most {FASTEST:g}, by which each weight moves in an iteration, "
+                f"but got {config.rate:g}; 0.1 is usual."
+            )
         if config.own:
             for name in OWN:
-                if getattr(config, name) != getattr(cls, name):
+                if given.get(name) is not None:
                     raise OptionError(
                         f"the problem in {config.problem} has its own {name}; leave --{name} out."
                     )
             return config
         if config.compare is not None:
             choose("compare", config.compare, COMPARED)
+        if config.steps > 0 and config.horizon / config.steps > LONGEST:
+            raise OptionError(
+                f"a step would take {config.horizon / config.steps:g}, but robots oscillate once "
+                f"in 6.3: steps are at most {LONGEST:g}; give more --steps or a shorter --horizon."
+            )
         if config.problem == "crossing":
             if config.agents not in (None, AGENTS["crossing"]):
                 raise OptionError(

@@ -18,6 +18,7 @@ import numpy as np
 
 from hdnn.engine.kernels import closed_loop_lanes
 from hdnn.engine.kernels.closed_loop_lanes import LANES
+from hdnn.errors import require
 
 EPS = 2.0**-52
 CLOSE = 0.01  # half the distance of two points up to which slopes are taken from a series
@@ -30,6 +31,7 @@ STRAIGHT = 1e-7  # the length of a chord below which its bend is that of a point
 ROUNDING = 64 * EPS  # a residual relative to its terms that cannot be made smaller
 BALANCE = 64 * EPS  # what a substep may change the energy by, relative to its terms
 SMALLEST = 1e-10  # step along the curve of solutions with smaller h, where Newton fails at first
+TRIES = 1000  # such steps, at most
 
 # `size` is a tuple of c entries, so that loops have a length that is known when they are compiled;
 # or an array of that length. Matrices of agents are given as rows: (N, c c) and the like.
@@ -114,8 +116,7 @@ ROOTS = ("forward", "backward")
 @cache
 def compiled(njit: Callable[[Any], Any]) -> dict[str, Any]:
     """By name."""
-    import numba
-
+    numba: Any = require("numba", extra="fast")
     here = globals()
     here.update(closed_loop_lanes.operations())
     for name in PARTS:  # not kept on disk, where types of lanes would not be known again
@@ -1085,7 +1086,9 @@ def _found(K, G, linear, v, m):  # pragma: kernel
         return True
     v[KEPT] = 0
     share, step = 0.0, 0.25
-    while share < 1:
+    for _ in range(TRIES):
+        if share >= 1:
+            return True
         aim = min(1.0, share + step)
         v[DELTA] = v[KEPT]
         if _steps(K, G, linear, aim, v, m):
@@ -1095,7 +1098,7 @@ def _found(K, G, linear, v, m):  # pragma: kernel
             step *= 0.25
             if step < SMALLEST:
                 return False
-    return True
+    return False
 
 
 def _own_alone(size, V, lane, p, rows, whole):  # pragma: kernel
