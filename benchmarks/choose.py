@@ -238,19 +238,30 @@ def check(device: str, count: int = 60) -> float:
     return worst
 
 
+def packed(grid: dict[str, dict[str, dict[str, float]]]) -> list[Any]:
+    """times[batch][width][depth] as lists; the widest states may be missing in large batches."""
+    widths = max(([*each] for each in grid.values()), key=len)
+    for each in grid.values():
+        assert [*each] == widths[: len(each)]
+        assert all([*map(int, row)] == [*choice.DEPTHS[: len(row)]] for row in each.values())
+    rows = {batch: [[*row.values()] for row in each.values()] for batch, each in grid.items()}
+    return [[*map(int, widths)], rows]
+
+
 def write(made: dict[str, dict[str, Any]]) -> None:
     """Put the tables of a device into the file."""
     known = json.loads(choice.TABLE.read_text()) if choice.TABLE.exists() else {}
-    text = json.dumps({**known, **made}, separators=(",", ":"))
-    for start in (
-        '"shears"',
-        '"alternating"',
-        '{"32"',
-        '{"1"',
-        '{"4"',
-        '"cpu"',
-        f'"{choice.ONE_THREAD}"',
-    ):
+    for device, about in made.items():
+        ms = {
+            scheme: {
+                precision: {name: packed(grid) for name, grid in rows.items()}
+                for precision, rows in by_precision.items()
+            }
+            for scheme, by_precision in about["ms"].items()
+        }
+        known[device] = {**about, "ms": ms}
+    text = json.dumps(known, separators=(",", ":"))
+    for start in ('"shears"', '"alternating"', '"cpu"', f'"{choice.ONE_THREAD}"'):
         text = text.replace(start, f"\n{start}")
     choice.TABLE.write_text(f"{text}\n")
     for known in (choice._table, choice._best):

@@ -71,17 +71,8 @@ class Phases:
     the states and gradients of `trajectory` to the last bit. A process has its own agents and those
     at the other ends of their edges, and both ends compute an edge:
 
-        phases = Phases(system, batch)  # of these agents, numbered from 0; edges in their order
-        kept = []
-        for t in range(steps):
-            order = ["own", *plant_colours, *colours]  # reversed where t is odd
-            for phase in order:
-                ..  # get from neighbours the states that this phase needs, into y (B, N, n)
-                kept.append(phases.own(y, t, agents))  # agents: an array of their numbers
-                kept.append(phases.plant_edges(y, t, which))  # which: numbers of edges
-                kept.append(phases.edges(y, t, which))
+        kept = [phases.own(y, t, agents), phases.edges(y, t, which), ..]  # reversed if t is odd
         for each in reversed(kept):
-            ..  # get from neighbours the gradients that this phase needs, into g (B, N, n)
             phases.adjoint(each, g)
         gradients = phases.gradients()  # of K, b, G, C
 

@@ -60,16 +60,11 @@ class SharedTraining:
         problem: all of it, with its first weights.
         plan: which process owns which agent.
         transport: to the other processes.
-        iterations: how many.
-        batch: starts an iteration.
-        rate: the largest rate of Adam.
-        seed: of the starts.
+        iterations, batch, rate, seed: as `LoopTraining` takes them.
         tell: called by the root with a dict, every few iterations.
         keeping: where the root keeps the training; by default nowhere.
 
     Raises:
-        ShapeError: if iterations, batch or seed are no whole numbers in range.
-        StepError: if the rate is not > 0.
         OptionError: if the kernels of closed loops cannot run here.
         DistributedError: if other processes have another problem, other options or versions, or are
             lost.

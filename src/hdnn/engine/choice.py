@@ -25,6 +25,7 @@ BATCHES = {
     "cpu": (1, 8, 32, 128, 512, 2048),
     "cuda": (32, 128, 512, 2048, 8192),
 }  # those of the table
+DEPTHS = (16, 64)
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512, 1024)  # those of a CPU
 
 
@@ -80,10 +81,23 @@ def _best(device: str, scheme: str, precision: str, n: int, batch: int, layers: 
 
 @cache
 def _table() -> dict[str, Any]:
-    return json.loads(TABLE.read_text())
+    found = json.loads(TABLE.read_text())
+    for device in found.values():
+        for by_precision in device["ms"].values():
+            for rows in by_precision.values():
+                rows.update({name: _unpacked(*packed) for name, packed in rows.items()})
+    return found
 
 
-def _time(name: str, times: dict[str, dict[str, float]], n: int, layers: int) -> float:
+def _unpacked(widths: list[int], batches: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """times[batch][width][depth] from lists of times, where the last ones may be missing."""
+    return {
+        batch: {width: dict(zip(DEPTHS, row)) for width, row in zip(widths, rows)}  # noqa: B905
+        for batch, rows in batches.items()
+    }
+
+
+def _time(name: str, times: dict[Any, dict[Any, float]], n: int, layers: int) -> float:
     """The time for a width and a depth, from those of the grid: times[width][depth]."""
     at = {
         int(width): _between({int(depth): time for depth, time in row.items()}, layers)

@@ -28,14 +28,7 @@ class LostError(DistributedError):
 class StoreTransport(Transport):
     """A transport of one process for each part, all of which reach one store.
 
-    Args:
-        part: the number of this part.
-        parts: how many there are.
-        store: a `torch.distributed` store that all parts reach.
-        timeout: the seconds after which a silent neighbour counts as lost, at the start too.
-        name: how to call a part in messages, given its number.
-        faults: the store where the first fault is kept; by default the same.
-        everyone: the processes of all replicas; by default `parts`.
+    Args are those of `Gloo`.
 
     Raises:
         OptionError: if the timeout is not > 0.

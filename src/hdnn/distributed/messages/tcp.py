@@ -41,12 +41,7 @@ class Tcp(StoreTransport):
 
     Programs that are started with `HDNN_TRANSPORT=tcp` get one by `connect`.
 
-    Args:
-        part: the number of this part.
-        parts: how many there are.
-        store: a `torch.distributed` store that all parts reach.
-        timeout: the seconds after which a silent neighbour counts as lost, at the start too.
-        name: how to call a part in messages, given its number.
+    Args are those of `Gloo`.
 
     Raises:
         OptionError: if the timeout is not > 0.

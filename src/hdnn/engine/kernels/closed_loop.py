@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -80,36 +81,6 @@ ARTANH_NEAR = (
     *(0.11111114439126835, 0.14285714260652518, 0.2000000000007175, 0.333333333333333),
 )
 
-PARTS = (
-    *("_polynomial", "_tanh", "_artanh", "_chord", "_at", "_lane_chords", "_lane_points"),
-    *("_lane_times", "_lane_times_T", "_lane_product", "_lane_product_T", "_lane_slopes"),
-    *("_lane_factor", "_lane_solve", "_lane_largest", "_lane_start", "_lane_rows", "_lane_bends"),
-    *("_lane_moved", "_lane_same", "_lane_arrived", "_lane_own", "_lane_pair", "_lane_plant"),
-    *(
-        "_lane_own_adjoint",
-        "_lane_pair_adjoint",
-        "_lane_weights",
-        "_block",
-        "_put",
-        "_put_states",
-        "_take_states",
-    ),
-    *("_places", "_pivoted", "_own_pivoted", "_pair_pivoted", "_rows", "_solve", "_largest"),
-    *("_residual", "_newton", "_same_energy", "_rounding", "_steps", "_found", "_own_alone"),
-    *(
-        "_pair_alone",
-        "_aligned",
-        "_several",
-        "_room",
-        "_linear_step",
-        "_linear_forces",
-        "_linear_alone",
-        "_linear_adjoint",
-        "_add",
-        "_copied",
-    ),
-    *("_own_steps_of", "_pair_steps_of", "_own_adjoint_of", "_pair_adjoint_of"),
-)
 ROOTS = ("forward", "backward")
 
 
@@ -119,8 +90,9 @@ def compiled(njit: Callable[[Any], Any]) -> dict[str, Any]:
     numba: Any = require("numba", extra="fast")
     here = globals()
     here.update(closed_loop_lanes.operations())
-    for name in PARTS:  # not kept on disk, where types of lanes would not be known again
-        here[name] = numba.njit(error_model="numpy")(here[name])
+    for name, part in [*here.items()]:  # not kept on disk: types of lanes would not be known again
+        if name.startswith("_") and isinstance(part, FunctionType):
+            here[name] = numba.njit(error_model="numpy")(part)
     return {name: njit(here[name]) for name in ROOTS}
 
 
@@ -433,6 +405,18 @@ def _lane_arrived(size, V, ready, status, one, two):  # pragma: kernel
     return where_less(ready, 0.5, status, ready)
 
 
+def _lane_bent(size, V, step, trial, shift, more):  # pragma: kernel
+    """Add what the bends say, where it is less than half of a step. The largest shift then."""
+    least = _lane_largest(size, V, shift) * 0.5
+    most = _lane_largest(size, V, more)
+    for i in range(len(size)):
+        x = where_less(most, least, load(V, trial + i), 0.0)
+        store(V, step + i, load(V, step + i) + x)
+        x = where_less(most, least, load(V, more + i), 0.0)
+        store(V, shift + i, load(V, shift + i) + x)
+    return _lane_largest(size, V, shift)
+
+
 def _lane_own(size, rows, V):  # pragma: kernel
     """Newton steps of third order from 0 on; which lanes arrived is in row L_STATUS.
 
@@ -479,14 +463,7 @@ def _lane_own(size, rows, V):  # pragma: kernel
         _lane_times(size, V, M, left, trial)
         _lane_solve(size, V, J, trial)
         _lane_times(size, V, K, trial, left)
-        largest = _lane_largest(size, V, shift) * 0.5
-        more = _lane_largest(size, V, left)
-        for i in range(c):
-            x = where_less(more, largest, load(V, trial + i), 0.0)
-            store(V, step + i, load(V, step + i) + x)
-            x = where_less(more, largest, load(V, left + i), 0.0)
-            store(V, shift + i, load(V, shift + i) + x)
-        largest = _lane_largest(size, V, shift)
+        largest = _lane_bent(size, V, step, trial, shift, left)
         if any_less(largest, close):
             _lane_moved(size, V, 0, shift, force)
             _lane_times_T(size, V, K, force, F_)
@@ -581,14 +558,7 @@ def _lane_pair(size, rows, V):  # pragma: kernel
             store(V, trial + i, load(V, known + i) - load(V, trial + i))
         _lane_solve(size, V, J, trial)
         _lane_times(size, V, K, trial, known)
-        largest = _lane_largest(size, V, shift) * 0.5
-        more = _lane_largest(size, V, known)
-        for i in range(c):
-            x = where_less(more, largest, load(V, trial + i), 0.0)
-            store(V, step + i, load(V, step + i) + x)
-            x = where_less(more, largest, load(V, known + i), 0.0)
-            store(V, shift + i, load(V, shift + i) + x)
-        largest = _lane_largest(size, V, shift)
+        largest = _lane_bent(size, V, step, trial, shift, known)
         if any_less(largest, close):
             _lane_moved(size, V, 0, shift, known)
             _lane_times_T(size, V, K, known, F_)
