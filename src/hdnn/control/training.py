@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -198,9 +198,9 @@ class LoopTraining:
             with checkpoint.locked(self.folder), DeferredInterrupt(0.0) as interrupt:
                 self._check_last()
                 log = checkpoint.Log(self.folder, self.done)
-                wish = False
+                wish, threads = False, one_thread if self._by_kernel() else nullcontext
                 while self.done < min(last, self.iterations) and not (wish or interrupt.came):
-                    with self._threads(), torch.inference_mode(False), torch.enable_grad():
+                    with threads(), torch.inference_mode(False), torch.enable_grad():
                         self._iterate()
                     self.seconds = spent + time.perf_counter() - start
                     log.write({"iteration": self.done, **self._now(), "seconds": self.seconds})
@@ -234,11 +234,11 @@ class LoopTraining:
         y = self.problem.starts(samples, seed=self.seed, draw=self.iterations)
         return self.loop.certify(y, horizons)
 
-    def _threads(self) -> AbstractContextManager[None]:
-        """Beside the fused kernel PyTorch has little to do; more threads would be in the way."""
-        by_kernel = (self.loop.engine or engines.current().engine) in ("auto", "fused")
-        idle = by_kernel and not fused.why_not(self.problem.start(), self.loop.system())
-        return one_thread() if idle else nullcontext()
+    def _by_kernel(self) -> bool:
+        """Whether the fused kernel runs: more threads of PyTorch would be in its way."""
+        if (self.loop.engine or engines.current().engine) not in ("auto", "fused"):
+            return False
+        return not fused.why_not(self.problem.start(), self.loop.system())
 
     def _iterate(self) -> None:
         rate = self.rate * factor(self.done, self.iterations)
