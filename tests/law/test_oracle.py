@@ -6,9 +6,9 @@ The first half shows that the oracle is right on its own; the second compares th
 import pytest
 import torch
 
-import oracle
 from hdnn import activations, functional
-from oracle import exact, mp
+from law import oracle
+from law.oracle import exact, mp
 
 TOLERANCE = 1e-12  # of an error relative to max(1, |expected|)
 TINY = mp.mpf(10) ** -40  # what the oracle must reach without differences

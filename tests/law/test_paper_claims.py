@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import hdnn
 from hdnn import analysis, functional
-from hdnn.errors import ConvergenceError
-from strategies import (
+from law.strategies import (
     ACTIVATIONS,
     MONOTONE,
     Random,
     depths,
+    few,
     randomise,
     scales,
     seeds,
@@ -40,6 +40,7 @@ def smallest_norm(net, y, order):
 # Symplecticity: lem:numerical_flow
 
 
+@few
 @given(st.sampled_from(["H2", "Verlet", "Yoshida"]), sizes, depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_explicit_layers_are_symplectic_for_any_X(activation, kind, m, N, h, scale, seed):
@@ -50,6 +51,7 @@ def test_explicit_layers_are_symplectic_for_any_X(activation, kind, m, N, h, sca
     assert analysis.is_symplectic(Phi, net.J)
 
 
+@few
 @given(sizes, st.integers(1, 6), steps, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_general_semi_implicit_layer_is_symplectic_for_any_X(activation, m, N, h, seed):
@@ -61,13 +63,14 @@ def test_the_general_semi_implicit_layer_is_symplectic_for_any_X(activation, m, 
     y = normal(3, 2 * m)
     try:
         Phi = analysis.backward_sensitivity(net, y)
-    except ConvergenceError:
+    except hdnn.HDNNError:
         assume(False)  # no solution: no layer to speak of
     # Near a singular step the solution, hence the defect, is only as good as the equation.
     assume(float(analysis.norms(Phi).max()) < 1e3)
     assert float(analysis.symplectic_defect(Phi, net.J).max()) < 1e-10
 
 
+@few
 @given(st.integers(1, 7), st.integers(1, 6), st.floats(0.01, 0.5), seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_implicit_midpoint_rule_is_poisson_for_any_skew_J(activation, n, N, h, seed):
@@ -78,7 +81,7 @@ def test_the_implicit_midpoint_rule_is_poisson_for_any_skew_J(activation, n, N, 
     randomise(net, normal, 0.4)
     try:
         Phi = analysis.backward_sensitivity(net, normal(3, n))
-    except ConvergenceError:
+    except hdnn.HDNNError:
         assume(False)
     assume(float(analysis.norms(Phi).max()) < 1e3)
     assert float(analysis.symplectic_defect(Phi, net.J).max()) < 1e-10
@@ -102,6 +105,7 @@ def test_forward_euler_is_not_symplectic():
 # Non-vanishing gradients: th:nonvanishing_gradients_DT
 
 
+@few
 @given(sizes, st.integers(1, 40), steps, scales, seeds, st.booleans())
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_H2_never_vanish_in_any_norm(activation, m, N, h, scale, seed, X_each):
@@ -116,6 +120,7 @@ def test_gradients_of_H2_never_vanish_in_any_norm(activation, m, N, h, scale, se
         assert float(analysis.norms(Phi, order).min()) >= least * (1 - ROUNDING)
 
 
+@few
 @given(st.sampled_from(["Verlet", "Yoshida"]), sizes, depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_higher_order_layers_never_vanish(activation, kind, m, N, h, scale, seed):
@@ -125,6 +130,7 @@ def test_gradients_of_higher_order_layers_never_vanish(activation, kind, m, N, h
         assert smallest_norm(net, normal(3, 2 * m), order) >= 1 - ROUNDING
 
 
+@few
 @given(sizes, depths, steps, seeds)
 def test_gradients_of_the_general_semi_implicit_network_never_vanish(m, N, h, seed):
     normal = Random(seed)
@@ -132,11 +138,12 @@ def test_gradients_of_the_general_semi_implicit_network_never_vanish(m, N, h, se
     randomise(net, normal, 0.4)
     try:
         least = smallest_norm(net, normal(3, 2 * m), 2)
-    except ConvergenceError:
+    except hdnn.HDNNError:
         assume(False)
     assert least >= 1 - ROUNDING
 
 
+@few
 @given(st.sampled_from([hdnn.MS1, hdnn.MS3]), sizes, depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_of_MS1_and_MS3_never_vanish(activation, kind, m, N, h, scale, seed):
@@ -146,6 +153,7 @@ def test_gradients_of_MS1_and_MS3_never_vanish(activation, kind, m, N, h, scale,
     assert smallest_norm(net, normal(3, 2 * m), 2) >= 1 - ROUNDING
 
 
+@few
 @given(sizes, st.integers(1, 40), steps, scales, seeds, st.booleans())
 @pytest.mark.parametrize("activation", MONOTONE)
 def test_gradients_of_H1_never_vanish_for_a_monotone_activation(
@@ -162,6 +170,7 @@ def test_gradients_of_H1_never_vanish_for_a_monotone_activation(
         assert float(analysis.norms(Phi, order).min()) >= 1 - ROUNDING
 
 
+@few
 @given(st.integers(1, 7), depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", MONOTONE)
 def test_gradients_of_MS2_never_vanish_for_a_monotone_activation(activation, n, N, h, scale, seed):
@@ -207,6 +216,7 @@ def test_the_mean_over_samples_can_hide_that_no_sample_vanishes():
 # What the theorem does not give: a single gradient may shrink, but only so far
 
 
+@few
 @given(st.sampled_from(["H2", "Verlet", "Yoshida"]), sizes, depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_gradient_stays_within_the_budget(activation, kind, m, N, h, scale, seed):
@@ -238,6 +248,7 @@ def test_a_single_gradient_can_shrink_though_the_norm_does_not():
 # Upper bounds: lem:upper_bound and sharper ones
 
 
+@few
 @given(sizes, st.integers(1, 5), st.floats(0.05, 0.5), st.floats(0.1, 1.0), seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_continuous_time_BSM_is_below_both_bounds(activation, m, N, h, scale, seed):
@@ -254,6 +265,7 @@ def test_the_continuous_time_BSM_is_below_both_bounds(activation, m, N, h, scale
     assert float(sharp) <= float(paper)
 
 
+@few
 @given(sizes, depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_BSM_of_H1_is_below_its_own_bound(activation, m, N, h, scale, seed):
@@ -266,6 +278,7 @@ def test_the_BSM_of_H1_is_below_its_own_bound(activation, m, N, h, scale, seed):
     assert measured <= bound * (1 + 1e-12)
 
 
+@few
 @given(st.integers(2, 7), depths, steps, scales, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_BSM_of_MS2_is_below_its_own_bound(activation, n, N, h, scale, seed):
@@ -324,6 +337,7 @@ def test_gradients_grow_exponentially_where_h_k_squared_is_above_two():
 # Earlier networks as special cases: Appendix A and the errata
 
 
+@few
 @given(sizes, depths, steps, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_MS3_is_H2_after_q_changes_sign(activation, m, N, h, seed):
@@ -337,6 +351,7 @@ def test_MS3_is_H2_after_q_changes_sign(activation, m, N, h, seed):
     torch.testing.assert_close(flip * ours, expected, rtol=1e-9, atol=1e-9)
 
 
+@few
 @given(sizes, st.integers(1, 5), steps, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_MS1_is_H2_with_halves_swapped_and_an_X_a_layer(activation, m, N, h, seed):
@@ -353,6 +368,7 @@ def test_MS1_is_H2_with_halves_swapped_and_an_X_a_layer(activation, m, N, h, see
     torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
 
 
+@few
 @given(sizes, st.integers(1, 5), steps, seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_MS2_is_H1_with_a_J_a_layer(activation, m, N, h, seed):
@@ -365,6 +381,7 @@ def test_MS2_is_H1_with_a_J_a_layer(activation, m, N, h, seed):
     torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
 
 
+@few
 @given(sizes, depths, st.floats(0.01, 0.2), seeds)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_general_layer_with_a_block_diagonal_K_is_H2(activation, m, N, h, seed):
@@ -389,6 +406,7 @@ def test_the_fields_of_all_networks_are_those_of_the_paper():
             assert float((net.J + net.J.mT).abs().max()) < 1e-12
 
 
+@few
 @given(sizes, depths, seeds)
 def test_a_constant_invertible_X_adds_nothing_to_the_model_class(m, N, seed):
     # With q = X q~: K_q~ = K_q X, K_p unchanged in p, and the map of q absorbs X.
@@ -407,6 +425,7 @@ def test_a_constant_invertible_X_adds_nothing_to_the_model_class(m, N, seed):
 # Reversibility
 
 
+@few
 @given(st.sampled_from(["H2", "Verlet", "Yoshida"]), sizes, st.integers(1, 64), seeds)
 @example(kind="H2", m=2, N=1024, seed=0)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
