@@ -13,7 +13,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = {"tokens of code": 429_600, "files": 351}
+BUDGET = {"tokens of code": 440_000, "files": 355}
 
 SOURCE = Path(__file__).parents[1] / "src" / "hdnn"
 LAYOUT = {
