@@ -137,7 +137,7 @@ class _ImageTraining:
         if recipe.pad or recipe.flip:
             shifts = self.shifts.index_select(0, self.count)[0]
             flips = self.flips.index_select(0, self.count)[0]
-            images = augment(images, pad=recipe.pad, shifts=shifts, flips=flips)
+            images = augment(images, shifts, flips, pad=recipe.pad)
         x = self.data.normalised(images, torch.float32)
         if self.cuda:
             x = x.contiguous(memory_format=torch.channels_last)
