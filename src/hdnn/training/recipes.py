@@ -19,7 +19,11 @@ from torch.nn import functional as F
 from hdnn import models
 from hdnn.errors import OptionError, choose, positive_int
 from hdnn.heads import roomy_width
+from hdnn.model import Model
 from hdnn.models import ImageModel
+from hdnn.training.callbacks import WellPosed
+from hdnn.training.output import Output
+from hdnn.training.output import features as last_states
 
 # Schedules
 
@@ -41,56 +45,58 @@ def rate_factor(done: float, steps: int, warmup: float, schedule: str) -> float:
 
 # Tables
 
-TABLE_NETWORK: dict[str, Any] = {"layers": 4, "activation": "relu", "T": 4.0}
 WIDEST = 4096  # inputs; a wider network must be asked for by name
 
 
-def table_width(inputs: int) -> int:
-    """The features of a network for a table with this many inputs."""
-    n = roomy_width(inputs)
-    if inputs > WIDEST:
+def table(inputs: int, rows: float, *, features: int | None = None) -> dict[str, Any]:
+    """Options of a network and of `fit` for a table.
+
+    The penalties `weight_decay` and `ridge` are on the sum of the losses; `fit` takes them on the
+    mean: divide them by the rows.
+
+    Args:
+        inputs: columns of the table, after their encoding.
+        rows: the number of rows, or the sum of their weights.
+        features: of the network; by default as many as suit the inputs.
+
+    Raises:
+        OptionError: if a table is so wide that its network must be asked for.
+
+    Examples:
+        >>> from hdnn.training import recipes
+        >>> recipe = recipes.table(inputs=4, rows=150)
+        >>> recipe["features"], recipe["epochs"], recipe["batch"]
+        (16, 40, 32)
+    """
+    n = roomy_width(inputs) if features is None else features
+    if inputs > WIDEST and features is None:
         raise OptionError(
             f"{inputs} inputs make a network of {n} features, with {n * n / 2:.2g} weights a "
             f"layer; drop columns, or ask for features={n} if you have the time and the memory."
         )
-    return n
-
-
-def table_recipe(rows: float, features: int, **options: Any) -> dict[str, Any]:
-    """The options of `fit` for a table; those that are not None in `options` take their place.
-
-    Penalties (`weight_decay`, `ridge`) are on the sum of the losses: `fit` takes them on the mean.
-
-    Args:
-        rows: the number of rows, or the sum of their weights.
-        features: of the network.
-        **options: of `fit`; `solver="auto"` is "joint".
-
-    Examples:
-        >>> from hdnn.training import recipes
-        >>> recipes.table_recipe(rows=150, features=16)["epochs"]
-        40
-    """
-    recipe = {
-        "epochs": max(10, round(40 * min(1.0, 64 / features))),
-        "batch": table_batch(math.ceil(rows)),
-        "learning_rate": 2e-2 * math.sqrt(min(1.0, 24 / features)),
-        "weight_decay": min(0.5 * features, 3.3 * math.sqrt(features)),
-        "ridge": 0.01 * features,
+    batch = 32 * math.ceil(math.sqrt(2 * rows) / 32)
+    return {
+        "features": n,
+        "layers": 4,
+        "activation": "relu",
+        "T": 4.0,
+        "epochs": max(10, round(40 * min(1.0, 64 / n))),
+        "batch": batch if rows > 64 else max(math.ceil(rows), 1),
+        "learning_rate": 2e-2 * math.sqrt(min(1.0, 24 / n)),
+        "weight_decay": min(0.5 * n, 3.3 * math.sqrt(n)),
+        "ridge": 0.01 * n,
         "solver": "joint",
         "smoothness": 0.0,
     }
-    for name, value in options.items():
-        if value is not None and value != "auto":
-            recipe[name] = value
-    recipe["weight_decay"] /= rows
-    recipe["ridge"] /= rows
-    return recipe
 
 
-def table_batch(rows: int) -> int:
-    """All of few rows, else about the square root of twice the rows, in multiples of 32."""
-    return max(rows, 1) if rows <= 64 else 32 * math.ceil(math.sqrt(2 * rows) / 32)
+def begin(model: Model, x: Tensor, t: Tensor, ridge: float, weight: Tensor | None = None) -> None:
+    """Let joint training of a new model begin with a fair output layer; see `Output.start`."""
+    WellPosed().limit_coupling(model)
+    y = last_states(model.features, x)
+    t = t if t.is_floating_point() else t.long()
+    head: Any = model.head
+    Output(head, "joint", ridge, 0.0).start((y, t, weight))
 
 
 # Images
