@@ -1,6 +1,6 @@
 """Downloads of MNIST and CIFAR-10 from public mirrors, checked by SHA-256.
 
-    python -c "import hdnn; hdnn.data.download('mnist', 'data')"
+python -c "import hdnn; hdnn.data.download('mnist', 'data')"
 """
 
 from __future__ import annotations

@@ -343,10 +343,11 @@ def _from_images(path: Path, progress: bool) -> ImageData:
         tensors, about = _decoded(path, progress)
         cache.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(cache, tensors, about)
-    return ImageData(**tensors, **about, classes=CLASSES, mean=MEAN, std=STD)
+    about |= {"classes": CLASSES, "mean": MEAN, "std": STD}
+    return ImageData(**tensors, **about)
 
 
-def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All images in the order of their names, by part and class."""
     pillow = require("PIL.Image", extra="images")
     files: dict[tuple[str, str], dict[str, bytes]] = {}

@@ -102,7 +102,9 @@ def draw(
     line.plot(t, sizes, color=STYLES[0]["color"], label="norm")
     line.plot(t, slope * t, color=STYLES[1]["color"], linestyle="--", label=f"{slope:.3f} $t$")
     level_one(line)
-    finish(line, 2, xlim=(0, 80), ylim=(0, 40), xlabel="$t$", title="Gradients grow linearly in $t$")
+    finish(
+        line, 2, xlim=(0, 80), ylim=(0, 40), xlabel="$t$", title="Gradients grow linearly in $t$"
+    )
 
     for style, (gamma, (t, sizes)) in zip(STYLES, perturbed.items(), strict=False):
         colour = style["color"]
@@ -122,7 +124,9 @@ def page(result: dict[str, Any]) -> str:
     for row in result["linear"]:
         off = abs(row["period"] / row["exact period"] - 1)
         start = [row["start"], f"{row['eps']:g}", f"{row['energy']:.4f}", f"{row['period']:.10f}"]
-        linear_rows.append([*start, f"{off:.1e}", f"{row['slope']:.4f}", f"{row['exact slope']:.4f}"])
+        linear_rows.append(
+            [*start, f"{off:.1e}", f"{row['slope']:.4f}", f"{row['exact slope']:.4f}"]
+        )
     finite_rows = [[f"{value:g}" for value in row] for row in result["finite"]]
     growth_rows = []
     for row in result["exponential"]:
@@ -139,8 +143,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"![Orbits, linear growth, finite perturbations, growth by layer]({result['picture']})",
         "",
-        f"y' = eps J tanh(y), solved to eps t = {LONGEST:g}. Periods are measured, and how far they",
-        "are off 4/eps K(m = 1 - exp(-2H)). The slope, for each unit of eps t, is that of the line",
+        f"y' = eps J tanh(y), solved to eps t = {LONGEST:g}. Periods are measured, and how far",
+        "they are off 4/eps K(m = 1 - exp(-2H)). The slope, for each unit of eps t, is that of the line",
         "through the local maxima of norm(dy(T)/dy(T - t)), beside its closed form.",
         "",
         *runner.markdown_table(linear_head, linear_rows),
@@ -150,8 +154,8 @@ def page(result: dict[str, Any]) -> str:
         "",
         *runner.markdown_table(finite_head, finite_rows),
         "",
-        f"H2 with n = 2, one weight k and h = {H:g}, 64 layers, at the origin. Where h k^2 is above",
-        "2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) a layer. Below 2 the norms stay under",
+        f"H2 with n = 2, one weight k and h = {H:g}, 64 layers, at the origin. Where h k^2 is",
+        "above 2, log norm(dy_N/dy_j) grows by 2 acosh(h k^2 / 2) a layer. Below 2 the norms stay under",
         "sqrt((2 + h k^2) / (2 - h k^2)).",
         "",
         *runner.markdown_table(growth_head, growth_rows),

@@ -31,25 +31,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job, Job]]:
-    """All jobs with their results. When the minutes are over it stops, and the same command
-
-    continues.
-    """
+    """All jobs with their results; it stops when the minutes are over, to be continued later."""
     end = time.monotonic() + 60 * options.minutes
 
     def work(job: Job) -> Job:
         key = hashlib.sha256(repr(sorted(job.items())).encode()).hexdigest()[:16]
         folder = options.runs / "unfinished" / key
-        settings = {**job["settings"]}
-        kind = {"data": job["data"], "network": job["network"], "seed": job["seed"]}
-        model = recipes.image_network(**kind, **settings).to(options.device)
-        recipe = ImageRecipe(**{**job["recipe"], "rates": tuple(map(tuple, job["recipe"]["rates"]))})
+        model = network_of(job).to(options.device)
+        rates = tuple((epoch, factor) for epoch, factor in job["recipe"]["rates"])
+        recipe = ImageRecipe(**{**job["recipe"], "rates": rates})
         left = end - time.monotonic()
         history = fit_images(model, data, recipe, folder=folder, resume=True, seconds=left)
         if len(history.loss) < recipe.epochs:
             raise KeyboardInterrupt  # the minutes are over
         if job["seed"] == 0:
-            io.save(model.cpu(), options.runs / f"{job['network']}.safetensors", note=job)
+            file = options.runs / f"{job['network']}.safetensors"
+            io.save_tensors(file, model.state_dict(), {"job": job})
         shutil.rmtree(folder)
         return {
             "train": 100 * history.accuracy[-1],
@@ -74,6 +71,11 @@ def job_of(data: str, network: str, seed: int, epochs: int, by: str, **settings:
         "settings": settings,
         "recipe": recipe.to_dict(),
     }
+
+
+def network_of(job: Job) -> Any:
+    """The network of a job, with the weights that its training begins with."""
+    return recipes.image_network(job["data"], job["network"], seed=job["seed"], **job["settings"])
 
 
 def row_of(results: list[Job]) -> dict[str, Any]:
@@ -168,8 +170,8 @@ def table_four(options: Any) -> dict[str, Any]:
     for network in options.networks:
         if network == "resnet56_drop" and options.epochs < recipes.LONG:
             continue  # the others have no drop either
-        for seed in range(options.seeds):
-            jobs.append(job_of("cifar10", network, seed, options.epochs, "ours"))
+        seeds = range(options.seeds)
+        jobs += [job_of("cifar10", network, seed, options.epochs, "ours") for seed in seeds]
     data = load_cifar10().to(options.device)
     results = run_images(jobs, data, options)
     rows = []
@@ -263,7 +265,10 @@ def figure_cifar(options: Any) -> dict[str, Any]:
     x = data.normalised(data.images_test[: options.images], torch.float64).to(options.device)
     rows = []
     for name in ("h1", "h2", "resnet56"):
-        model = io.load(Path(options.weights) / f"{name}.safetensors").to(x).eval()
+        weights, about = io.load_tensors(Path(options.weights) / f"{name}.safetensors")
+        model = network_of(about["job"])
+        model.load_state_dict(weights)
+        model.to(x).eval()
         runs = stages(model)
         states = entering(model, [run[0] for run in runs], x)
         for number, (run, y) in enumerate(zip(runs, states, strict=True), 1):

@@ -109,9 +109,7 @@ def run_jobs(
     return [(job, results[_key(job)]) for job in jobs]
 
 
-def _each(
-    jobs: list[Job], work: Callable[[Job], Job], processes: int
-) -> Iterable[tuple[Job, Job]]:
+def _each(jobs: list[Job], work: Callable[[Job], Job], processes: int) -> Iterable[tuple[Job, Job]]:
     processes = min(processes, len(jobs))
     if processes <= 1:
         for job in jobs:

@@ -260,13 +260,13 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
     ax = axes_or_new(ax, width=7.0)
     layers = diagnosis.layers
     names = [layer.layer for layer in layers]
-    for attribute, label, style in (
-        ("gain", "left of the gradient", {"color": RED, "linestyle": "--", "marker": "^"}),
-        ("own", "let through by the layer", {"color": BLUE, "linestyle": "", "marker": "."}),
+    for attribute, label, color, marker in (
+        ("gain", "left of the gradient", RED, "^--"),
+        ("own", "let through by the layer", BLUE, "."),
     ):
         values = [getattr(layer, attribute) for layer in layers]
         shown = [value if value > 0 else math.nan for value in values]
-        ax.plot(range(len(shown)), shown, label=label, **style)
+        ax.plot(range(len(shown)), shown, marker, color=color, label=label)
     level_one(ax)
     for fault in diagnosis.faults:
         if fault.layer in names:

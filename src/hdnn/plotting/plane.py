@@ -122,7 +122,9 @@ def trajectories(
         if x.shape[1]:
             ax.plot(x.tolist(), y.tolist(), color=colour, lw=0.6, alpha=0.5)
             name = "$y_N$" if labels is None else f"$y_N$, class {label}"
-            ax.scatter(x[-1].tolist(), y[-1].tolist(), s=14, color=colour, marker=marker, label=name)
+            ax.scatter(
+                x[-1].tolist(), y[-1].tolist(), s=14, color=colour, marker=marker, label=name
+            )
     title = f"States through {len(paths) - 1} layers"
     return finish(ax, 2, xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$", title=title)
 
@@ -153,7 +155,8 @@ def phase_portrait(
     if states.ndim != 3 or states.shape[-1] != 2:
         raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
     ax = axes_or_new(ax, 4.6, 4.8)
-    for i, orbit in enumerate(states.detach().cpu().double().unbind(1)):
+    states = states.detach().cpu().double()
+    for i, orbit in enumerate(states.unbind(1)):
         name = f"orbit {i + 1}" if names is None else names[i]
         ax.plot(*orbit.T.tolist(), **STYLES[i % len(STYLES)], markevery=[0], lw=1.5, label=name)
     if energy is not None:
@@ -263,8 +266,8 @@ def _draw_links(ax: Axes, links: np.ndarray, solid: np.ndarray) -> None:
         lines = [(spots[i], spots[k]) for i, k in np.argwhere(np.triu(pattern, 1))]
         ax.add_collection(collections.LineCollection(lines, **style))
     size = 19 if count <= CIRCLE else 8
-    edge = {"markerfacecolor": "white", "markeredgecolor": BLACK}
-    ax.plot(*spots.T, linestyle="", marker="o", markersize=size, **edge)
+    x, y = spots.T
+    ax.plot(x, y, "o", markersize=size, markerfacecolor="white", markeredgecolor=BLACK)
     if count <= NUMBERED:
         for i, spot in enumerate(spots):
             ax.annotate(f"{i}", tuple(spot), ha="center", va="center", fontsize=size / 2)

@@ -140,17 +140,17 @@ def fit(
         >>> import hdnn
         >>> data = hdnn.data.planar.double_moons(400)
         >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
-        >>> rows = (data.x_test, data.t_test)
-        >>> history = hdnn.training.fit(model, data.x_train, data.t_train, validation=rows, epochs=5)
+        >>> rows = {"validation": (data.x_test, data.t_test)}
+        >>> history = hdnn.training.fit(model, data.x_train, data.t_train, epochs=5, **rows)
         >>> history.loss[-1] < history.loss[0], history.validation_score[-1] > 0.8
         (True, True)
     """
     settings = Options(**options)
     check_data(model, x, t, weight)
-    held_out = None
+    held_out: list[Any] | None = None
     if validation is not None:
-        held_out = (*validation, None)[:3]
-        check_data(model, *held_out, "validation ")
+        held_out = [*validation, None][:3]
+        check_data(model, *held_out, prefix="validation ")
     training = _Training(model, (x, t, weight), held_out, settings, callbacks, group or Group())
     small = settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
     with ExitStack() as stack:
@@ -315,7 +315,8 @@ class _Training:
         )
 
     def call(self, moment: Moment) -> bool:
-        return any([bool(callback(moment)) for callback in self.callbacks])
+        answers = [callback(moment) for callback in self.callbacks]
+        return any(answers)
 
     def run_net(self, y_0: Tensor) -> Tensor:
         """The last states of these samples, of all processes."""
@@ -428,7 +429,10 @@ class Smoothness:
             self.factors = self._measured()
 
     def _measured(self) -> list[tuple[nn.Parameter, float]] | None:
-        probe = copy.deepcopy(self.net).double()
+        try:
+            probe = copy.deepcopy(self.net).double().requires_grad_()
+        except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
+            return None
         weights = list(probe.parameters())
         generator = torch.Generator().manual_seed(0)
         for p in weights:
@@ -462,6 +466,8 @@ class Smoothness:
         with torch.no_grad():
             for p, factor in self.factors:
                 jumps = p.diff(dim=0).mul_(alpha * factor)
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
                 p.grad[1:] += jumps
                 p.grad[:-1] -= jumps
 
@@ -477,9 +483,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_data(
-    model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = ""
-) -> None:
+def check_data(model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = "") -> None:
     """Refuse data that a model cannot be trained on; `prefix` stands before their names."""
     head = getattr(model, "head", None)
     if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):

@@ -259,7 +259,8 @@ class _ImageTraining:
             history=history,
             end_of_epoch=True,
         )
-        return any([bool(callback(moment)) for callback in self.callbacks])
+        answers = [callback(moment) for callback in self.callbacks]
+        return any(answers)
 
     def identity(self) -> dict[str, Any]:
         """All that must be the same for a training to go on."""
@@ -297,9 +298,7 @@ class _ImageTraining:
 
 
 @torch.no_grad()
-def image_scores(
-    model: nn.Module, data: ImageData, images: Tensor, bf16: bool = False
-) -> Tensor:
+def image_scores(model: nn.Module, data: ImageData, images: Tensor, bf16: bool = False) -> Tensor:
     """The scores of images in bytes, in evaluation mode, on the CPU."""
     device = next(model.parameters()).device
     model.eval()

@@ -28,6 +28,7 @@ ADAM_STEPS = 10
 REFIT_STEPS = 50
 START_STEPS = 8
 ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
+QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
 CHUNK = 4096  # samples that go through a network at once
 
 
@@ -152,6 +153,7 @@ class Output:
         self.ridge = ridge
         self.rate = rate
 
+    @QUIET
     def solve(self, batch: Batch) -> Outcome:
         """Find the output layer for these features, and the loss with it."""
         problem = OutputProblem(self.head, batch)
@@ -172,6 +174,7 @@ class Output:
         gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
         return Outcome(problem.loss(S), problem.accuracy(S), gradient)
 
+    @QUIET
     def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
         """Fit the output layer to all data; Adam does so in minibatches of this size."""
         if self.solver == "newton":
@@ -204,6 +207,7 @@ class Output:
             W -= size * m / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
         return W
 
+    @QUIET
     def start(self, batch: Batch) -> None:
         """Let joint training begin near the optimum for the features that there are.
 
@@ -259,6 +263,7 @@ def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
     return W
 
 
+@QUIET
 def evaluate(head: Head, batch: Batch) -> Scores:
     """Loss and score of an output layer as it is."""
     problem = OutputProblem(head, batch)
