@@ -103,7 +103,7 @@ def test_mnist_is_read_and_checked(small_mnist, monkeypatch):
     with pytest.raises(DataError, match="cannot be read"):
         load_mnist(small_mnist)
     path.unlink()
-    with pytest.raises(DataError, match=r"hdnn.data.download\('mnist'"):
+    with pytest.raises(DataError, match=r"hdnn\.data\.download\('mnist'"):
         load_mnist(small_mnist)
 
 
@@ -123,7 +123,7 @@ def test_the_binary_cifar_is_read_and_checked(tmp_path, monkeypatch):
     assert data.images_test.shape == (20, 3, 32, 32)
     assert (data.name, data.remark) == ("CIFAR-10", "")
     (folder / "test_batch.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="test_batch.bin"):
+    with pytest.raises(DataError, match=r"test_batch\.bin"):
         load_cifar10(tmp_path)
 
 

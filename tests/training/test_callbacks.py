@@ -45,8 +45,7 @@ def test_a_callback_that_returns_true_ends_the_training():
 
 def at_end(**values):
     history = History(**values)
-    moment = Moment(None, 1, 9, 1, 9, 0.0, 0.0, 0.0, 0.0, history, end_of_epoch=True)
-    return moment
+    return Moment(None, 1, 9, 1, 9, 0.0, 0.0, 0.0, 0.0, history, end_of_epoch=True)
 
 
 def test_early_stopping_counts_epochs_without_improvement():

@@ -192,7 +192,7 @@ def test_the_score_of_a_regression_is_r2():
 # On disk
 
 
-class Crash(Exception):
+class CrashError(Exception):
     pass
 
 
@@ -208,9 +208,9 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path, monkeypatch,
 
     def crash(moment):
         if moment.epoch == 4:
-            raise Crash
+            raise CrashError
 
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         fit(make(), x[:40], t[:40], callbacks=[crash], folder=tmp_path, **options)
     resumed = make(seed=3)  # its weights come from the checkpoint
     history = fit(resumed, x[:40], t[:40], folder=tmp_path, resume=True, **options)

@@ -56,8 +56,8 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path, optimizer):
     history = fit_images(second, squares(), recipe, resume=True, **options)
     assert torch.equal(state(straight), state(second))
     assert len(history.loss) == 3
+    other = dataclasses.replace(recipe, seed=1)
     with pytest.raises(CheckpointError, match="its seed"):
-        other = dataclasses.replace(recipe, seed=1)
         fit_images(network(), squares(), other, resume=True, **options)
 
 

@@ -5,6 +5,9 @@ in their markers, lines in their dashes, so that a print in grey can be read.
 `ax.figure.savefig(path)` writes a picture.
 """
 
+from hdnn.plotting.curves import BLACK as BLACK
+from hdnn.plotting.curves import BLUE as BLUE
+from hdnn.plotting.curves import RED as RED
 from hdnn.plotting.curves import (
     certificate_norms,
     convergence,
