@@ -395,6 +395,8 @@ class _Training:
             self.history = History(**state.values["history"])
             self.finished = state.values["finished"]
             self.best = state.group("best")
+        else:
+            self.save(place)  # the weights that the training begins with
         self.group.share(self.model)
 
     def save(self, place: Path | None) -> None:
