@@ -1,15 +1,14 @@
-"""Training: coordinate descent between the output layer and the hidden layers."""
+"""Training: one loop, its history and callbacks, checkpoints, and image training."""
 
-from hdnn.training.callbacks import EarlyStopping, TensorBoard, WellPosed
-from hdnn.training.history import Callback as Callback  # the type of what `fit` calls
-from hdnn.training.history import History, Moment
-from hdnn.training.loop import fit
-from hdnn.training.multilevel import fit_multilevel
+from hdnn.training.callbacks import Callback as Callback  # the type of what `fit` calls
+from hdnn.training.callbacks import EarlyStopping, History, Moment, TensorBoard, WellPosed
+from hdnn.training.fit import Options, fit, fit_multilevel
 
 __all__ = [
     "EarlyStopping",
     "History",
     "Moment",
+    "Options",
     "TensorBoard",
     "WellPosed",
     "fit",

@@ -1,249 +1,285 @@
-"""The output layer for given features: solved to its optimum, or by the paper's few Adam steps.
+"""The output layer for given features: solved by Newton's method, or by the paper's Adam steps.
 
 Both minimise the mean loss + ridge/2 |(W, b)|^2 over the output layer alone, a convex problem. With
-sample weights the mean is the weighted one.
+sample weights the mean is the weighted one. `W` stands for (W, b) as one matrix (c, n + 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim.adam import adam as adam_steps
+from torch.optim.adam import adam as adam_step
 
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.training import small_heads
 
 Head = RegressionHead | SigmoidHead | SoftmaxHead
-
-Part = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
+Batch = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
-# A few steps suffice where the next minibatch has another optimum anyway.
-MINIBATCH_STEPS = {"newton": 5, "adam": 10}
+NEWTON_STEPS = 2  # for a minibatch, from the solution of the one before
+ADAM_STEPS = 10  # for a minibatch, from zero
 REFIT_STEPS = 50
+START_STEPS = 8
+CHUNK = 4096  # samples that go through a network at once
 
 
 class Outcome(NamedTuple):
-    """The loss of a minibatch and its gradient, with the output layer found for it."""
+    """The loss of a minibatch, its accuracy and its gradient, with the output layer for it."""
 
     loss: float
-    correct: float  # the fraction, for classes
+    accuracy: float
     gradient: Tensor  # of the mean loss in the features
 
 
-class Output:
-    """An output layer and how it is found: "newton", "adam", or "joint" with the hidden layers."""
+class Scores(NamedTuple):
+    """Log loss and accuracy, or mean squared error and R^2 (NaN where all targets are equal)."""
 
-    def __init__(self, head: Head, solver: str, ridge: float, rate: float, y: Tensor) -> None:
-        self.head, self.solver, self.ridge, self.rate = head, solver, ridge, rate
-        usable = small_heads.usable(head, y, solver)
-        self.small = small_heads.SmallHead(head) if usable else None
-
-    def solve(self, y: Tensor, t: Tensor, weight: Tensor | None = None) -> Outcome:
-        """Find the output layer for these features, and what the loss is with it."""
-        part, solver = (y, t, weight), self.solver
-        if solver == "joint":
-            if self.small is None:
-                return outcome(self.head, *part, joint=True)
-            found, gradient = self.small.joint(*part)
-            put_gradient(self.head, torch.from_numpy(gradient))
-            return Outcome(*found)
-        # Adam starts from zero each time: a rate that falls would leave it there.
-        steps, options = MINIBATCH_STEPS[solver], (self.ridge, self.rate)
-        if self.small is not None:
-            if solver == "newton":
-                return Outcome(*self.small.newton(*part, self.ridge, steps))
-            return Outcome(*self.small.adam([part], *options, steps, len(y)))
-        if solver == "newton":
-            newton(self.head, *part, self.ridge, steps)
-        else:
-            adam(self.head, [part], *options, steps)
-        return outcome(self.head, *part)
-
-    def refit(
-        self, y: Tensor, t: Tensor, weight: Tensor | None, generator: torch.Generator, batch: int
-    ) -> None:
-        """Fit the output layer to all data, in minibatches of an order of their own for Adam."""
-        if self.solver == "newton":
-            newton(self.head, y, t, weight, self.ridge, REFIT_STEPS)
-            return
-        orders = [torch.randperm(len(y), generator=generator) for _ in range(REFIT_STEPS)]
-        orders = [order.to(y.device) for order in orders]
-        passes = ((y[o], t[o], None if weight is None else weight[o]) for o in orders)
-        if self.small is not None:
-            self.small.adam(passes, self.ridge, self.rate, 1, batch)
-        else:
-            parts = (part for whole in passes for part in minibatches(whole, batch))
-            adam(self.head, parts, self.ridge, self.rate, 1)
-
-
-def minibatches(whole: Part, size: int) -> Iterator[Part]:
-    """The minibatches of a pass over the data, without those whose samples all have weight 0."""
-    y, t, weight = whole
-    for low in range(0, len(y), size):
-        part = slice(low, low + size)
-        w = None if weight is None else weight[part]
-        if w is None or bool(w.any()):
-            yield y[part], t[part], w
+    loss: float
+    score: float
 
 
 class OutputProblem:
-    """Features (B, n) with a one beside them, targets (B, c), and the share of each sample."""
+    """The mean loss of an output layer as a function of its scores (B, c).
 
-    def __init__(
-        self, head: Head, y: Tensor, t: Tensor, weight: Tensor | None, dtype: torch.dtype
-    ) -> None:
+    A (B, n + 1) has the features and a column of ones, T (B, c) the targets, and `share` the weight
+    of each sample in the mean.
+    """
+
+    def __init__(self, head: Head, batch: Batch, dtype: torch.dtype) -> None:
+        y, t, weight = batch
         self.head = head
-        A = y.new_ones(len(y), y.shape[1] + 1, dtype=dtype)
-        A[:, :-1] = y
-        self.A, c = A, head.weight.shape[0]
+        self.A = F.pad(y.detach().to(dtype), (0, 1), value=1.0)
         if isinstance(head, SoftmaxHead):
-            self.T = F.one_hot(t, c).to(dtype)
+            self.T = F.one_hot(t, head.outputs).to(dtype)
         else:
-            self.T = t.reshape(len(y), c).to(dtype)
-        if weight is None:
-            self.share: Tensor | float = 1 / len(y)
-        else:
+            self.T = t.reshape(len(y), head.outputs).to(dtype)
+        self.share: Tensor | float = 1 / len(y)
+        if weight is not None:
             self.share = (weight / weight.sum()).to(dtype)[:, None]
 
-    def scores(self, W: Tensor) -> Tensor:
-        return self.A @ W.T
+    def mean(self, values: Tensor) -> Tensor:
+        return (values * self.share).sum()
 
-    def curvature(self) -> float:
-        """The largest that the loss of a sample can have in its scores."""
-        if isinstance(self.head, RegressionHead):
-            return 2 / self.T.shape[1]
-        return 0.5 if isinstance(self.head, SoftmaxHead) else 0.25
+    def loss(self, S: Tensor) -> Tensor:
+        if isinstance(self.head, SigmoidHead):
+            return self.mean(F.softplus(S) - S * self.T)
+        if isinstance(self.head, SoftmaxHead):
+            return self.mean(S.logsumexp(1, keepdim=True) - (S * self.T).sum(1, keepdim=True))
+        return self.mean((S - self.T).square()) / S.shape[1]
+
+    def predictions(self, S: Tensor) -> Tensor:
+        if isinstance(self.head, SigmoidHead):
+            return S.sigmoid()
+        return S.softmax(1) if isinstance(self.head, SoftmaxHead) else S
 
     def residual(self, S: Tensor) -> Tensor:
         """The gradient of the mean loss in the scores: (B, c)."""
-        if isinstance(self.head, RegressionHead):
-            return (S - self.T) * (2 / S.shape[1]) * self.share
-        P = S.softmax(1) if isinstance(self.head, SoftmaxHead) else S.sigmoid()
-        return (P - self.T) * self.share
-
-    def loss(self, S: Tensor) -> Tensor:
-        if isinstance(self.head, RegressionHead):
-            each = (S - self.T).square().mean(1, keepdim=True)
-        elif isinstance(self.head, SoftmaxHead):
-            each = S.logsumexp(1, keepdim=True) - (S * self.T).sum(1, keepdim=True)
-        else:
-            each = F.softplus(S) - S * self.T
-        return (each * self.share).sum()
+        residual = (self.predictions(S) - self.T) * self.share
+        return residual * (2 / S.shape[1]) if isinstance(self.head, RegressionHead) else residual
 
     def hessian(self, S: Tensor) -> Tensor:
         """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
-        A, c = self.A, S.shape[1]
+        A = self.A
+        P = self.predictions(S)
         if isinstance(self.head, SigmoidHead):
-            P = S.sigmoid()
-            return (A * (P * (1 - P) * self.share)).T @ A
-        softmax = isinstance(self.head, SoftmaxHead)
-        P = S.softmax(1) if softmax else torch.full_like(S, 2 / c)
-        D = P * self.share
-        blocks = torch.block_diag(*((A * D[:, i : i + 1]).T @ A for i in range(c)))
-        if softmax:  # diag(P) - P P^T
-            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), -1)
-            blocks -= (M * self.share).T @ M
-        return blocks
+            return A.T @ (A * (P * (1 - P) * self.share))
+        if isinstance(self.head, RegressionHead):
+            block = A.T @ (A * self.share) * (2 / S.shape[1])
+            return torch.block_diag(*[block] * S.shape[1])
+        blocks = [A.T @ (A * p[:, None] * self.share) for p in P.unbind(1)]
+        M = (P[:, :, None] * A[:, None, :]).flatten(1)  # diag(P) - P P^T
+        return torch.block_diag(*blocks) - M.T @ (M * self.share)
+
+    def curvature(self) -> float:
+        """The largest curvature that the loss of a sample can have in its scores."""
+        if isinstance(self.head, RegressionHead):
+            return 2 / self.head.outputs
+        return 0.25 if isinstance(self.head, SigmoidHead) else 0.5
+
+    def accuracy(self, S: Tensor) -> float:
+        """The share of right classes; NaN for a regression."""
+        if isinstance(self.head, RegressionHead):
+            return math.nan
+        if isinstance(self.head, SigmoidHead):
+            right = (S > 0) == (self.T > 0.5)
+        else:
+            right = (S.argmax(1) == self.T.argmax(1))[:, None]
+        return float(self.mean(right.to(S.dtype)))
+
+    def r2(self, S: Tensor) -> float:
+        """The mean of R^2 over those outputs whose targets differ."""
+        mean = (self.T * self.share).sum(0)
+        spread = ((self.T - mean).square() * self.share).sum(0)
+        error = ((self.T - S).square() * self.share).sum(0)
+        values = (1 - error / spread)[spread > 0]
+        return float(values.mean()) if len(values) else math.nan
+
+    def outcome(self, S: Tensor) -> Outcome:
+        gradient = self.residual(S) @ self.head.weight.to(S.dtype)
+        gradient = gradient.to(self.head.weight.dtype)
+        return Outcome(float(self.loss(S)), self.accuracy(S), gradient)
 
 
-@torch.no_grad()
-def outcome(
-    head: Head, y: Tensor, t: Tensor, weight: Tensor | None, joint: bool = False
-) -> Outcome:
-    """The loss of features y and its gradient; `joint` sets that of the output layer too."""
-    problem = OutputProblem(head, y, t, weight, y.dtype)
-    scores = problem.scores(weights_of(head))
-    residual = problem.residual(scores)
-    if joint:
-        put_gradient(head, residual.T @ problem.A)
-    correct = 0.0
-    if not isinstance(head, RegressionHead):
-        correct = float((head.predict(scores) == t).double().mean())
-    return Outcome(float(problem.loss(scores)), correct, residual @ head.weight)
+class Output:
+    """The output layer of a model, and how it is found: "newton", "adam" or "joint".
 
-
-def put_gradient(head: Head, gradient: Tensor) -> None:
-    """Set the gradients of W and b, if they are trained."""
-    for p, g in ((head.weight, gradient[:, :-1]), (head.bias, gradient[:, -1])):
-        if p.requires_grad:
-            p.grad = g.to(p.dtype).contiguous()
-
-
-def weights_of(head: Head) -> Tensor:
-    """(W, b) as one matrix (c, n + 1)."""
-    return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], 1)
-
-
-@torch.no_grad()
-def put(head: Head, W: Tensor) -> None:
-    """Let (W, b) be these."""
-    head.weight.copy_(W[:, :-1])
-    head.bias.copy_(W[:, -1])
-
-
-@torch.no_grad()
-def newton(
-    head: Head, y: Tensor, t: Tensor, weight: Tensor | None, ridge: float, steps: int
-) -> None:
-    """Damped Newton steps from zero; for ridge > 0 the result does not depend on the start.
-
-    In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
+    With "joint" it is trained together with the hidden layers, and `solve` sets its gradient.
     """
-    problem = OutputProblem(head, y, t, weight, torch.float64)
-    c, d = head.weight.shape[0], problem.A.shape[1]
-    W, S = problem.A.new_zeros(c, d), problem.A.new_zeros(len(y), c)
-    unit = ridge * torch.eye(c * d, dtype=W.dtype, device=W.device)
-    value = float(problem.loss(S))
+
+    def __init__(self, head: Head, solver: str, ridge: float, rate: float) -> None:
+        self.head = head
+        self.solver = solver
+        self.ridge = ridge
+        self.rate = rate
+
+    @torch.no_grad()
+    def solve(self, batch: Batch) -> Outcome:
+        """Find the output layer for these features, and the loss with it."""
+        dtype = torch.float64 if self.solver == "newton" else batch[0].dtype
+        problem = OutputProblem(self.head, batch, dtype)
+        if self.solver == "newton":
+            S = newton(problem, self.ridge, NEWTON_STEPS)
+            return problem.outcome(S)
+        if self.solver == "adam":
+            self._adam([problem] * ADAM_STEPS)
+        W = weights_of(self.head, dtype)
+        S = problem.A @ W.T
+        if self.solver == "joint":
+            gradient = problem.residual(S).T @ problem.A
+            self.head.weight.grad = gradient[:, :-1].contiguous()
+            self.head.bias.grad = gradient[:, -1].contiguous()
+        return problem.outcome(S)
+
+    @torch.no_grad()
+    def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
+        """Fit the output layer to all data; Adam does so in minibatches of this size."""
+        if self.solver == "newton":
+            newton(OutputProblem(self.head, batch, torch.float64), self.ridge, REFIT_STEPS)
+        elif self.solver == "adam":
+            self._adam(self._minibatches(batch, size, generator))
+
+    def _minibatches(
+        self, batch: Batch, size: int, generator: torch.Generator
+    ) -> Iterable[OutputProblem]:
+        y, t, weight = batch
+        for _ in range(REFIT_STEPS):
+            order = torch.randperm(len(y), generator=generator).to(y.device)
+            for index in order.split(size):
+                part = None if weight is None else weight[index]
+                if part is None or part.any():
+                    yield OutputProblem(self.head, (y[index], t[index], part), y.dtype)
+
+    def _adam(self, problems: Iterable[OutputProblem]) -> None:
+        """One Adam step on each problem, from zero: the paper's inner solver."""
+        W = torch.zeros_like(weights_of(self.head))
+        m = torch.zeros_like(W)
+        v = torch.zeros_like(W)
+        count = torch.zeros((), device=W.device)
+        for problem in problems:
+            g = problem.residual(problem.A @ W.T).T @ problem.A
+            adam_step(
+                [W],
+                [g],
+                [m],
+                [v],
+                [],
+                [count],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=self.rate,
+                weight_decay=self.ridge,
+                eps=1e-8,
+                maximize=False,
+            )
+        assign(self.head, W)
+
+    @torch.no_grad()
+    def start(self, batch: Batch) -> None:
+        """Let joint training begin near the optimum for the features that there are.
+
+        An output layer that ignores the features would leave them without a gradient. The steps are
+        Newton's with the largest possible curvature in place of the Hessian (Boehning, 1992), so
+        that one factorisation serves all steps and outputs.
+        """
+        problem = OutputProblem(self.head, batch, torch.float64)
+        A = problem.A
+        ridge = 2 * self.ridge  # no gradient may be zero but for rounding: Adam would magnify it
+        W = A.new_zeros(self.head.outputs, A.shape[1])
+        H = problem.curvature() * (A * problem.share).T @ A
+        H.diagonal().add_(ridge + 1e-9 * H.diagonal().mean())  # some features may be zero
+        L, _ = torch.linalg.cholesky_ex(H)
+        for _ in range(START_STEPS):
+            gradient = problem.residual(A @ W.T).T @ A + ridge * W
+            W -= torch.cholesky_solve(gradient.T, L).T
+        if bool(W.isfinite().all()):  # else the features are not, and `fit` will say so
+            assign(self.head, W)
+
+
+def newton(problem: OutputProblem, ridge: float, steps: int) -> Tensor:
+    """Damped Newton steps from the present weights; returns the scores.
+
+    In float64 whatever the dtype of the model: with little ridge the Hessian is nearly singular.
+    """
+    A = problem.A
+    W = weights_of(problem.head, A.dtype)
+    S = A @ W.T
+    value = problem.loss(S) + 0.5 * ridge * W.square().sum()
     for _ in range(steps):
-        gradient = problem.residual(S).T @ problem.A + ridge * W
-        hessian = problem.hessian(S) + unit
-        step, info = torch.linalg.solve_ex(hessian, gradient.reshape(-1, 1))
-        if int(info):  # rounding in a nearly singular Hessian must not stop a training
-            step = torch.linalg.lstsq(hessian, gradient.reshape(-1, 1)).solution
-        step = step.reshape(c, d)
-        decrease = float((gradient * step).sum())
+        gradient = torch.addmm(W, problem.residual(S).T, A, beta=ridge)
+        hessian = problem.hessian(S)
+        hessian.diagonal().add_(ridge)
+        L, info = torch.linalg.cholesky_ex(hessian)
+        if info:  # rounding in a nearly singular Hessian must not stop a training
+            break
+        step = torch.cholesky_solve(gradient.reshape(-1, 1), L).view_as(W)
+        decrease = (gradient * step).sum()
         if not decrease > 1e-14:
             break
-        move = problem.scores(step)
+        move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
         for halvings in range(30):
             size = 0.5**halvings
-            W_new, S_new = W - size * step, S - size * move
-            trial = float(problem.loss(S_new) + 0.5 * ridge * W_new.square().sum())
+            W_new = W - size * step
+            S_new = S - size * move
+            trial = problem.loss(S_new) + 0.5 * ridge * W_new.square().sum()
             if trial <= value - 1e-4 * size * decrease:
                 W, S, value = W_new, S_new, trial
                 break
         else:
             break
-    put(head, W)
+    assign(problem.head, W)
+    return S
 
 
 @torch.no_grad()
-def adam(head: Head, parts: Iterable[Part], ridge: float, rate: float, steps: int) -> None:
-    """So many Adam steps, from zero, on each minibatch in turn: the paper's inner solver.
+def evaluate(head: Head, batch: Batch) -> Scores:
+    """Loss and score of an output layer as it is."""
+    problem = OutputProblem(head, batch, torch.float64)
+    S = problem.A @ weights_of(head, torch.float64).T
+    score = problem.r2(S) if isinstance(head, RegressionHead) else problem.accuracy(S)
+    return Scores(float(problem.loss(S)), score)
 
-    Calls the function that `torch.optim.Adam` uses: its `step` takes twice as long for few weights.
-    """
-    W = torch.zeros_like(weights_of(head))
-    m, v, count = torch.zeros_like(W), torch.zeros_like(W), torch.zeros(())
-    for y, t, weight in parts:
-        problem = OutputProblem(head, y, t, weight, head.weight.dtype)
-        for _ in range(steps):
-            g = problem.residual(problem.scores(W)).T @ problem.A
-            adam_steps(
-                *([W], [g], [m], [v], [], [count]),
-                foreach=False,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
-                lr=rate,
-                weight_decay=ridge,
-                eps=1e-8,
-                maximize=False,
-            )
-    put(head, W)
+
+def weights_of(head: Head, dtype: torch.dtype | None = None) -> Tensor:
+    """(W, b) as one matrix (c, n + 1)."""
+    return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], 1).to(dtype)
+
+
+@torch.no_grad()
+def assign(head: Head, W: Tensor) -> None:
+    """Set the weights and biases from one matrix (c, n + 1)."""
+    head.weight.copy_(W[:, :-1])
+    head.bias.copy_(W[:, -1])
+
+
+@torch.no_grad()
+def features(run, y_0: Tensor) -> Tensor:
+    """The last states y_N of all samples, computed in chunks that fit into memory."""
+    return torch.cat([run(chunk) for chunk in y_0.split(CHUNK)])
