@@ -1,0 +1,27 @@
+"""Networks on a graph of processes that talk to their neighbours only.
+
+A `Graph` says which nodes are linked, `train` trains one network on it as one of several processes
+under torchrun, and `launch` starts them on this machine. Messages are neither encrypted nor
+authenticated: use networks, and machines, that you trust.
+"""
+
+from hdnn.distributed.exchange import LostError, Messages, exchange
+from hdnn.distributed.graph import Graph
+from hdnn.distributed.launch import launch
+from hdnn.distributed.network import GraphNetwork
+from hdnn.distributed.plan import Plan, partition
+from hdnn.distributed.train import Settings, train, write_nodes
+
+__all__ = [
+    "Graph",
+    "GraphNetwork",
+    "LostError",
+    "Messages",
+    "Plan",
+    "Settings",
+    "exchange",
+    "launch",
+    "partition",
+    "train",
+    "write_nodes",
+]
