@@ -67,7 +67,7 @@ class Messages:
                 pending.append((peer, dist.isend(tensor, peer)))
                 self.sent[peer] += 1
                 self.bytes[peer] += tensor.nbytes
-            for peer, work in pending:
+            for peer, work in pending:  # noqa: B007
                 work.wait()
         except RuntimeError as error:
             late = "imed out" in str(error)
@@ -100,6 +100,15 @@ class Messages:
         """The sum over all processes, everywhere."""
         return self.down(self.up(x))
 
+    def traffic(self) -> list[list[int]]:
+        """`[from, to, messages, bytes]` of all processes that talked, at the root."""
+        counts = torch.zeros(self.plan.size, self.plan.size, 2, dtype=torch.int64)
+        for peer, sent in self.sent.items():
+            counts[self.plan.rank, peer] = torch.tensor([sent, self.bytes[peer]])
+        counts = self.up(counts)
+        pairs = counts[..., 0].nonzero().tolist()
+        return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
+
     # Beginning and end
 
     def agree(self, facts: Mapping[str, Any]) -> None:
@@ -109,11 +118,15 @@ class Messages:
         """
         if self.store is None:
             return
-        keys = [f"facts-{rank}" for rank in range(max(self.plan.owner) + 1)]
+        keys = [f"facts-{rank}" for rank in range(self.plan.size)]
         try:
             self.store.set(keys[self.plan.rank], json.dumps(facts))
             self.store.wait(keys, timedelta(seconds=self.timeout))
             entries = [_parsed(self.store.get(key)) for key in keys]
+            # Nobody may leave, and take the store along, before all have read.
+            self.store.set(f"read-{self.plan.rank}", "")
+            with contextlib.suppress(RuntimeError):
+                self.store.wait([f"read-{rank}" for rank in range(len(keys))], PATIENCE)
         except RuntimeError as error:
             absent = [k for k, key in enumerate(keys) if not self._has(key)]
             names = ", ".join(map(self.plan.name, absent[:4])) or "the store"

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hdnn import sparsity
-from hdnn.errors import DataError, OptionError, positive_int
+from hdnn.errors import DataError, HDNNError, OptionError, positive_int
 from hdnn.sparsity import Breach, Sparsity
 
 Links = list[list[int]]  # the neighbours of each node, itself among them, in order
@@ -119,7 +119,7 @@ class Graph:
             raise OptionError(f"{where} does not say how many nodes there are; add nodes = 8.")
         try:
             return cls(**table)
-        except OptionError as error:
+        except HDNNError as error:
             raise OptionError(f"{where}: {error}") from error
 
     @classmethod
@@ -266,7 +266,7 @@ class Graph:
             return self._pairs(key, value)
         links = sparsity.links_of(sparsity.binary(key, value))
         if any(i not in row for i, row in enumerate(links)):
-            raise OptionError(f"every node is its own neighbour: the matrix {key} needs ones there.")
+            raise OptionError(f"every node is its own neighbour: {key} needs ones on its diagonal.")
         return links
 
     def _columns(self, given: Mapping[str, Any]) -> dict[str, int]:

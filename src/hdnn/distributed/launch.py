@@ -46,11 +46,11 @@ def launch(
         LostError: if a process is lost, and none of the restarts helps.
     """
     plan = Plan(graph, partition(graph, graph.nodes if processes is None else processes))
-    size = max(plan.owner) + 1
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={size}", f"--max-restarts={restarts}", __file__]
+    command += [f"--nproc-per-node={plan.size}", f"--max-restarts={restarts}", __file__]
     # No script may import modules from the current folder: it might have a torch.py.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     last: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryFile("w+") as errors:
         settings = Path(place) / "settings.json"

@@ -1,4 +1,4 @@
-"""The layers of a network on the nodes of one process: its rows of K and b, and the same schemes."""
+"""The layers of a network on the nodes of one process: its rows of K and b, in any scheme."""
 
 from __future__ import annotations
 

@@ -75,17 +75,18 @@ class Plan:
         self.graph = graph
         self.owner = owner
         self.rank = rank
+        self.size = max(owner) + 1
         self.first = [0, *accumulate(graph.sizes)]  # feature of each node, in a half of the state
         own = [node for node in range(graph.nodes) if owner[node] == rank]
         self.nodes = sorted(own, key=lambda i: (graph.sizes[i], self.width(i), i))
-        between: list[set[int]] = [set() for _ in range(max(owner) + 1)]
+        between: list[set[int]] = [set() for _ in range(self.size)]
         for node, row in enumerate(graph.talking):
             between[owner[node]].update(owner[other] for other in row)
-        self.root = owner[0]
-        _, parents = _breadth_first([sorted(row) for row in between], self.root)
+        root = owner[0]
+        _, parents = _breadth_first([sorted(row) for row in between], root)
         self.peers = sorted(between[rank] - {rank})
-        self.parent = None if rank == self.root else parents[rank]
-        self.children = [k for k, up in parents.items() if up == rank and k != self.root]
+        self.parent = None if rank == root else parents[rank]
+        self.children = [k for k, up in parents.items() if up == rank and k != root]
 
     @property
     def is_root(self) -> bool:

@@ -8,14 +8,13 @@ its block of the output layer, and only sums of scores go up.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +28,7 @@ from hdnn.distributed.exchange import Messages, connect, world
 from hdnn.distributed.graph import Graph
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.plan import Plan, partition
-from hdnn.errors import ConvergenceError, DataError, HDNNError, OptionError, choose
+from hdnn.errors import CheckpointError, ConvergenceError, DataError, HDNNError, choose
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.model import Model
 from hdnn.training import checkpoint
@@ -75,13 +74,12 @@ class Settings:
     placement: Sequence[int] | None = None
 
 
-@dataclass
-class Samples:
+class Samples(NamedTuple):
     """The own features of all samples; at the root their labels too."""
 
     x: Tensor
     t: Tensor | None
-    order: str = ""  # equal for processes that have the same samples in the same order
+    order: str  # equal for processes that have the same samples in the same order
 
 
 def train(
@@ -161,15 +159,15 @@ def train(
 class Training:
     """One training, as one process sees it; all of its state is at the end of an epoch."""
 
-    def __init__(
-        self, messages: Messages, data: str, settings: Settings, options: Options
-    ) -> None:
+    def __init__(self, messages: Messages, data: str, settings: Settings, options: Options) -> None:
         self.start = time.perf_counter()
         self.messages = messages
         self.plan = messages.plan
+        self.graph = messages.plan.graph
         self.data = data
         self.settings = settings
         self.options = options
+        dtype = DTYPES[settings.dtype]
         self.net = GraphNetwork(
             self.plan,
             messages,
@@ -177,61 +175,58 @@ class Training:
             layers=settings.layers,
             step=settings.step,
             activation=settings.activation,
-            dtype=DTYPES[settings.dtype],
+            dtype=dtype,
         )
         self.net.reset_parameters(settings.seed, settings.gain)
         self.positions = self.net.positions
-        self.samples, classes = self._samples()
-        head = _head(self.plan.graph.features, classes, settings)
-        self.head = head
-        self.model = nn.ModuleDict({"net": self.net})
+        self.samples, classes = self.read(dtype)
+        self.head = _head(self.graph.features, classes, settings.seed + 1, dtype)
+        self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
+        self.model = nn.ModuleDict({"net": self.net, "head": self.head})
         groups = [{"params": [*self.net.parameters()], "weight_decay": options.weight_decay}]
         self.joint = options.solver == "joint"
         if self.joint:
-            self.block = nn.Linear(len(self.positions), head.outputs, dtype=head.weight.dtype)
-            with torch.no_grad():
-                self.block.weight.copy_(head.weight[:, self.positions])
-                self.block.bias.copy_(head.bias)
+            self.block = nn.Linear(len(self.positions), self.head.outputs, dtype=dtype)
+            self.block.load_state_dict(
+                {"weight": self.head.weight[:, self.positions], "bias": self.head.bias}
+            )
             self.model["block"] = self.block
-            own = [*self.block.parameters()] if self.plan.is_root else [self.block.weight]
-            groups.append({"params": own, "weight_decay": options.ridge})
-        elif self.plan.is_root:
-            self.model["head"] = head
-        self.trained = [p for group in groups for p in group["params"]]
+            groups.append({"params": [*self.block.parameters()], "weight_decay": options.ridge})
         self.optimizer = torch.optim.Adam(groups, lr=options.learning_rate, fused=True)
-        self.output = Output(head, options.solver, options.ridge, options.learning_rate)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history: dict[str, list[float]] = {"loss": [], "accuracy": []}
+        self.results: list[tuple[float, float]] = []  # of the steps of this epoch, at the root
         self.epoch = 0
         self.place: Path | None = None
         messages.agree(self.facts())
 
     def facts(self) -> dict[str, Any]:
         """All that must be the same in all processes, and when a training is resumed."""
-        train_set = self.samples["train"]
         return {
             "version of hdnn": __version__,
             "release of PyTorch": torch.__version__.split("+")[0],
-            "graph": self.plan.graph.digest(),
-            "number of processes": max(self.plan.owner) + 1,
+            "graph": self.graph.digest(),
+            "number of processes": self.plan.size,
             "network": repr(asdict(self.settings)),
             "options of training": repr(asdict(self.options)),
-            "number of samples": len(train_set.x),
-            "order of samples": train_set.order,
+            "number of samples": len(self.samples["train"].x),
+            "order of samples": self.samples["train"].order,
         }
 
     # Data
 
-    def _samples(self) -> tuple[dict[str, Samples], int]:
+    def read(self, dtype: torch.dtype) -> tuple[dict[str, Samples], int]:
         """Samples to train on and to test with, and the number of classes; 0 for values."""
-        dtype = DTYPES[self.settings.dtype]
+        samples = {}
         if self.data in planar.SETS:
             points = planar.load(self.data, seed=self.settings.seed, dtype=dtype)
-            places = entry_points(self.plan.graph)
-            return {
-                "train": self._placed(points.x_train, points.t_train, places),
-                "test": self._placed(points.x_test, points.t_test, places),
-            }, 2
+            places = entry_points(self.graph)
+            for part in ("train", "test"):
+                x = getattr(points, f"x_{part}")
+                t = getattr(points, f"t_{part}")
+                nodes = [node_rows(self.graph, node, x, places) for node in self.plan.nodes]
+                samples[part] = Samples(self._joined(nodes), t, checkpoint.digest([t]))
+            return samples, 2
         home = Path(self.data)
         if not home.is_dir():
             sets = ", ".join(planar.SETS)
@@ -239,49 +234,46 @@ class Training:
         classes = io.read_json(home / "classes.json")
         if not isinstance(classes, int) or classes < 0 or classes == 1:
             raise DataError(f"{home / 'classes.json'} must hold the number of classes, or 0.")
-        samples = {"train": self._read(home / "train", classes)}
-        if (home / "test").is_dir():
-            samples["test"] = self._read(home / "test", classes)
+        for part in ("train", "test"):
+            if part == "train" or (home / part).is_dir():
+                samples[part] = self._read(home / part, classes, dtype)
         return samples, classes
 
-    def _placed(self, x: Tensor, t: Tensor, places: Sequence[int]) -> Samples:
-        """The own features of points whose coordinates enter at these places."""
-        own = x.new_zeros(len(x), len(self.positions))
-        for column, place in enumerate(self.positions.tolist()):
-            if place in places:
-                own[:, column] = x[:, places.index(place)]
-        return Samples(own, t if self.plan.is_root else None, checkpoint.digest([t]))
-
-    def _read(self, home: Path, classes: int) -> Samples:
+    def _read(self, home: Path, classes: int, dtype: torch.dtype) -> Samples:
         """The samples in the files of the own nodes, and at the root the labels."""
-        graph = self.plan.graph
-        columns = {place: column for column, place in enumerate(self.positions.tolist())}
-        own = torch.empty(0)
+        nodes = []
         orders = set()
         for node in self.plan.nodes:
-            path = home / f"{graph.key(node)}.safetensors"
+            path = home / f"{self.graph.key(node)}.safetensors"
             tensors = _load(path)
             x = tensors.get("x", torch.empty(0))
-            size = graph.sizes[node]
-            if x.ndim != 2 or x.shape[1] != 2 * size or not bool(x.isfinite().all()):
+            size = 2 * self.graph.sizes[node]
+            if x.ndim != 2 or x.shape[1] != size or not bool(x.isfinite().all()):
                 raise DataError(
-                    f"{path} must hold x (samples, {2 * size}), p and then q of node "
-                    f"{graph.label(node)}, without gaps; it has {tuple(x.shape)}."
+                    f"{path} must hold x (samples, {size}), p and then q of node "
+                    f"{self.graph.label(node)}, without gaps; it has {tuple(x.shape)}."
                 )
-            if not len(own):
-                own = torch.zeros(len(x), len(columns), dtype=DTYPES[self.settings.dtype])
-            if len(x) != len(own):
-                raise DataError(f"{path} has {len(x)} samples, but others have {len(own)}.")
-            own[:, [columns[place] for place in node_features(graph, node)]] = x.to(own.dtype)
-            orders.add(_order(tensors))
+            if nodes and len(x) != len(nodes[0]):
+                raise DataError(f"{path} has {len(x)} samples, but others have {len(nodes[0])}.")
+            nodes.append(x.to(dtype))
+            orders.add(checkpoint.digest([tensors.get("id")]))
         t = None
         if self.plan.is_root:
-            tensors = _load(home / "labels.safetensors")
-            t = _checked_labels(tensors.get("t"), len(own), classes, own.dtype, home)
-            orders.add(_order(tensors))
+            path = home / "labels.safetensors"
+            tensors = _load(path)
+            t = _labels(tensors.get("t"), len(nodes[0]), classes, path).to(
+                torch.int64 if classes else dtype
+            )
+            orders.add(checkpoint.digest([tensors.get("id")]))
         if len(orders) > 1:
-            raise DataError(f"files in {home} have different samples, or another order, by their id.")
-        return Samples(own, t, orders.pop())
+            raise DataError(f"files in {home} have other samples, or another order, by their id.")
+        return Samples(self._joined(nodes), t, orders.pop())
+
+    def _joined(self, nodes: list[Tensor]) -> Tensor:
+        """The own features, in the order of the network, from those of each node."""
+        features = [place for node in self.plan.nodes for place in node_features(self.graph, node)]
+        column = {place: k for k, place in enumerate(features)}
+        return torch.cat(nodes, 1)[:, [column[place] for place in self.positions.tolist()]]
 
     # The loop
 
@@ -297,12 +289,12 @@ class Training:
             if state is not None:
                 saved[state.values["epoch"]] = state
         if saved and not resume:
-            raise OptionError(f"{folder} holds a training; resume it, or choose another folder.")
+            raise CheckpointError(f"{folder} holds a training; resume it, or take another folder.")
         have = torch.zeros(self.options.epochs + 1)
         have[list(saved)] = 1
-        common = self.messages.total(have) == max(self.plan.owner) + 1
-        if bool(common.any()):
-            self.epoch = int(common.nonzero().max())
+        common = (self.messages.total(have) == self.plan.size).nonzero()
+        if len(common):
+            self.epoch = int(common.max())
             state = saved[self.epoch]
             checkpoint.restore(state, self.model, self.optimizer, self.generator)
             self.history = state.values["history"]
@@ -317,99 +309,94 @@ class Training:
 
     def run(self, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
         """Train to the end."""
-        samples = self.samples["train"]
-        batches = math.ceil(len(samples.x) / self.options.batch)
-        while self.epoch < self.options.epochs:
-            order = torch.randperm(len(samples.x), generator=self.generator)
-            results = []
+        count = len(self.samples["train"].x)
+        epochs = self.options.epochs
+        batches = math.ceil(count / self.options.batch)
+        while self.epoch < epochs:
+            order = torch.randperm(count, generator=self.generator)
             for k, index in enumerate(order.split(self.options.batch)):
-                done = (self.epoch + k / batches) / self.options.epochs
-                results.append(self.step(index, done, batches * self.options.epochs))
+                self.step(index, (self.epoch + k / batches) / epochs, epochs * batches)
             self.epoch += 1
             if self.plan.is_root:
-                losses, accuracies = zip(*results, strict=True)
-                self.history["loss"].append(math.fsum(losses) / batches)
-                self.history["accuracy"].append(math.fsum(accuracies) / batches)
+                news: dict[str, Any] = {"epoch": self.epoch, "epochs": epochs}
+                for position, name in enumerate(("loss", "accuracy")):
+                    news[name] = math.fsum(result[position] for result in self.results) / batches
+                    self.history[name].append(news[name])
+                self.results = []
                 if tell is not None:
-                    last = {name: values[-1] for name, values in self.history.items()}
-                    tell({"epoch": self.epoch, "epochs": self.options.epochs, **last})
-            if self.epoch == self.options.epochs:
+                    tell(news)
+            if self.epoch == epochs and not self.joint:
                 self.refit()
             self.save()
 
-    def step(self, index: Tensor, done: float, steps: int) -> tuple[float, float]:
-        """One step on a minibatch; at the root its loss and accuracy."""
+    def step(self, index: Tensor, done: float, steps: int) -> None:
+        """One step on a minibatch."""
         samples = self.samples["train"]
         options = self.options
         self.optimizer.zero_grad()
         y = self.net(samples.x[index])
-        t = None if samples.t is None else samples.t[index]
-        result, gradient = self.descend(y, t) if self.joint else self.solve(y, t)
-        if not math.isfinite(result[0]):
+        t = samples.t[index] if self.plan.is_root and samples.t is not None else None
+        y.backward(self.descend(y.detach(), t) if self.joint else self.solve(y.detach(), t))
+        alpha = options.smoothness
+        if options.smoothing == "cosine":
+            alpha *= cosine(done)
+        if alpha and self.settings.layers > 1:
+            (alpha * self.net.smoothness()).backward()
+        rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
+        trained = []
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            trained += group["params"]
+        if options.clip is not None:
+            own = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+            norm = self.messages.total(own.double().square().reshape(1)).sqrt()
+            nn.utils.clip_grads_with_norm_(trained, options.clip, norm[0])
+        self.optimizer.step()
+
+    # The output layer: at the root each function has the labels t, elsewhere None
+
+    def solve(self, y: Tensor, t: Tensor | None) -> Tensor:
+        """The gradient of y, with the output layer that the root solves for all features."""
+        features = self.features(y)
+        if t is not None:
+            outcome = self.output.solve((features, t, None))
+            self.add(outcome.loss, outcome.accuracy)
+            features = outcome.gradient.to(features)
+        return self.messages.down(features)[:, self.positions]
+
+    def descend(self, y: Tensor, t: Tensor | None) -> Tensor:
+        """The gradient of y, and that of the own block of the output layer."""
+        residual = self.scores(y)
+        if t is not None:
+            scores = residual.requires_grad_()
+            loss = self.head.loss(scores, t)
+            (residual,) = torch.autograd.grad(loss, scores)
+            self.add(float(loss.detach()), _accuracy(self.head, scores.detach(), t))
+        residual = self.messages.down(residual)
+        self.block.weight.grad = residual.T @ y
+        if self.plan.is_root:
+            self.block.bias.grad = residual.sum(0)
+        return residual @ self.block.weight.detach()
+
+    def add(self, loss: float, accuracy: float) -> None:
+        """Note the results of a step."""
+        if not math.isfinite(loss):
             raise ConvergenceError(
                 f"the loss is not finite in epoch {self.epoch + 1}: the training has diverged; "
                 "lower learning_rate, clip the gradients, or use a smaller step."
             )
-        y.backward(gradient)
-        alpha = options.smoothness * (1 if options.smoothing == "constant" else cosine(done))
-        if alpha and self.settings.layers > 1:
-            (alpha * self.net.smoothness()).backward()
-        if options.clip is not None:
-            self.clip(options.clip)
-        rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        return result
-
-    def clip(self, most: float) -> None:
-        """Scale all gradients, of all nodes, if their norm is larger."""
-        squares = [p.grad.double().square().sum() for p in self.trained if p.grad is not None]
-        norm = float(self.messages.total(torch.stack(squares).sum().reshape(1)).sqrt())
-        if norm > most:
-            for p in self.trained:
-                if p.grad is not None:
-                    p.grad *= most / norm
-
-    # The output layer
-
-    def solve(self, y: Tensor, t: Tensor | None) -> tuple[tuple[float, float], Tensor]:
-        """Let the root solve the output layer; its loss and accuracy, and the gradient of y."""
-        whole = self.features(y.detach())
-        result = (0.0, 0.0)
-        if t is not None:
-            outcome = self.output.solve((whole, t, None))
-            result = (outcome.loss, outcome.accuracy)
-            whole = outcome.gradient.to(whole)
-        return result, self.messages.down(whole)[:, self.positions]
-
-    def descend(self, y: Tensor, t: Tensor | None) -> tuple[tuple[float, float], Tensor]:
-        """Set the gradient of the own block of the output layer; the rest is as in `solve`."""
-        block = self.block
-        y = y.detach()
-        residual = self.scores(y)
-        result = (0.0, 0.0)
-        if t is not None:
-            with torch.enable_grad():
-                scores = residual.requires_grad_()
-                loss = self.head.loss(scores, t)
-                (residual,) = torch.autograd.grad(loss, scores)
-            result = (float(loss), _accuracy(self.head, scores, t))
-        residual = self.messages.down(residual)
-        block.weight.grad = residual.T @ y
-        block.bias.grad = residual.sum(0)
-        return result, residual @ block.weight.detach()
+        self.results.append((loss, accuracy))
 
     @torch.no_grad()
     def features(self, y: Tensor) -> Tensor:
-        """At the root the features of all nodes (batch, n)."""
-        whole = y.new_zeros(len(y), self.plan.graph.features)
-        whole[:, self.positions] = y
-        return self.messages.up(whole)
+        """The last features of all nodes (batch, n), at the root."""
+        features = y.new_zeros(len(y), self.graph.features)
+        features[:, self.positions] = y
+        return self.messages.up(features)
 
     @torch.no_grad()
     def scores(self, y: Tensor) -> Tensor:
-        """At the root the scores (batch, outputs) for the last features."""
+        """The scores (batch, outputs) for the last features, at the root."""
         if not self.joint:
             return self.head(self.features(y))
         return self.messages.up(y @ self.block.weight.T) + self.block.bias
@@ -417,58 +404,43 @@ class Training:
     @torch.no_grad()
     def refit(self) -> None:
         """Let the root fit the output layer to all data."""
-        if self.joint:
-            return
-        samples = self.samples["train"]
-        whole = torch.cat([self.features(self.net(x)) for x in samples.x.split(CHUNK)])
-        if samples.t is not None:
-            self.output.refit((whole, samples.t, None), self.options.batch, self.generator)
+        x, t, _ = self.samples["train"]
+        features = torch.cat([self.features(self.net(rows)) for rows in x.split(CHUNK)])
+        if self.plan.is_root and t is not None:
+            self.output.refit((features, t, None), self.options.batch, self.generator)
 
     # The end
 
     @torch.no_grad()
     def metrics(self, gather: bool) -> dict[str, Any]:
         """The results at the root; an empty dict elsewhere."""
-        measured = {}
-        for name, samples in self.samples.items():
-            scores = torch.cat([self.scores(self.net(x)) for x in samples.x.split(CHUNK)])
-            if samples.t is not None:
-                measured[f"{name}_rows"] = len(samples.x)
-                measured[f"{name}_loss"] = float(self.head.loss(scores, samples.t))
-                if not isinstance(self.head, RegressionHead):
-                    measured[f"{name}_accuracy"] = _accuracy(self.head, scores, samples.t)
-        traffic = self.traffic()
-        model = self.gather() if gather else None
-        if not self.plan.is_root:
-            return {}
-        result: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "data": self.data,
             **asdict(self.settings),
-            "features": self.plan.graph.features,
-            "nodes": self.plan.graph.nodes,
-            "processes": max(self.plan.owner) + 1,
+            "features": self.graph.features,
+            "nodes": self.graph.nodes,
+            "processes": self.plan.size,
             "epochs": self.epoch,
-            **measured,
             "history": self.history,
-            "messages": sum(row[2] for row in traffic),
-            "bytes": sum(row[3] for row in traffic),
-            "traffic": traffic,
-            "seconds": round(time.perf_counter() - self.start, 2),
         }
-        return result if model is None else {**result, "model": model}
-
-    def traffic(self) -> list[list[int]]:
-        """`[from, to, messages, bytes]` of all processes that talked, at the root."""
-        size = max(self.plan.owner) + 1
-        counts = torch.zeros(size, size, 2, dtype=torch.int64)
-        for peer, sent in self.messages.sent.items():
-            counts[self.plan.rank, peer] = torch.tensor([sent, self.messages.bytes[peer]])
-        counts = self.messages.up(counts)
-        pairs = counts[..., 0].nonzero().tolist()
-        return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
+        for part, (x, t, _) in self.samples.items():
+            scores = torch.cat([self.scores(self.net(rows)) for rows in x.split(CHUNK)])
+            if self.plan.is_root and t is not None:
+                metrics[f"{part}_rows"] = len(x)
+                metrics[f"{part}_loss"] = float(self.head.loss(scores, t))
+                if not isinstance(self.head, RegressionHead):
+                    metrics[f"{part}_accuracy"] = _accuracy(self.head, scores, t)
+        traffic = self.messages.traffic()
+        metrics["traffic"] = traffic
+        metrics["messages"] = sum(row[2] for row in traffic)
+        metrics["bytes"] = sum(row[3] for row in traffic)
+        if gather:
+            metrics["model"] = self.gather()
+        metrics["seconds"] = round(time.perf_counter() - self.start, 2)
+        return metrics if self.plan.is_root else {}
 
     def gather(self) -> Model | None:
-        """At the root one model of all nodes."""
+        """One model of all nodes, at the root."""
         net = self.net.gather()
         if self.joint:
             weight = torch.zeros_like(self.head.weight)
@@ -479,21 +451,20 @@ class Training:
             return None
         places = self.settings.placement
         if self.data in planar.SETS:
-            places = entry_points(self.plan.graph)
+            places = entry_points(self.graph)
         augment = None
         if places is not None:
             augment = Augment(len(places), net.features, placement=list(places))
         return Model(augment, net, self.head)
 
 
-def _head(features: int, classes: int, settings: Settings) -> Any:
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    dtype = DTYPES[settings.dtype]
+def _head(features: int, classes: int, seed: int, dtype: torch.dtype) -> Any:
+    options: Any = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
     if classes == 0:
-        return RegressionHead(features, 1, generator=generator, dtype=dtype)
+        return RegressionHead(features, 1, **options)
     if classes == 2:
-        return SigmoidHead(features, generator=generator, dtype=dtype)
-    return SoftmaxHead(features, classes, generator=generator, dtype=dtype)
+        return SigmoidHead(features, **options)
+    return SoftmaxHead(features, classes, **options)
 
 
 def _accuracy(head: Any, scores: Tensor, t: Tensor) -> float:
@@ -517,6 +488,15 @@ def entry_points(graph: Graph) -> list[int]:
     """The features that points of the plane enter: p of the first node, q of the middle one."""
     middle = node_features(graph, graph.nodes // 2)
     return [0, middle[len(middle) // 2]]
+
+
+def node_rows(graph: Graph, node: int, x: Tensor, places: Sequence[int]) -> Tensor:
+    """The features of one node: inputs that enter it, and zeros."""
+    own = x.new_zeros(len(x), 2 * graph.sizes[node])
+    for column, place in enumerate(node_features(graph, node)):
+        if place in places:
+            own[:, column] = x[:, places.index(place)]
+    return own
 
 
 def write_nodes(
@@ -547,10 +527,7 @@ def write_nodes(
     home = Path(folder) / part
     home.mkdir(parents=True, exist_ok=True)
     for node in range(graph.nodes):
-        own = x.new_zeros(len(x), 2 * graph.sizes[node])
-        for column, place in enumerate(node_features(graph, node)):
-            if place in placement:
-                own[:, column] = x[:, list(placement).index(place)]
+        own = node_rows(graph, node, x, placement)
         save_file({"x": own}, home / f"{graph.key(node)}.safetensors")
     save_file({"t": t.contiguous()}, home / "labels.safetensors")
     io.write_json(Path(folder) / "classes.json", classes)
@@ -563,20 +540,11 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise DataError(f"cannot read {path}: {error}.") from error
 
 
-def _order(tensors: dict[str, Tensor]) -> str:
-    if "id" not in tensors:
-        return ""
-    return hashlib.sha256(str(tensors["id"].flatten().tolist()).encode()).hexdigest()
-
-
-def _checked_labels(
-    t: Tensor | None, count: int, classes: int, dtype: torch.dtype, home: Path
-) -> Tensor:
-    path = home / "labels.safetensors"
+def _labels(t: Tensor | None, count: int, classes: int, path: Path) -> Tensor:
     if t is None or len(t) != count:
         raise DataError(f"{path} must hold t, one for each of {count} samples.")
     if classes == 0:
-        return t.to(dtype).reshape(count, 1)
+        return t.reshape(count, 1)
     if t.is_floating_point() or int(t.min()) < 0 or int(t.max()) >= classes:
         raise DataError(f"{path} must hold whole numbers t in 0 .. {classes - 1}.")
-    return t.long()
+    return t
