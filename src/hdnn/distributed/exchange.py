@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from hdnn.distributed.plan import Halo, Plan
 from hdnn.errors import HDNNError, OptionError
@@ -118,19 +120,7 @@ class Messages:
         """
         if self.store is None:
             return
-        keys = [f"facts-{rank}" for rank in range(self.plan.size)]
-        try:
-            self.store.set(keys[self.plan.rank], json.dumps(facts))
-            self.store.wait(keys, timedelta(seconds=self.timeout))
-            entries = [_parsed(self.store.get(key)) for key in keys]
-            # Nobody may leave, and take the store along, before all have read.
-            self.store.set(f"read-{self.plan.rank}", "")
-            with contextlib.suppress(RuntimeError):
-                self.store.wait([f"read-{rank}" for rank in range(len(keys))], PATIENCE)
-        except RuntimeError as error:
-            absent = [k for k, key in enumerate(keys) if not self._has(key)]
-            names = ", ".join(map(self.plan.name, absent[:4])) or "the store"
-            raise self.lost(f"{names} did not answer within {self.timeout:g} s") from error
+        entries = [_parsed(entry) for entry in self._collect(json.dumps(facts))]
         for rank, entry in enumerate(entries):
             differing = [word for word in facts if entry.get(word) != entries[0].get(word)]
             if differing:
@@ -143,12 +133,26 @@ class Messages:
             dict.fromkeys(self.plan.peers, one), {peer: one.clone() for peer in self.plan.peers}
         )
 
-    def _has(self, key: str) -> bool:
+    def _collect(self, entry: str) -> list[bytes]:
+        """The entries of all processes."""
+        keys = [f"facts-{rank}" for rank in range(self.plan.size)]
+        absent: list[int] = []
         try:
-            self.store.set_timeout(PATIENCE)
-            return self.store.check([key])
-        except RuntimeError:
-            return True
+            self.store.set(keys[self.plan.rank], entry)
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(keys, timedelta(seconds=self.timeout))
+            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not absent:
+                entries = [self.store.get(key) for key in keys]
+                # Nobody may leave, and take the store along, before all have read.
+                self.store.set(f"read-{self.plan.rank}", "")
+                with contextlib.suppress(RuntimeError):
+                    self.store.wait([f"read-{rank}" for rank in range(len(keys))], PATIENCE)
+                return entries
+        except RuntimeError as error:
+            raise self.lost("the store is gone") from error
+        names = ", ".join(map(self.plan.name, absent[:4]))
+        raise self.lost(f"{names} did not start within {self.timeout:g} s")
 
     def report(self, text: str) -> str:
         """Tell all processes why the training stops; the first reason is returned."""
@@ -194,7 +198,7 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
 
     def meet() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            met.append(next(dist.rendezvous("env://", timeout=wait))[0])
+            met.append(next(rendezvous("env://", timeout=wait))[0])
 
     # A thread, because PyTorch waits forever for a listener that accepts and never answers.
     thread = threading.Thread(target=meet, daemon=True)
@@ -203,7 +207,7 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     if not met:
         address = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
         raise LostError(f"rendezvous of {size} processes at {address} failed in {timeout:g} s.")
-    store = dist.PrefixStore(f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0])
+    store = PrefixStore(f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
     return Messages(plan, store, timeout)
 

@@ -32,15 +32,20 @@ def partition(graph: Graph, parts: int) -> list[int]:
     if parts == nodes:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
-        pymetis = require("pymetis", extra="graph")
-        neighbours = [[k for k in row if k != i] for i, row in enumerate(graph.used)]
-        _, owner = pymetis.part_graph(parts, adjacency=neighbours)
+        owner = _metis(graph, parts)
         if len(set(owner)) == parts:  # it may leave a part of a tiny graph empty
-            return [int(part) for part in owner]
+            return owner
     owner = [0] * nodes
     for place, node in enumerate(_breadth_first(graph.talking, 0)[0]):
         owner[node] = place * parts // nodes
     return owner
+
+
+def _metis(graph: Graph, parts: int) -> list[int]:
+    pymetis = require("pymetis", extra="graph")
+    neighbours = [[k for k in row if k != i] for i, row in enumerate(graph.used)]
+    _, owner = pymetis.part_graph(parts, adjacency=neighbours)
+    return [int(part) for part in owner]
 
 
 def _breadth_first(links: Sequence[Sequence[int]], root: int) -> tuple[list[int], dict[int, int]]:
