@@ -67,9 +67,10 @@ def launch(
             try:
                 assert process.stdout is not None
                 for line in process.stdout:
-                    last = json.loads(line)
-                    if tell is not None and "traffic" not in last:
-                        tell(last)
+                    if line.startswith("{"):  # PyTorch may print as well
+                        last = json.loads(line)
+                        if tell is not None and "traffic" not in last:
+                            tell(last)
             finally:
                 process.terminate()
         if process.returncode == 0:
