@@ -21,7 +21,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class Graph:
         if R is not None:
             self.R = self._pattern("R", R)
         else:
-            self.R = self._designed("R").R
+            self.R = self._designed()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Graph:
@@ -141,6 +141,11 @@ class Graph:
     def features(self) -> int:
         """n, of all nodes together."""
         return 2 * sum(self.sizes)
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The first feature of each node, in a half of the state of all nodes."""
+        return [0, *accumulate(self.sizes)]
 
     @cached_property
     def used(self) -> Links:
@@ -203,27 +208,22 @@ class Graph:
         """The patterns and sizes for the option `sparsity` of one network of all nodes."""
         return Sparsity(_matrix(self.R), sizes=self.sizes)
 
-    def design(self, keep: str = "R") -> Graph:
-        """The same graph with the patterns of `hdnn.sparsity.design` for its edges."""
-        designed = self._designed(keep)
-        table = {**self.table(), "R": _short(designed.R), "T": _short(designed.T)}
-        return Graph(**table)
-
     def __repr__(self) -> str:
         links = (sum(map(len, self.used)) - self.nodes) // 2
         return f"Graph({self.nodes} nodes, {links} links)"
 
     # Arguments
 
-    def _designed(self, keep: str) -> _Designed:
+    def _designed(self) -> Links:
+        """The R that leaves most weights free."""
         if self.S is None:
             raise OptionError("the graph has no edges and no R; give one of them.")
         if self.nodes > MOST_DESIGNED:
             raise OptionError(
-                f"patterns are designed for up to {MOST_DESIGNED} nodes, but there are "
-                f"{self.nodes}; give R."
+                f"R is designed for up to {MOST_DESIGNED} nodes, but there are {self.nodes}; "
+                "give R."
             )
-        return _Designed(sparsity.design(_matrix(self.S), self.sizes, keep=keep))
+        return sparsity.links_of(sparsity.design(_matrix(self.S), self.sizes).R)
 
     def _number(self, node: Any, where: str) -> int:
         """The number of a node that is given by number or by name."""
@@ -283,15 +283,6 @@ class Graph:
                     raise OptionError(f"columns gives {column!r} to two nodes; give it to one.")
                 columns[column] = self._number(node, "columns")
         return columns
-
-
-class _Designed:
-    """The designed patterns as lists of neighbours."""
-
-    def __init__(self, patterns: Sparsity) -> None:
-        assert patterns.T is not None
-        self.R = sparsity.links_of(patterns.R)
-        self.T = sparsity.links_of(patterns.T)
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -231,7 +231,7 @@ class GraphNetwork(nn.Module):
         """The places of some nodes in a half of the state of all nodes, or in the whole state."""
         places: list[int] = []
         for node in nodes:
-            first = self.plan.first[node]
+            first = self.plan.graph.first[node]
             size = self.plan.graph.sizes[node]
             places += range(first, first + size)
             if not self.scheme.halves:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -81,7 +80,6 @@ class Plan:
         self.owner = owner
         self.rank = rank
         self.size = max(owner) + 1
-        self.first = [0, *accumulate(graph.sizes)]  # feature of each node, in a half of the state
         own = [node for node in range(graph.nodes) if owner[node] == rank]
         self.nodes = sorted(own, key=lambda i: (graph.sizes[i], self.width(i), i))
         between: list[set[int]] = [set() for _ in range(self.size)]

@@ -478,8 +478,7 @@ def _accuracy(head: Any, scores: Tensor, t: Tensor) -> float:
 
 def node_features(graph: Graph, node: int) -> list[int]:
     """The features of all nodes that belong to one: those of p, then of q."""
-    first = sum(graph.sizes[:node])
-    own = range(first, first + graph.sizes[node])
+    own = range(graph.first[node], graph.first[node + 1])
     half = graph.features // 2
     return [*own, *(half + place for place in own)]
 
