@@ -1,19 +1,20 @@
 """The output layer for given features: solved by Newton's method, or by the paper's Adam steps.
 
 Both minimise the mean loss + ridge/2 |(W, b)|^2 over the output layer alone, a convex problem. With
-sample weights the mean is the weighted one. `W` stands for (W, b) as one matrix (c, n + 1).
+sample weights the mean is the weighted one. The problem is small, and nearly singular where there
+is little ridge: it is solved in NumPy, in float64, whatever the device and dtype of the model.
+`W` stands for (W, b) as one matrix (c, n + 1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.optim.adam import adam as adam_step
 
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 
@@ -21,10 +22,13 @@ Head = RegressionHead | SigmoidHead | SoftmaxHead
 Batch = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
-NEWTON_STEPS = 2  # for a minibatch, from the solution of the one before
-ADAM_STEPS = 10  # for a minibatch, from zero
+# For a minibatch, from zero: the next one has another optimum anyway.
+NEWTON_STEPS = 5
+ADAM_STEPS = 10
 REFIT_STEPS = 50
 START_STEPS = 8
+ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
+QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
 CHUNK = 4096  # samples that go through a network at once
 
 
@@ -32,7 +36,7 @@ class Outcome(NamedTuple):
     """The loss of a minibatch, its accuracy and its gradient, with the output layer for it."""
 
     loss: float
-    accuracy: float
+    accuracy: float  # NaN for a regression
     gradient: Tensor  # of the mean loss in the features
 
 
@@ -50,79 +54,91 @@ class OutputProblem:
     of each sample in the mean.
     """
 
-    def __init__(self, head: Head, batch: Batch, dtype: torch.dtype) -> None:
+    def __init__(self, head: Head, batch: Batch) -> None:
         y, t, weight = batch
         self.head = head
-        self.A = F.pad(y.detach().to(dtype), (0, 1), value=1.0)
-        if isinstance(head, SoftmaxHead):
-            self.T = F.one_hot(t, head.outputs).to(dtype)
+        self.softmax = isinstance(head, SoftmaxHead)
+        self.regression = isinstance(head, RegressionHead)
+        self.A = np.ones((len(y), y.shape[1] + 1))
+        self.A[:, :-1] = y.numpy(force=True)
+        targets = t.numpy(force=True)
+        if self.softmax:
+            self.T = np.zeros((len(y), head.outputs))
+            self.T[np.arange(len(y)), targets] = 1.0
         else:
-            self.T = t.reshape(len(y), head.outputs).to(dtype)
-        self.share: Tensor | float = 1 / len(y)
+            self.T = targets.reshape(len(y), head.outputs).astype(np.float64)
+        self.share: np.ndarray | float = 1 / len(y)
         if weight is not None:
-            self.share = (weight / weight.sum()).to(dtype)[:, None]
+            weights = weight.numpy(force=True).astype(np.float64)
+            self.share = (weights / weights.sum())[:, None]
 
-    def mean(self, values: Tensor) -> Tensor:
-        return (values * self.share).sum()
+    def mean(self, values: np.ndarray) -> float:
+        if isinstance(self.share, float):
+            return float(values.sum()) * self.share
+        return float((values * self.share).sum())
 
-    def loss(self, S: Tensor) -> Tensor:
-        if isinstance(self.head, SigmoidHead):
-            return self.mean(F.softplus(S) - S * self.T)
-        if isinstance(self.head, SoftmaxHead):
-            return self.mean(S.logsumexp(1, keepdim=True) - (S * self.T).sum(1, keepdim=True))
-        return self.mean((S - self.T).square()) / S.shape[1]
+    def loss(self, S: np.ndarray) -> float:
+        if self.regression:
+            return self.mean((S - self.T) ** 2) / S.shape[1]
+        if not self.softmax:
+            return self.mean(np.logaddexp(0.0, S) - S * self.T)
+        highest = S.max(1, keepdims=True)
+        log_sum = highest + np.log(np.exp(S - highest).sum(1, keepdims=True))
+        return self.mean(log_sum - (S * self.T).sum(1, keepdims=True))
 
-    def predictions(self, S: Tensor) -> Tensor:
-        if isinstance(self.head, SigmoidHead):
-            return S.sigmoid()
-        return S.softmax(1) if isinstance(self.head, SoftmaxHead) else S
+    def predictions(self, S: np.ndarray) -> np.ndarray:
+        if self.regression:
+            return S
+        if not self.softmax:
+            return 0.5 + 0.5 * np.tanh(0.5 * S)
+        P = np.exp(S - S.max(1, keepdims=True))
+        return P / P.sum(1, keepdims=True)
 
-    def residual(self, S: Tensor) -> Tensor:
-        """The gradient of the mean loss in the scores: (B, c)."""
-        residual = (self.predictions(S) - self.T) * self.share
-        return residual * (2 / S.shape[1]) if isinstance(self.head, RegressionHead) else residual
+    def residual(self, P: np.ndarray) -> np.ndarray:
+        """The gradient of the mean loss in the scores, from the predictions: (B, c)."""
+        residual = (P - self.T) * self.share
+        return residual * (2 / P.shape[1]) if self.regression else residual
 
-    def hessian(self, S: Tensor) -> Tensor:
+    def hessian(self, P: np.ndarray) -> np.ndarray:
         """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
         A = self.A
-        P = self.predictions(S)
-        if isinstance(self.head, SigmoidHead):
-            return A.T @ (A * (P * (1 - P) * self.share))
-        if isinstance(self.head, RegressionHead):
-            block = A.T @ (A * self.share) * (2 / S.shape[1])
-            return torch.block_diag(*[block] * S.shape[1])
-        blocks = [A.T @ (A * p[:, None] * self.share) for p in P.unbind(1)]
-        M = (P[:, :, None] * A[:, None, :]).flatten(1)  # diag(P) - P P^T
-        return torch.block_diag(*blocks) - M.T @ (M * self.share)
+        c, d = P.shape[1], A.shape[1]
+        if c == 1:
+            curvature = np.full_like(P, 2.0) if self.regression else P * (1 - P)
+            return A.T @ (A * (curvature * self.share))
+        H = np.zeros((c, d, c, d))
+        for i in range(c):
+            curvature = np.full_like(P[:, :1], 2 / c) if self.regression else P[:, i : i + 1]
+            H[i, :, i] = A.T @ (A * (curvature * self.share))
+        H = H.reshape(c * d, c * d)
+        if self.softmax:  # diag(P) - P P^T
+            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), c * d)
+            H -= M.T @ (M * self.share)
+        return H
 
     def curvature(self) -> float:
         """The largest curvature that the loss of a sample can have in its scores."""
-        if isinstance(self.head, RegressionHead):
+        if self.regression:
             return 2 / self.head.outputs
-        return 0.25 if isinstance(self.head, SigmoidHead) else 0.5
+        return 0.5 if self.softmax else 0.25
 
-    def accuracy(self, S: Tensor) -> float:
+    def accuracy(self, S: np.ndarray) -> float:
         """The share of right classes; NaN for a regression."""
-        if isinstance(self.head, RegressionHead):
+        if self.regression:
             return math.nan
-        if isinstance(self.head, SigmoidHead):
-            right = (S > 0) == (self.T > 0.5)
-        else:
+        if self.softmax:
             right = (S.argmax(1) == self.T.argmax(1))[:, None]
-        return float(self.mean(right.to(S.dtype)))
+        else:
+            right = (S > 0) == (self.T > 0.5)
+        return self.mean(right)
 
-    def r2(self, S: Tensor) -> float:
+    def r2(self, S: np.ndarray) -> float:
         """The mean of R^2 over those outputs whose targets differ."""
         mean = (self.T * self.share).sum(0)
-        spread = ((self.T - mean).square() * self.share).sum(0)
-        error = ((self.T - S).square() * self.share).sum(0)
-        values = (1 - error / spread)[spread > 0]
-        return float(values.mean()) if len(values) else math.nan
-
-    def outcome(self, S: Tensor) -> Outcome:
-        gradient = self.residual(S) @ self.head.weight.to(S.dtype)
-        gradient = gradient.to(self.head.weight.dtype)
-        return Outcome(float(self.loss(S)), self.accuracy(S), gradient)
+        spread = ((self.T - mean) ** 2 * self.share).sum(0)
+        error = ((self.T - S) ** 2 * self.share).sum(0)
+        differ = spread > 0
+        return float((1 - error[differ] / spread[differ]).mean()) if differ.any() else math.nan
 
 
 class Output:
@@ -137,31 +153,34 @@ class Output:
         self.ridge = ridge
         self.rate = rate
 
-    @torch.no_grad()
+    @QUIET
     def solve(self, batch: Batch) -> Outcome:
         """Find the output layer for these features, and the loss with it."""
-        dtype = torch.float64 if self.solver == "newton" else batch[0].dtype
-        problem = OutputProblem(self.head, batch, dtype)
+        problem = OutputProblem(self.head, batch)
         if self.solver == "newton":
-            S = newton(problem, self.ridge, NEWTON_STEPS)
-            return problem.outcome(S)
-        if self.solver == "adam":
-            self._adam([problem] * ADAM_STEPS)
-        W = weights_of(self.head, dtype)
+            W = newton(problem, self.ridge, NEWTON_STEPS)
+        elif self.solver == "adam":
+            W = self._adam([problem] * ADAM_STEPS)
+        else:
+            W = weights_of(self.head)
         S = problem.A @ W.T
+        residual = problem.residual(problem.predictions(S))
         if self.solver == "joint":
-            gradient = problem.residual(S).T @ problem.A
-            self.head.weight.grad = gradient[:, :-1].contiguous()
-            self.head.bias.grad = gradient[:, -1].contiguous()
-        return problem.outcome(S)
+            gradient = torch.from_numpy(residual.T @ problem.A)
+            self.head.weight.grad = gradient[:, :-1].to(self.head.weight).contiguous()
+            self.head.bias.grad = gradient[:, -1].to(self.head.bias).contiguous()
+        else:
+            assign(self.head, W)
+        gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
+        return Outcome(problem.loss(S), problem.accuracy(S), gradient)
 
-    @torch.no_grad()
+    @QUIET
     def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
         """Fit the output layer to all data; Adam does so in minibatches of this size."""
         if self.solver == "newton":
-            newton(OutputProblem(self.head, batch, torch.float64), self.ridge, REFIT_STEPS)
+            assign(self.head, newton(OutputProblem(self.head, batch), self.ridge, REFIT_STEPS))
         elif self.solver == "adam":
-            self._adam(self._minibatches(batch, size, generator))
+            assign(self.head, self._adam(self._minibatches(batch, size, generator)))
 
     def _minibatches(
         self, batch: Batch, size: int, generator: torch.Generator
@@ -170,37 +189,25 @@ class Output:
         for _ in range(REFIT_STEPS):
             order = torch.randperm(len(y), generator=generator).to(y.device)
             for index in order.split(size):
-                part = None if weight is None else weight[index]
-                if part is None or part.any():
-                    yield OutputProblem(self.head, (y[index], t[index], part), y.dtype)
+                weights = None if weight is None else weight[index]
+                if weights is None or weights.any():
+                    yield OutputProblem(self.head, (y[index], t[index], weights))
 
-    def _adam(self, problems: Iterable[OutputProblem]) -> None:
+    def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
-        W = torch.zeros_like(weights_of(self.head))
-        m = torch.zeros_like(W)
-        v = torch.zeros_like(W)
-        count = torch.zeros((), device=W.device)
-        for problem in problems:
-            g = problem.residual(problem.A @ W.T).T @ problem.A
-            adam_step(
-                [W],
-                [g],
-                [m],
-                [v],
-                [],
-                [count],
-                fused=True,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
-                lr=self.rate,
-                weight_decay=self.ridge,
-                eps=1e-8,
-                maximize=False,
-            )
-        assign(self.head, W)
+        W = np.zeros((self.head.outputs, self.head.features + 1))
+        m = np.zeros_like(W)
+        v = np.zeros_like(W)
+        for count, problem in enumerate(problems, 1):
+            P = problem.predictions(problem.A @ W.T)
+            g = problem.residual(P).T @ problem.A + self.ridge * W
+            m += 0.1 * (g - m)
+            v += 0.001 * (g * g - v)
+            size = self.rate / (1 - 0.9**count)
+            W -= size * m / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+        return W
 
-    @torch.no_grad()
+    @QUIET
     def start(self, batch: Batch) -> None:
         """Let joint training begin near the optimum for the features that there are.
 
@@ -208,78 +215,80 @@ class Output:
         Newton's with the largest possible curvature in place of the Hessian (Boehning, 1992), so
         that one factorisation serves all steps and outputs.
         """
-        problem = OutputProblem(self.head, batch, torch.float64)
+        problem = OutputProblem(self.head, batch)
         A = problem.A
         ridge = 2 * self.ridge  # no gradient may be zero but for rounding: Adam would magnify it
-        W = A.new_zeros(self.head.outputs, A.shape[1])
         H = problem.curvature() * (A * problem.share).T @ A
-        H.diagonal().add_(ridge + 1e-9 * H.diagonal().mean())  # some features may be zero
-        L, _ = torch.linalg.cholesky_ex(H)
+        H += np.eye(len(H)) * (ridge + 1e-9 * H.diagonal().mean())  # some features may be zero
+        inverse = np.linalg.inv(H)
+        W = np.zeros((self.head.outputs, len(H)))
         for _ in range(START_STEPS):
-            gradient = problem.residual(A @ W.T).T @ A + ridge * W
-            W -= torch.cholesky_solve(gradient.T, L).T
-        if bool(W.isfinite().all()):  # else the features are not, and `fit` will say so
+            P = problem.predictions(A @ W.T)
+            W -= (problem.residual(P).T @ A + ridge * W) @ inverse
+        if np.isfinite(W).all():  # else the features are not, and `fit` will say so
             assign(self.head, W)
 
 
-def newton(problem: OutputProblem, ridge: float, steps: int) -> Tensor:
-    """Damped Newton steps from the present weights; returns the scores.
-
-    In float64 whatever the dtype of the model: with little ridge the Hessian is nearly singular.
-    """
+def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
+    """W after damped Newton steps from zero."""
     A = problem.A
-    W = weights_of(problem.head, A.dtype)
-    S = A @ W.T
-    value = problem.loss(S) + 0.5 * ridge * W.square().sum()
+    W = np.zeros((problem.T.shape[1], A.shape[1]))
+    S = np.zeros_like(problem.T)
+    value = problem.loss(S)
+    unit = ridge * np.eye(W.size)
     for _ in range(steps):
-        gradient = torch.addmm(W, problem.residual(S).T, A, beta=ridge)
-        hessian = problem.hessian(S)
-        hessian.diagonal().add_(ridge)
-        L, info = torch.linalg.cholesky_ex(hessian)
-        if info:  # rounding in a nearly singular Hessian must not stop a training
+        P = problem.predictions(S)
+        gradient = problem.residual(P).T @ A + ridge * W
+        try:
+            step = np.linalg.solve(problem.hessian(P) + unit, gradient.reshape(-1))
+        except np.linalg.LinAlgError:  # rounding must not stop a training
             break
-        step = torch.cholesky_solve(gradient.reshape(-1, 1), L).view_as(W)
-        decrease = (gradient * step).sum()
-        if not decrease > 1e-14:
+        step = step.reshape(W.shape)
+        decrease = float((gradient * step).sum())
+        if not decrease > ENOUGH:
             break
         move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
-        for halvings in range(30):
-            size = 0.5**halvings
-            W_new = W - size * step
-            S_new = S - size * move
-            trial = problem.loss(S_new) + 0.5 * ridge * W_new.square().sum()
+        size = 1.0
+        while size > 1e-9:
+            trial = problem.loss(S - size * move) + 0.5 * ridge * ((W - size * step) ** 2).sum()
             if trial <= value - 1e-4 * size * decrease:
-                W, S, value = W_new, S_new, trial
                 break
+            size *= 0.5
         else:
             break
-    assign(problem.head, W)
-    return S
+        W = W - size * step
+        S = S - size * move
+        value = trial
+    return W
 
 
-@torch.no_grad()
+@QUIET
 def evaluate(head: Head, batch: Batch) -> Scores:
     """Loss and score of an output layer as it is."""
-    problem = OutputProblem(head, batch, torch.float64)
-    S = problem.A @ weights_of(head, torch.float64).T
-    score = problem.r2(S) if isinstance(head, RegressionHead) else problem.accuracy(S)
-    return Scores(float(problem.loss(S)), score)
+    problem = OutputProblem(head, batch)
+    S = problem.A @ weights_of(head).T
+    score = problem.r2(S) if problem.regression else problem.accuracy(S)
+    return Scores(problem.loss(S), score)
 
 
-def weights_of(head: Head, dtype: torch.dtype | None = None) -> Tensor:
+def weights_of(head: Head) -> np.ndarray:
     """(W, b) as one matrix (c, n + 1)."""
-    return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], 1).to(dtype)
+    W = np.empty((head.outputs, head.features + 1))
+    W[:, :-1] = head.weight.numpy(force=True)
+    W[:, -1] = head.bias.numpy(force=True)
+    return W
 
 
 @torch.no_grad()
-def assign(head: Head, W: Tensor) -> None:
-    """Set the weights and biases from one matrix (c, n + 1)."""
-    head.weight.copy_(W[:, :-1])
-    head.bias.copy_(W[:, -1])
+def assign(head: Head, W: np.ndarray) -> None:
+    """Set weights and biases from one matrix (c, n + 1)."""
+    values = torch.from_numpy(W)
+    head.weight.copy_(values[:, :-1])
+    head.bias.copy_(values[:, -1])
 
 
 @torch.no_grad()
-def features(run, y_0: Tensor) -> Tensor:
+def features(run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
     """The last states y_N of all samples, computed in chunks that fit into memory."""
     return torch.cat([run(chunk) for chunk in y_0.split(CHUNK)])
