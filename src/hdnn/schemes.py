@@ -1,0 +1,415 @@
+"""The definition: how each scheme takes a state through a stack of layers, in plain PyTorch.
+
+A scheme is a sequence of moves. A move reads one half of the state and adds a signed fraction of
+the step h times a force to the other half; a scheme without halves reads and moves the whole state.
+The same moves give the layers, their inverse and their Jacobians. `hdnn.engine` runs them faster
+and is tested against `run`.
+
+States are `(*batch, n)` with `y = (p, q)`, p first; weights are stacked over layers, `(N, ...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdnn.activations import Activation
+from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
+
+__all__ = [
+    "FORWARD_EULER",
+    "MS1",
+    "MS3",
+    "PERCEPTRON",
+    "SEMI_IMPLICIT_EULER",
+    "VERLET",
+    "YOSHIDA4",
+    "DiscreteGradient",
+    "Force",
+    "Implicit",
+    "ImplicitEuler",
+    "Midpoint",
+    "Scheme",
+    "jacobians",
+    "run",
+    "steps",
+]
+
+State = tuple[Tensor, ...]  # (p, q), or (y,) for a scheme without halves
+
+
+class Force(NamedTuple):
+    """`V^T sigma(K x + b)`: the gradient of a layer's energy, turned by X or J.
+
+    Of one layer or stacked over layers. For rows x that is `sigma(x K^T + b) V`.
+
+    Args:
+        K: weights `(N, r, s)`.
+        b: biases `(N, r)`.
+        V: output weights `(N, r, t)`; None means K.
+    """
+
+    K: Tensor
+    b: Tensor
+    V: Tensor | None = None
+
+    def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
+        """The force of one layer at states x, `(*batch, t)`."""
+        return sigma(x @ self.K.mT + self.b) @ self.output
+
+    @property
+    def output(self) -> Tensor:
+        """V, or K where V is None."""
+        return self.K if self.V is None else self.V
+
+    def layers(self) -> Iterator[Force]:
+        """The force of each layer alone."""
+        # unbind, not indexing: the gradient of N selections of a stack costs N^2.
+        V = [None] * len(self.K) if self.V is None else self.V.unbind(0)
+        return map(Force, self.K.unbind(0), self.b.unbind(0), V)
+
+    def at(self, x: Tensor) -> Tensor:
+        """`K x + b` of all layers, at states `(N, B, s)`."""
+        return torch.baddbmm(self.b[:, None], x, self.K.mT)
+
+    def jacobian(self, slope: Tensor) -> Tensor:
+        """`K^T D V` of all layers with `D = diag(slope)`: (N, B, s, t) from slopes (N, B, r)."""
+        V = self.output
+        N, B, r = slope.shape
+        if r > B:
+            return self.K.mT[:, None] @ (slope[..., None] * V[:, None])
+        # Many samples: one product a layer, with the r matrices k_i v_i^T as its rows.
+        outer = self.K[..., None] * V[:, :, None]
+        product = slope @ outer.reshape(N, r, -1)
+        return product.reshape(N, B, self.K.shape[-1], V.shape[-1])
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to step through `y' = J K^T sigma(K y + b)`.
+
+    Explicit schemes are instances of this class; others override `step` and `jacobian`.
+
+    Args:
+        name: under which networks and files know it.
+        order: of its error, h to that power.
+        moves: pairs of the half that is read (0 is p, 1 is q) and a signed fraction of h.
+        halves: False if one force moves the whole state.
+        symplectic: True if each layer is, with one J for all.
+        implicit: True if a layer solves an equation.
+    """
+
+    name: str
+    order: int
+    moves: tuple[tuple[int, float], ...] = ()
+    halves: bool = True
+    symplectic: bool = True
+    implicit: bool = False
+
+    @property
+    def invertible(self) -> bool:
+        """True if `step` can be undone."""
+        return self.halves or self.implicit
+
+    def split(self, y: Tensor) -> State:
+        """The halves (p, q) of a state, or the whole."""
+        return tuple(y.chunk(2, -1)) if self.halves else (y,)
+
+    def join(self, x: State) -> Tensor:
+        """The state from its halves."""
+        return torch.cat(x, -1) if self.halves else x[0]
+
+    def ordered(self, inverse: bool = False) -> Iterator[tuple[int, int, float]]:
+        """The moves as (half read, half moved, fraction); backwards for the inverse."""
+        sign = -1.0 if inverse else 1.0
+        for half, fraction in reversed(self.moves) if inverse else self.moves:
+            yield half, (1 - half if self.halves else half), sign * fraction
+
+    def step(
+        self,
+        x: State,
+        forces: Sequence[Force],
+        h: float | Tensor,
+        sigma: Activation,
+        *,
+        inverse: bool = False,
+    ) -> State:
+        """One layer, or its inverse.
+
+        Args:
+            x: what `split` gives.
+            forces: of this layer; `forces[i]` reads half i.
+            h: the step of this layer.
+            sigma: the activation.
+            inverse: undo the layer.
+        """
+        state = list(x)
+        for half, to, fraction in self.ordered(inverse):
+            state[to] = state[to] + (fraction * h) * forces[half](state[half], sigma)
+        return tuple(state)
+
+    def jacobian(
+        self,
+        states: Tensor,
+        forces: Sequence[Force],
+        h: Tensor,
+        sigma: Activation,
+        *,
+        inverse: bool = False,
+    ) -> Tensor:
+        """The Jacobians of all layers, or their inverses: see `jacobians`; h is (N, 1, 1)."""
+        x = list(self.split(states[:-1]))
+        N, B, n = states[:-1].shape
+        eye = torch.eye(n, dtype=states.dtype, device=states.device).expand(N, B, n, n)
+        # A move multiplies by the shear I + A. Row vectors: dy' = dy M, so M gains columns; its
+        # inverse gains rows.
+        M = list(eye.tensor_split(len(x), -2 if inverse else -1))
+        for half, to, fraction in self.ordered():
+            z = forces[half].at(x[half])
+            A = forces[half].jacobian(fraction * h * sigma.slope(z))
+            if inverse:
+                M[half] = M[half] - A @ M[to]
+            else:
+                M[to] = M[to] + M[half] @ A
+            x[to] = x[to] + (fraction * h) * (sigma(z) @ forces[half].output)
+        return torch.cat(M, -2 if inverse else -1)
+
+
+@dataclass(frozen=True)
+class Perceptron(Scheme):
+    """`y <- sigma(K y + b)`: no step, and nothing that keeps its gradients from vanishing."""
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        return (sigma(y @ force.K.mT + force.b),)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        return force.K.mT[:, None] * sigma.slope(force.at(states[:-1])).unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class Implicit(Scheme):
+    """A scheme whose layers solve `x = c + B sigma(A x + a)`; its one force has a V.
+
+    Args:
+        tol: the largest error of an equation; by default near rounding.
+        max_iter: the most Newton iterations for a layer.
+    """
+
+    halves: bool = False
+    implicit: bool = True
+    tol: float | None = None
+    max_iter: int = MAX_ITER
+
+    @property
+    def newton(self) -> dict[str, Any]:
+        """The options of the solver."""
+        return {"tol": self.tol, "max_iter": self.max_iter, "where": self.name}
+
+
+@dataclass(frozen=True)
+class ImplicitEuler(Implicit):
+    """`y' = y + h J dH/dy(p', q)` with a full K, solved for p' (eq:implicit_euler)."""
+
+    name: str = "semi_implicit_euler_full"
+    order: int = 1
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        p, q = y.chunk(2, -1)
+        K_p, K_q = force.K.chunk(2, -1)
+        V_p, V_q = (h * force.output).chunk(2, -1)
+        if inverse:
+            a = p @ K_p.mT + force.b
+            q = solve(q, -V_q.mT, K_q, a, sigma, **self.newton)
+            p = p - sigma(a + q @ K_q.mT) @ V_p
+        else:
+            a = q @ K_q.mT + force.b
+            p = solve(p, V_p.mT, K_p, a, sigma, **self.newton)
+            q = q + sigma(a + p @ K_p.mT) @ V_q
+        return (torch.cat([p, q], -1),)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        p, _ = states[1:].chunk(2, -1)
+        _, q = states[:-1].chunk(2, -1)
+        A = force.jacobian(h * sigma.slope(force.at(torch.cat([p, q], -1))))
+        # With rows, (dp', dq') = (dp, dq) + (dp', dq) A.
+        (A_pp, A_pq), (A_qp, A_qq) = (rows.chunk(2, -1) for rows in A.chunk(2, -2))
+        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+        E = _inverse(eye - A_pp)  # dp'/dp
+        F = A_qp @ E  # dp'/dq
+        from_p = torch.cat([E, E @ A_pq], -1)
+        from_q = torch.cat([F, eye + A_qq + F @ A_pq], -1)
+        return torch.cat([from_p, from_q], -2)
+
+
+@dataclass(frozen=True)
+class Midpoint(Implicit):
+    """`y' = y + h J dH/dy((y + y')/2)`: symplectic for any skew J, a singular or odd one too."""
+
+    name: str = "midpoint"
+    order: int = 2
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        B = (-0.5 if inverse else 0.5) * h * force.output.mT
+        return (2 * solve(y, B, force.K, force.b, sigma, **self.newton) - y,)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        slope = sigma.slope(force.at(0.5 * (states[:-1] + states[1:])))
+        A = force.jacobian(0.5 * h * slope)
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        return (eye + A) @ _inverse(eye - A)
+
+
+@dataclass(frozen=True)
+class DiscreteGradient(Implicit):
+    """`y' = y + h J G(y, y')` with the mean G of dH/dy between both: keeps the energy exactly.
+
+    Not symplectic. G is `K^T chord(K y + b, K y' + b)`, and `(y' - y) G` is the change of H.
+    """
+
+    name: str = "discrete_gradient"
+    order: int = 2
+    symplectic: bool = False
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        B = (-1.0 if inverse else 1.0) * h * force.output.mT
+        return (solve_chord(y, B, force.K, force.b, sigma, **self.newton),)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        before = force.at(states[:-1])
+        after = force.at(states[1:])
+        A = force.jacobian(h * chord_slope(sigma, after, before))
+        A_after = force.jacobian(h * chord_slope(sigma, before, after))
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        return (eye + A) @ _inverse(eye - A_after)
+
+
+def _inverse(M: Tensor) -> Tensor:
+    """The inverse, in float32 at least: there are no decompositions in half precision."""
+    return torch.linalg.inv(M.to(torch.promote_types(M.dtype, torch.float32))).to(M.dtype)
+
+
+# y <- y + h J dH/dy(y)   (eq:H-DNN_fE)
+FORWARD_EULER = Scheme("forward_euler", 1, ((0, 1.0),), halves=False, symplectic=False)
+
+# p <- p - h X^T dH/dq(q), then q <- q + h X dH/dp(p)   (eq:p_update, eq:q_update)
+SEMI_IMPLICIT_EULER = Scheme("semi_implicit_euler", 1, ((1, -1.0), (0, 1.0)))
+
+# Kick, drift, kick (Strang, 1968)
+VERLET = Scheme("verlet", 2, ((1, -0.5), (0, 1.0), (1, -0.5)))
+
+# Three Verlet steps, the middle one backwards in time (Yoshida, 1990)
+_OUTER = 1 / (2 - 2 ** (1 / 3))
+_INNER = 1 - 2 * _OUTER
+YOSHIDA4 = Scheme(
+    "yoshida4",
+    4,
+    (
+        (1, -_OUTER / 2),
+        (0, _OUTER),
+        (1, -(_OUTER + _INNER) / 2),
+        (0, _INNER),
+        (1, -(_INNER + _OUTER) / 2),
+        (0, _OUTER),
+        (1, -_OUTER / 2),
+    ),
+)
+
+# q <- q - h sigma(K_0^T p + b_1), then p <- p + h sigma(K_0 q + b_2)   (eq:MS1)
+MS1 = Scheme("ms1", 1, ((0, -1.0), (1, 1.0)), symplectic=False)
+
+# p <- p + h K_1^T sigma(K_1 q + b_1), then q <- q - h K_2^T sigma(K_2 p + b_2)   (eq:MS3)
+MS3 = Scheme("ms3", 1, ((1, 1.0), (0, -1.0)))
+
+PERCEPTRON = Perceptron("perceptron", 0, halves=False, symplectic=False)
+
+
+def steps(h: float | Tensor, N: int) -> Sequence[float | Tensor]:
+    """The step of each layer, from one for all or a tensor `(N,)`."""
+    return h.expand(N).unbind(0) if isinstance(h, Tensor) else [h] * N
+
+
+def run(
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    h: float | Tensor,
+    sigma: Activation,
+    *,
+    trajectory: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """N layers, one after the other: the definition of every network here.
+
+    Args:
+        scheme: how a layer steps.
+        y: states `(*batch, n)`.
+        forces: stacked over layers; `forces[i]` reads half i.
+        h: the step, one for all layers or `(N,)`.
+        sigma: the activation.
+        trajectory: return all states, in forward order.
+        inverse: take the last state back to the first.
+
+    Returns:
+        The last state `(*batch, n)` (the first with `inverse`), or all of them `(N+1, *batch, n)`.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import activations, schemes
+        >>> force = schemes.Force(torch.randn(8, 2, 2), torch.zeros(8, 2))
+        >>> sigma = activations.get("tanh")
+        >>> schemes.run(schemes.VERLET, torch.randn(5, 4), (force, force), 0.1, sigma).shape
+        torch.Size([5, 4])
+    """
+    N = len(forces[0].K)
+    stacks = [force.layers() for force in forces]
+    layers = list(zip(zip(*stacks, strict=True), steps(h, N), strict=True))
+    x = scheme.split(y)
+    states = [y]
+    for layer, step in reversed(layers) if inverse else layers:
+        x = scheme.step(x, layer, step, sigma, inverse=inverse)
+        if trajectory:
+            states.append(scheme.join(x))
+    if not trajectory:
+        return scheme.join(x)
+    return torch.stack(states[::-1] if inverse else states)
+
+
+def jacobians(
+    scheme: Scheme,
+    states: Tensor,
+    forces: Sequence[Force],
+    h: float | Tensor,
+    sigma: Activation,
+    *,
+    inverse: bool = False,
+) -> Tensor:
+    """The derivatives `dy_{j+1}/dy_j` of all layers in closed form, or their inverses.
+
+    In denominator layout: the transpose of what `torch.autograd.functional.jacobian` gives.
+
+    Args:
+        scheme: how a layer steps.
+        states: before and after each layer, `(N+1, B, n)`.
+        forces: stacked over layers.
+        h: the step, one for all layers or `(N,)`.
+        sigma: the activation.
+        inverse: give the inverses, by undoing each move; for schemes with halves.
+
+    Returns:
+        The matrices `(N, B, n, n)`.
+    """
+    step = torch.as_tensor(h, dtype=states.dtype, device=states.device)
+    step = step.expand(len(states) - 1).view(-1, 1, 1)
+    return scheme.jacobian(states, forces, step, sigma, inverse=inverse)
