@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.sensitivity import backward_sensitivity, exact, singular_values
+from hdnn.analysis.sensitivity import (
+    backward_sensitivity,
+    exact,
+    singular_values,
+    steps_of,
+)
 from hdnn.errors import HDNNError, OptionError
 from hdnn.networks import Network
 
@@ -35,9 +40,9 @@ def bsm_bound_paper(net: Network) -> Tensor:
         >>> bool(hdnn.analysis.bsm_bound_continuous(net) < hdnn.analysis.bsm_bound_paper(net))
         True
     """
-    rates = _rates(net)
+    steps = steps_of(net)
     root = math.sqrt(net.features)
-    return root * torch.exp(root * rates.max() * net.steps().sum())
+    return root * torch.exp(root * net.field_rates().max() * steps.sum())
 
 
 @torch.no_grad()
@@ -55,7 +60,7 @@ def bsm_bound_continuous(net: Network) -> Tensor:
         One number, as a tensor.
     """
     half = 0.5 if activations.get(net.activation).monotone else 1.0
-    return torch.exp(half * (net.steps() * _rates(net)).sum())
+    return torch.exp(half * (steps_of(net) * net.field_rates()).sum())
 
 
 @torch.no_grad()
@@ -78,13 +83,13 @@ def bsm_bound_forward_euler(net: Network) -> Tensor:
         >>> bool(hdnn.analysis.norms(Phi).max() <= hdnn.analysis.bsm_bound_forward_euler(net))
         True
     """
-    rates = _rates(net)
+    steps = steps_of(net)
     if not net.forward_euler:
         raise OptionError(
             f"this bound is for forward Euler (H1, MS2), not for {type(net).__name__}; "
             "for H2 and its relatives use gradient_bounds."
         )
-    Q = net.steps() * rates
+    Q = steps * net.field_rates()
     if activations.get(net.activation).monotone:
         return (1 + Q + Q.square()).sqrt().prod()
     return (1 + Q).prod()
@@ -120,16 +125,6 @@ def gradient_bounds(net: Network) -> tuple[Tensor, Tensor]:
     S = activations.get(net.activation).S
     B = torch.asinh(0.5 * S * net.shear_norms()).sum()
     return torch.exp(-B), torch.exp(B)
-
-
-def _rates(net: Network) -> Tensor:
-    """S |K_j|^2 |J_j| of each layer: (N,)."""
-    if not hasattr(net, "h"):
-        raise OptionError(
-            f"bounds are for networks that discretise an ODE, not for {type(net).__name__}; "
-            "of a Model, give model.net."
-        )
-    return net.field_rates()
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ def compared_bounds(
     net: Network, smallest: float | None = None, largest: float | None = None
 ) -> list[Bound]:
     """The bounds beside the extreme singular values over all dy_N/dy_j."""
-    eps = torch.finfo(net.steps().dtype).eps if hasattr(net, "h") else 0.0
+    eps = torch.finfo(steps_of(net).dtype).eps
     result = []
 
     def add(name: str, side: str, bound: Tensor, rigorous: bool = True) -> None:

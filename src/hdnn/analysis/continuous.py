@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hdnn import activations
-from hdnn.analysis.sensitivity import exact
+from hdnn.analysis.sensitivity import exact, steps_of
 from hdnn.errors import ConvergenceError, DataError, OptionError, ShapeError, require
 from hdnn.networks import Network
 
@@ -58,11 +58,7 @@ class ContinuousNetwork:
     def __init__(
         self, net: Network, *, method: str = "DOP853", rtol: float = 1e-10, atol: float = 1e-12
     ) -> None:
-        if not hasattr(net, "h"):
-            raise OptionError(
-                f"a network that discretises an ODE is needed, but got {type(net).__name__}; "
-                "of a Model, give model.net."
-            )
+        steps_of(net)
         self.options = {"method": method, "rtol": rtol, "atol": atol}
         self.net = exact(net).requires_grad_(False)
         field = self.net.field()
@@ -71,7 +67,7 @@ class ContinuousNetwork:
         self._b = field["b"]
         self._V = self._K @ self.J.mT  # the field is sigma(y K^T + b) V for rows y
         self._sigma = activations.get(self.net.activation)
-        self.times = torch.nn.functional.pad(self.net.steps().cumsum(0), (1, 0))
+        self.times = torch.nn.functional.pad(steps_of(self.net).cumsum(0), (1, 0))
         self.T = float(self.times[-1])
 
     def trajectory(self, y: Tensor, t: Times = None) -> Tensor:

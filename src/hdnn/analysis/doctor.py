@@ -199,8 +199,8 @@ def diagnose(
         text = str(error).partition("\n")[0]
         raise DataError(
             f"this {type(model).__name__} cannot be copied, run on x and differentiated "
-            f"({type(error).__name__}: {text}); give x as the module takes it: a tensor, a tuple of "
-            "arguments, or a dict of named ones."
+            f"({type(error).__name__}: {text}); give x as the module takes it: a tensor, a tuple "
+            "of arguments, or a dict of named ones."
         ) from error
     return Diagnosis(
         type(model).__name__,

@@ -71,14 +71,14 @@ class Chain:
         return u
 
     def extremes(self, start: Tensor, first: int, steps: int) -> Ritz:
-        """The extreme singular values of dy_N/dy_j, j = first, from a start of the state's shape."""
+        """The extreme singular values of dy_N/dy_j for j = first."""
         return bidiagonalise(
             lambda v: self.forwards(v, first), lambda u: self.backwards(u, first), start, steps
         )
 
 
 class Ritz(NamedTuple):
-    """The extreme singular values of B; `complete` if nothing is left that the start could reach."""
+    """The extreme singular values of B; `complete` if the start reaches nothing more."""
 
     smallest: float
     largest: float
@@ -222,7 +222,4 @@ def unit_extremes(
 
 def unit_layers(unit: HamiltonianUnit) -> list[Function]:
     """The layers of a unit, one function each."""
-    functions = []
-    for j in range(unit.layers):
-        functions.append(lambda y, j=j: unit.run_layers(y, slice(j, j + 1)))
-    return functions
+    return [lambda y, j=j: unit.run_layers(y, slice(j, j + 1)) for j in range(unit.layers)]

@@ -20,6 +20,7 @@ from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
 from hdnn.analysis.sensitivity import (
     backward_factors,
     singular_values,
+    steps_of,
     symplectic_defect,
     trajectory,
 )
@@ -136,7 +137,7 @@ def _factor_sizes(net: Network) -> Tensor:
         shears = activations.get(net.activation).S * net.shear_norms()
         return (1 + shears).reshape(-1, net.layers).prod(0)
     except HDNNError:  # its layers are not made of shears
-        size = 1 + net.steps() * net.field_rates()
+        size = 1 + steps_of(net) * net.field_rates()
         return size**3 if net.implicit else size
 
 
@@ -192,9 +193,9 @@ def measure_layers(module: Any, call: Call, *, promised: bool) -> Measured:
     if not args and not options:
         y = y[_spread(len(y), FEW)]
     with sdpa_kernel(SDPBackend.MATH), engine.use(engine="reference", backprop="stored"):
-        functions = []
-        for layer in _layers_of(module):
-            functions.append(lambda y, layer=layer: layer(y, *args, **options))
+        functions = [
+            lambda y, layer=layer: layer(y, *args, **options) for layer in _layers_of(module)
+        ]
         chain = Chain(functions, y)
         layers = _spread(len(functions), LAYERS)
         sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))

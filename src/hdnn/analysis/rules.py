@@ -28,7 +28,8 @@ class Finding:
     """One thing that is wrong, or worth knowing: where it is, in a sentence, with its figures.
 
     Attributes:
-        kind: "vanishing", "exploding", "dead", "saturated", "detached", "unused" or "not finite".
+        kind: "vanishing", "exploding", "dead units", "saturated", "detached", "unused" or "not
+            finite".
         layer: the module where it is.
         sentence: what is wrong.
         figures: the numbers behind the sentence.
@@ -146,7 +147,7 @@ def dead(seen: Examination) -> Iterator[Finding]:
         others = len(set(names)) - 1
         more = f" (and so in {others} other layers)" if others else ""
         yield Finding(
-            "dead",
+            "dead units",
             names[0],
             f"{first.dead} of {first.units} units of {first.operation} in {names[0]} are off for "
             f"all samples{more}: no gradient comes through them.",
@@ -258,7 +259,7 @@ def exploding(seen: Examination) -> Iterator[Finding]:
 
 def unused(seen: Examination) -> Iterator[Finding]:
     if seen.unused:
-        modules = tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused))
+        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused))
         yield Finding(
             "unused",
             modules[0],
@@ -266,7 +267,7 @@ def unused(seen: Examination) -> Iterator[Finding]:
             "these inputs, and the output does not depend on the weights there.",
             {"parameters": float(len(seen.unused))},
             fault=False,
-            layers=modules,
+            layers=tuple(modules),
         )
 
 

@@ -125,6 +125,16 @@ def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
     return chosen
 
 
+def steps_of(net: Any) -> Tensor:
+    """The steps h of all layers: (N,)."""
+    if not hasattr(net, "steps") or not hasattr(net, "h"):
+        raise OptionError(
+            f"a network that discretises an ODE is needed, but got {type(net).__name__}; "
+            "of a Model, give model.net."
+        )
+    return net.steps()
+
+
 # Sizes of matrices
 
 

@@ -1,4 +1,4 @@
-"""Watch gradients through a training, in any loop: when to look, and what a network's looks show."""
+"""Watch gradients through a training, in any loop: when to look, and what looks show."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def gradient_surface(
 
 
 def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
-    """Draw the extreme singular values of dy_N/dy_j and of each layer, and mark where faults are.
+    """Draw what is left of a random gradient at each state, and mark where faults are.
 
     Args:
         diagnosis: what `hdnn.diagnose` returned.
@@ -262,9 +262,8 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
     ax = axes_of(ax, width=7.0)
     layers = diagnosis.layers
     for name, label, color, line, marker in (
-        ("largest", "largest", RED, "--", "^"),
-        ("smallest", "smallest, at most", GREEN, "-.", "v"),
-        ("own_largest", "largest of the layer alone", BLUE, "", "."),
+        ("gain", "left of a random gradient", GREEN, "-.", "v"),
+        ("own", "let through by the layer alone", BLUE, "", "."),
     ):
         values = [(j, getattr(one, name)) for j, one in enumerate(layers)]
         known = [(j, value) for j, value in values if math.isfinite(value) and value > 0]
