@@ -336,11 +336,16 @@ def _certify_layers(module: Any, call: Call, points: str) -> Certificate:
     """A unit at images, or blocks at what they are called with."""
     _check_weights(module)
     twin = exact(module)
+    weight = next(module.parameters(), call.y)
+
+    def in_own_dtype(x: Tensor) -> Tensor:
+        return x.to(weight) if x.is_floating_point() else x.to(weight.device)
+
     try:
-        measured = measure_layers(
-            twin, Call(*mapped(_exact_tensor, tuple(call))), promised=twin.guarantee().holds
-        )
-        out = copied(module).eval()(call.y, *call.args, **call.options)
+        y, args, options = mapped(_exact_tensor, tuple(call))
+        measured = measure_layers(twin, Call(y, args, options), promised=twin.guarantee().holds)
+        y, args, options = mapped(in_own_dtype, tuple(call))
+        out = copied(module).eval()(y, *args, **options)
     except HDNNError:
         raise
     except Exception as error:  # a module of somebody else may raise anything

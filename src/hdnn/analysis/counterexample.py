@@ -29,7 +29,7 @@ ATOL = 1e-15
 def example(T: float, eps: float = 1.0) -> ContinuousNetwork:
     """The ODE of the example over a time T: a network with K = I, b = 0 and eps times J."""
     J = torch.tensor([[0.0, -eps], [eps, 0.0]], dtype=torch.float64)
-    net = H1(2, 1, T=T, J=J, dtype=torch.float64)
+    net = H1(2, 1, T=T, J=J, dtype=torch.float64, generator=torch.Generator())
     net.assign("K", torch.eye(2, dtype=torch.float64)[None])
     net.assign("b", torch.zeros(1, 2, dtype=torch.float64))
     return ContinuousNetwork(net, rtol=RTOL, atol=ATOL)
@@ -136,7 +136,8 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     that is a rotation in other coordinates, and its powers stay below sqrt((2 + a) / (2 - a)). For
     a > 2 they grow as exp(2 acosh(a/2)) for each layer.
     """
-    net = H2(2, layers, step=h, tied=True, dtype=torch.float64)
+    generator = torch.Generator()  # whose weights are replaced
+    net = H2(2, layers, step=h, tied=True, dtype=torch.float64, generator=generator)
     for name in ("K_p", "K_q"):
         net.assign(name, torch.full((1, 1, 1), k, dtype=torch.float64))
     sizes = norms(backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))).flip(0)

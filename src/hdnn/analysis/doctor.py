@@ -36,6 +36,7 @@ SEED = 20210527
 DRAWS = 2  # random gradients at y_N
 NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
 SHARE = 0.025  # of the training time that examinations may take
+EXPECTED = 300  # steps of training that a first examination takes
 MASKED = 5e3  # below the largest logit: what lies further down is masked
 
 # Where the slope of an activation is less than a thousandth of its largest, by its name.
@@ -705,9 +706,14 @@ class GradientDoctor(Watcher):
         if bad:
             text = f"At step {self.steps} the gradient of {bad[0]} is not finite."
             self._tell(Finding("not finite", bad[0], text))
-        last = self.diagnoses[-1].seconds if self.diagnoses else 0.0
-        if self.affordable(last) and self.inputs is not None:
+        elif self.share and self.inputs is not None and self.affordable(self._expected()):
             self.examine()
+
+    def _expected(self) -> float:
+        """The seconds that an examination takes: as the last one, or as many steps of training."""
+        if self.diagnoses:
+            return self.diagnoses[-1].seconds
+        return EXPECTED * (time.perf_counter() - self.start) / self.steps
 
     def examine(self) -> Diagnosis:
         """Diagnose the model as it is now, at its last inputs."""

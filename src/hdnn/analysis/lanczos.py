@@ -192,7 +192,8 @@ def chain_extremes(
             start = torch.randn(state.shape, generator=generator).to(state)
             ritz = chain.extremes(start, j, steps)
             smallest = 1 / ritz.largest if symplectic else ritz.smallest
-            values[:, row, i] = torch.tensor([smallest, ritz.largest])
+            values[0, row, i] = smallest
+            values[1, row, i] = ritz.largest
     return Extremes(chosen, values[0], values[1], shortfall(y[0].numel(), steps))
 
 

@@ -19,6 +19,7 @@ from hdnn import activations, engine
 from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
 from hdnn.analysis.sensitivity import (
     backward_factors,
+    norms,
     singular_values,
     steps_of,
     symplectic_defect,
@@ -86,8 +87,8 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
     moved = states.new_zeros(B)
     slack = states.new_zeros(N, B)
     result = Measured(N, n, list(range(N)), sizes, slack)
+    result.symplectic = None if J is None else True
     least = 1.0
-    defect, allowed = 0.0, 0.0
     for j, M in backward_factors(net, states):
         P, scale = _rescaled(M @ P, scale)
         values = singular_values(P)
@@ -99,18 +100,25 @@ def _measure_matrices(net: Network, states: Tensor) -> Measured:
         slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
         least = min(least, float((values[:, -1] * growth).nan_to_num(torch.inf).min()))
         if J is not None:
-            defect = max(defect, float(symplectic_defect(M, J).nan_to_num(0.0).max()))
-            allowed = max(allowed, 64 * n * eps * float(size[j]) ** 2)
+            _see_symplecticity(result, M, J, 64 * n * eps * size[j])
     sizes[:-1, ~states.isfinite().all(-1).all(0)] = torch.nan
     result.smallest = least
-    if J is not None:
-        result.defect = defect
-        result.symplectic = None if defect <= HIDDEN < allowed else defect <= allowed
     if bool(sizes.isfinite().all()):
         result.end = P * scale.exp()[:, None, None]
     else:
         result.trouble = _why_not_finite(net, states)
     return result
+
+
+def _see_symplecticity(result: Measured, M: Tensor, J: Tensor, error: Tensor) -> None:
+    """Compare the defect of one layer with the rounding of M, which is off by `error`."""
+    defects = symplectic_defect(M, J).nan_to_num(0.0)
+    allowed = error / norms(M).clamp_min(1.0)
+    result.defect = max(result.defect or 0.0, float(defects.max()))
+    if bool((defects > allowed).any()):
+        result.symplectic = False
+    elif bool((allowed > HIDDEN).any()) and result.symplectic:
+        result.symplectic = None
 
 
 def _rescaled(P: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +177,7 @@ def _random(like: Tensor) -> Tensor:
 def _close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     size = b.where(finite, 0.0).abs().max()
-    return bool(((a - b).where(finite, 0.0).abs() <= SAME * size).all())
+    return bool(((a - b).where(finite, 0.0).abs() <= SAME * size + 1e-290).all())
 
 
 # Images and blocks of any modules
