@@ -75,17 +75,16 @@ def test_it_is_a_callback_of_fit():
 def test_it_warns_once_when_gradients_vanish():
     net = hdnn.MLP(4, 64, activation="sigmoid")
     monitor = GradientMonitor(net, torch.randn(8, 4), every=1)
-    with pytest.warns(GradientWarning, match="gradients vanish") as caught:
-        for _ in range(2):
-            monitor.step()
-    assert len(caught) == 1
+    with pytest.warns(GradientWarning, match="gradients vanish"):
+        monitor.step()
+    monitor.step()  # a second warning would be an error
     assert "gradients vanish" in str(monitor)
 
 
 def test_it_warns_when_gradients_explode_or_cannot_be_computed():
-    net = h2(60, step=3.0, init="paper")
+    net = h2(60, step=3.0, activation="identity", dtype=F64)
     with pytest.warns(GradientWarning, match="gradients explode"):
-        GradientMonitor(net, torch.randn(8, 4), every=1).step()
+        GradientMonitor(net, torch.randn(8, 4, dtype=F64), every=1).step()
     linear = h2(60, step=10.0, activation="identity", dtype=F64)
     monitor = GradientMonitor(linear, torch.full((3, 4), 1e300, dtype=F64), every=1)
     with pytest.warns(GradientWarning, match="3 of 3 samples cannot be computed"):

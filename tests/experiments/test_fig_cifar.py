@@ -161,14 +161,3 @@ def test_mistakes_are_one_sentence(small, capsys, monkeypatch):
     (small / "weights" / "h2.safetensors").unlink()
     assert "made by `hdnn reproduce table-cifar`" in told()
     assert not (small / "out").exists()
-
-
-def test_values_without_a_bound_have_none_in_the_table():
-    row = {"network": "resnet56", "stage": 1}
-    one = {"smallest": [0.5], "largest": [2.0], "smallest_error": [0.1], "largest_error": [0.0]}
-    one |= {"smallest_missed": [None], "largest_missed": [0.1], "seconds": 1.0}
-    row |= fig_cifar.joined([one, one])
-    assert row["missed"] is None
-    assert fig_cifar._percent(row["missed"]) == ""
-    assert fig_cifar._span([1.0, 1.0]) == "1"
-    assert fig_cifar._span([1.0, 2.0]) == "1 to 2"

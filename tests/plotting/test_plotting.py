@@ -24,10 +24,10 @@ TIMES = torch.linspace(0, 6, 50)
 ORBITS = torch.stack([torch.stack([r * TIMES.cos(), r * TIMES.sin()], -1) for r in (1, 2)], 1)
 TURNS = TIMES[:, None, None] * torch.eye(2)
 ERRORS = {
-    "one": Convergence((1, 2, 4), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), (1.0, 1.0), 1.0),
-    "two": Convergence((1, 2), (0.4, 0.2), (1e-2, 2.5e-3), (2.0,), 2.0),
-    "lower": Convergence((1, 2), (0.4, 0.2), (1e-3, 2.5e-4), (2.0,), 2.0),
-    "at rest": Convergence((1, 2), (0.4, 0.2), (0.0, 0.0), (math.nan,), math.nan),
+    "one": Convergence((1, 2, 4), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1), 1.0),
+    "two": Convergence((1, 2), (0.4, 0.2), (1e-2, 2.5e-3), 2.0),
+    "lower": Convergence((1, 2), (0.4, 0.2), (1e-3, 2.5e-4), 2.0),
+    "at rest": Convergence((1, 2), (0.4, 0.2), (0.0, 0.0), math.nan),
 }
 
 

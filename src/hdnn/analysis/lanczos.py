@@ -184,11 +184,11 @@ def chain_extremes(
     """
     positive_int("steps", steps)
     chosen = chosen_layers(layers, len(functions) - 1)
-    generator = torch.Generator().manual_seed(0)
     values = torch.zeros(2, len(chosen), len(y), dtype=torch.float64)
     for i, state in enumerate(y.split(1)):
         chain = Chain(functions, state)
         for row, j in enumerate(chosen):
+            generator = torch.Generator().manual_seed(0)
             start = torch.randn(state.shape, generator=generator).to(state)
             ritz = chain.extremes(start, j, steps)
             smallest = 1 / ritz.largest if symplectic else ritz.smallest
