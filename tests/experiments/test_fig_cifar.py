@@ -105,7 +105,7 @@ def test_from_block_j_on_the_blocks_before_are_run_and_left_out():
     whole = chain_extremes(stage, y)
     for j in range(2):
         one = extremes(stage, y, j, 10)
-        torch.testing.assert_close(one.largest[0], whole.largest[j])
+        torch.testing.assert_close(one.largest[0], whole.largest[j], rtol=1e-3, atol=0)
 
 
 # The figure
