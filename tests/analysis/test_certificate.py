@@ -327,6 +327,18 @@ def test_each_hamiltonian_part_of_a_module_has_its_own_certificate_and_the_whole
     assert told["parts"]["1"]["status"] == "holds"
 
 
+def test_a_module_of_ones_own_that_embeds_its_inputs_is_no_model_of_hdnn():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.stack = nn.Embedding(5, 4), h2()
+
+        def forward(self, ids):
+            return self.stack(self.embed(ids))
+
+    assert certify(Words(), torch.arange(5))["stack"].holds
+
+
 def test_a_part_that_cannot_be_certified_is_not_known_and_so_is_the_module():
     model = nn.Sequential(nn.Linear(3, 6), blocks())
     certificate = certify(model)

@@ -290,7 +290,8 @@ def certify(
     """
     positive_int("samples", samples)
     model = unwrapped(model)
-    if isinstance(model, Network) or hasattr(model, "embed"):
+    is_model = isinstance(getattr(model, "net", None), Network) and hasattr(model, "embed")
+    if isinstance(model, Network) or is_model:
         return _certify_network(model, y, samples, points, seed)
     if isinstance(model, PARTS):
         return _certify_layers(model, _call(y), points or "points")
@@ -510,9 +511,6 @@ def _certify_parts(
             )
     answers = [certificate.holds for certificate in certificates.values()]
     holds = None if None in answers else True
-    inside = {id(inner) for part in parts.values() for inner in part.modules()}
-    leaves = [m for m in model.modules() if id(m) not in inside and not [*m.children()]]
-    kinds = Counter(type(leaf).__name__ for leaf in leaves)
     return Certificate(
         network=type(model).__name__,
         guaranteed=all(certificate.guaranteed for certificate in certificates.values()),
@@ -522,8 +520,16 @@ def _certify_parts(
         smallest_norm=min(certificate.smallest_norm for certificate in certificates.values()),
         largest_norm=max(certificate.largest_norm for certificate in certificates.values()),
         parts=certificates,
-        others=tuple(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items()),
+        others=_others(model, parts),
     )
+
+
+def _others(model: nn.Module, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The kinds of modules outside of all parts, with their number."""
+    inside = {id(inner) for part in parts.values() for inner in part.modules()}
+    leaves = [m for m in model.modules() if id(m) not in inside and not [*m.children()]]
+    kinds = Counter(type(leaf).__name__ for leaf in leaves)
+    return tuple(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items())
 
 
 def _certify_part(

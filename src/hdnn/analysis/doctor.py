@@ -354,22 +354,23 @@ class Run:
         end = next((t for t in self.outputs if t.requires_grad), None)
         if end is None:
             return []
-        recorded: dict[Any, tuple[str, Tensor, int]] = {}
-        for tensor in self.starts:
-            if tensor.ndim > 1:
-                recorded.setdefault(tensor.grad_fn, ("input", tensor, 0))
-        for call in self.calls:
-            for tensor in call.inputs:
-                name = call.parent or self._last_ended(call.begun)
-                recorded.setdefault(tensor.grad_fn, (name, tensor, call.begun))
-            for tensor in call.outputs:
-                state = recorded.get(tensor.grad_fn)
-                if state is None or state[2] > call.ended:
-                    recorded[tensor.grad_fn] = (call.name, tensor, call.ended)
-        recorded.pop(None, None)
+        recorded = self._recorded()
         recorded.setdefault(end.grad_fn, ("output", end, self.clock + 1))
         cuts = _cut_nodes(end.grad_fn, recorded)
         return sorted((recorded[node] for node in cuts), key=lambda state: state[2])
+
+    def _recorded(self) -> dict[Any, tuple[str, Tensor, int]]:
+        """The first tensor of each node of the graph that a module was given or gave."""
+        states = [("input", tensor, 0) for tensor in self.starts if tensor.ndim > 1]
+        for call in self.calls:
+            name = call.parent or self._last_ended(call.begun)
+            states += [(name, tensor, call.begun) for tensor in call.inputs]
+            states += [(call.name, tensor, call.ended) for tensor in call.outputs]
+        recorded: dict[Any, tuple[str, Tensor, int]] = {}
+        for state in sorted(states, key=lambda state: state[2]):
+            if state[1].grad_fn is not None:
+                recorded.setdefault(state[1].grad_fn, state)
+        return recorded
 
     def _last_ended(self, time: int) -> str:
         ended = [call for call in self.calls if 0 < call.ended < time]
@@ -393,7 +394,33 @@ def random_like(tensor: Tensor) -> Tensor:
 
 def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> list[Any]:
     """The recorded nodes that every path from the end back to the first of them leads through."""
-    order: list[Any] = []  # each node before those that it is computed from
+    order = _from_leaves_on(end)
+    first = min((node for node in order if node in recorded), key=lambda node: recorded[node][2])
+    leading = _leading_to(first, order)
+    path = [node for node in reversed(order) if node in leading]
+    place = {node: k for k, node in enumerate(path)}
+    furthest = 0
+    cuts = []
+    for k, node in enumerate(path[: place[first] + 1]):
+        if k >= furthest and node in recorded:  # no edge leads around it
+            cuts.append(node)
+        ahead = [place[child] for child, _ in node.next_functions if child in place]
+        furthest = max(furthest, *ahead, 0)
+    return cuts
+
+
+def _leading_to(first: Any, order: list[Any]) -> set[Any]:
+    """The nodes from which a path leads back to the first."""
+    leading = {first}
+    for node in order:
+        if any(child in leading for child, _ in node.next_functions):
+            leading.add(node)
+    return leading
+
+
+def _from_leaves_on(end: Any) -> list[Any]:
+    """All nodes of the graph, each after those that it is computed from."""
+    order: list[Any] = []
     seen: set[Any] = set()
     stack = [(end, False)]
     while stack:
@@ -404,23 +431,7 @@ def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> lis
             seen.add(node)
             stack.append((node, True))
             stack += [(child, False) for child, _ in node.next_functions if child is not None]
-    reached = [node for node in order if node in recorded]
-    first = min(reached, key=lambda node: recorded[node][2])
-    leading = {first}
-    for node in order:  # from the leaves on
-        if any(child in leading for child, _ in node.next_functions):
-            leading.add(node)
-    path = [node for node in reversed(order) if node in leading]
-    place = {node: k for k, node in enumerate(path)}
-    furthest = 0
-    cuts = []
-    for k, node in enumerate(path):
-        if k >= furthest and node in recorded:  # no edge leads around it
-            cuts.append(node)
-        if node is not first:
-            children = [child for child, _ in node.next_functions]
-            furthest = max(furthest, *(place[child] for child in children if child in place))
-    return cuts
+    return order
 
 
 class ActivationTrace(TorchFunctionMode):
@@ -505,7 +516,7 @@ class Probe:
             )
             grads = dict(zip(run.weights, values, strict=True))
         if objective is not None and states:
-            self._measure_gains(run, states, objective)
+            self._measure_gains(run, states)
         self._find_detached(run, [name for name, g in grads.items() if g is None])
         if objective is None and not self.seen.detached:
             raise DataError(
@@ -514,12 +525,10 @@ class Probe:
             )
         return self.seen
 
-    def _measure_gains(
-        self, run: Run, states: list[tuple[str, Tensor, int]], objective: Tensor
-    ) -> None:
+    def _measure_gains(self, run: Run, states: list[tuple[str, Tensor, int]]) -> None:
         tensors = [tensor for _, tensor, _ in states]
         body = _body(run, states)
-        squares = torch.zeros(len(states), dtype=torch.float64)
+        squares = torch.zeros(body + 1, dtype=torch.float64)
         y_N = tensors[body]
         generator = torch.Generator().manual_seed(SEED)
         for _ in range(DRAWS):
@@ -531,17 +540,14 @@ class Probe:
                 if g is not None:
                     squares[k] += g.double().square().sum().cpu() / u.double().square().sum().cpu()
         gains = (squares / DRAWS).sqrt().tolist()
-        for k, (name, tensor, _) in enumerate(states):
+        for k, (name, tensor, _) in enumerate(states[: body + 1]):
             size = float(tensor.detach().double().norm())
             layer = LayerGain(name, size, size / math.sqrt(tensor.numel()), gains[k])
-            if 0 < k <= body:
+            if k:
                 layer.own = gains[k - 1] / gains[k] if gains[k] > 0 else 1.0
-            if k <= body and not math.isfinite(gains[k]):
+            if not math.isfinite(gains[k]):
                 self.seen.bad_gradient = states[k + 1][0]
             self.seen.layers.append(layer)
-        self.seen.layers = self.seen.layers[: body + 1]
-        self.seen.body = body
-        self.seen.head = _head_gain(run, tensors[body:], objective)
 
     def _find_detached(self, run: Run, lost: list[str]) -> None:
         """Modules that cut gradients off, by what changes when weights are moved."""
@@ -593,20 +599,6 @@ def _body(run: Run, states: list[tuple[str, Tensor, int]]) -> int:
         return len(states) - 1
     entering = [k for k, state in enumerate(states) if state[2] <= weighted[-1].begun]
     return entering[-1] if entering and entering[-1] > 0 else len(states) - 1
-
-
-def _head_gain(run: Run, tensors: list[Tensor], objective: Tensor) -> float:
-    """What the head lets through, relative to its states; 1 for a head that starts at zero."""
-    first, *_, last = (tensors[0], *tensors)
-    grads = torch.autograd.grad(objective, [first, last], retain_graph=True, allow_unused=True)
-    if first is last or any(g is None for g in grads):
-        return 1.0
-    inner, outer = (float(g.double().norm()) for g in grads if g is not None)
-    weight = [*run.weights.values()]
-    if outer == 0 or (weight and not bool(weight[-1].any())):
-        return 1.0
-    sizes = [float(t.detach().double().norm()) for t in (first, last)]
-    return inner / outer * max(1.0, sizes[0] / max(sizes[1], 1e-300))
 
 
 def _same(a: Run, b: Run) -> bool:

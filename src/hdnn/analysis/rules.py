@@ -91,9 +91,7 @@ class Activation:
 class Examination:
     """All that was measured of a model on some inputs."""
 
-    layers: list[LayerGain] = field(default_factory=list)
-    body: int = 0  # y_N is the state of this index: what comes after it is the head
-    head: float = 1.0  # the gain from the output back to y_N
+    layers: list[LayerGain] = field(default_factory=list)  # up to y_N, which enters the head
     activations: list[Activation] = field(default_factory=list)
     not_finite: str = ""  # the first module that makes NaN or infinity of finite inputs
     bad_gradient: str = ""  # the last state whose gradient is not finite
@@ -196,21 +194,14 @@ def vanishing(seen: Examination) -> Iterator[Finding]:
     """In units of the two states, so that the scale of inputs is no fault."""
     if not seen.layers:
         return
-    last = seen.layers[seen.body]
-    for k, state in enumerate(seen.layers[: seen.body]):
+    last = seen.layers[-1]
+    for k, state in enumerate(seen.layers[:-1]):
         relative = state.gain * _ratio(state.size, last.size)
         faint = state.gain < VANISHED and last.rms < FAINT
         if faint or (relative < VANISHED and state.gain < SHRUNK):
-            between = seen.layers[k + 1 : seen.body + 1]
+            between = seen.layers[k + 1 :]
             yield _vanished(between, state)
             return
-    if seen.head < VANISHED:
-        yield Finding(
-            "vanishing",
-            seen.layers[-1].layer,
-            f"The gradient vanishes: {seen.layers[-1].layer} lets through {_few(seen.head)} of it.",
-            {"left": seen.head},
-        )
 
 
 def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
@@ -221,7 +212,7 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
     if worst > 0.5 * sum(logs):
         blamed = [layer for layer, log in zip(between, logs, strict=True) if log <= 0.5 * worst]
     rate = median(layer.own for layer in blamed)
-    names = tuple(dict.fromkeys(layer.layer for layer in blamed))
+    names = list(dict.fromkeys(layer.layer for layer in blamed))
     where = f"{names[0]} lets"
     if len(names) > 1:
         where = f"each of {len(names)} layers from {names[0]} to {names[-1]} lets"
@@ -231,19 +222,19 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
         f"The gradient vanishes: {where} through {_few(rate)} of it, and {_few(first.gain)} is "
         f"left at {first.layer}.",
         {"left": first.gain, "a layer": rate},
-        layers=names,
+        layers=tuple(names),
     )
 
 
 def exploding(seen: Examination) -> Iterator[Finding]:
     if not seen.layers:
         return
-    last = seen.layers[seen.body]
-    for k, state in enumerate(seen.layers[: seen.body]):
+    last = seen.layers[-1]
+    for k, state in enumerate(seen.layers[:-1]):
         grown = last.rms > GROWN * max(state.rms, 1.0)
         relative = state.gain * _ratio(state.size, last.size)
         if state.gain > EXPLODED and (grown or relative > EXPLODED):
-            between = seen.layers[k + 1 : seen.body + 1]
+            between = seen.layers[k + 1 :]
             most = max(between, key=lambda layer: layer.own)
             yield Finding(
                 "exploding",
