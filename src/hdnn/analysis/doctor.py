@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdnn import plotting
 from hdnn.analysis.certificate import call_module, mapped, plain, unwrapped
-from hdnn.analysis.rules import Activation, Examination, Finding, LayerGain, judge
+from hdnn.analysis.rules import ActivationCount, Examination, Finding, LayerGain, judge
 from hdnn.analysis.sensitivity import copied
 from hdnn.analysis.watch import Watcher
 from hdnn.errors import DataError, HDNNError, OptionError, positive_int
@@ -289,7 +289,7 @@ class Run:
         self.model = copied(model)
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
-        self.activations: dict[tuple[str, str], Activation] = {}
+        self.activations: dict[tuple[str, str], ActivationCount] = {}
         self.clock = 0
         self._prepare(moved or {})
         self.x = mapped(_fresh, x)
@@ -455,9 +455,9 @@ class ActivationTrace(TorchFunctionMode):
             self._count_softmax(x.detach(), out.detach())
         return out
 
-    def _activation(self, name: str) -> Activation:
+    def _activation(self, name: str) -> ActivationCount:
         module = self.run.open[-1].name if self.run.open else "output"
-        return self.run.activations.setdefault((module, name), Activation(module, name))
+        return self.run.activations.setdefault((module, name), ActivationCount(module, name))
 
     def _count(self, name: str, x: Tensor) -> None:
         a = self._activation(name)

@@ -72,7 +72,7 @@ class LayerGain:
 
 
 @dataclass
-class Activation:
+class ActivationCount:
     """How many units and entries of an activation inside a module lie where it is flat."""
 
     module: str
@@ -92,7 +92,7 @@ class Examination:
     """All that was measured of a model on some inputs."""
 
     layers: list[LayerGain] = field(default_factory=list)  # up to y_N, which enters the head
-    activations: list[Activation] = field(default_factory=list)
+    activations: list[ActivationCount] = field(default_factory=list)
     not_finite: str = ""  # the first module that makes NaN or infinity of finite inputs
     bad_gradient: str = ""  # the last state whose gradient is not finite
     detached: list[str] = field(default_factory=list)  # modules that cut the gradient off
@@ -154,7 +154,7 @@ def dead(seen: Examination) -> Iterator[Finding]:
         )
 
 
-def _is_dead(a: Activation) -> bool:
+def _is_dead(a: ActivationCount) -> bool:
     """True if half of the units or more are dead, and more than chance explains.
 
     Half of the units may be off where all samples are alike, but then as many are always on. Where
