@@ -282,7 +282,7 @@ class ModuleCall:
     ended: int = 0
 
 
-class Run:
+class ModelRun:
     """A run of a copy of a model with weights moved: outputs, and the calls of its modules."""
 
     def __init__(self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None) -> None:
@@ -437,7 +437,7 @@ def _from_leaves_on(end: Any) -> list[Any]:
 class ActivationTrace(TorchFunctionMode):
     """Counts how many entries of activations are flat, whether modules or functions call them."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ModelRun) -> None:
         super().__init__()
         self.run = run
 
@@ -502,7 +502,7 @@ class Probe:
 
     def examine(self) -> Examination:
         """Run the model, differentiate it, and collect all that the rules look at."""
-        run = Run(self.model, self.x)
+        run = ModelRun(self.model, self.x)
         self.seen.activations = [*run.activations.values()]
         self.seen.not_finite = _first_not_finite(run)
         if self.seen.not_finite:
@@ -525,7 +525,7 @@ class Probe:
             )
         return self.seen
 
-    def _measure_gains(self, run: Run, states: list[tuple[str, Tensor, int]]) -> None:
+    def _measure_gains(self, run: ModelRun, states: list[tuple[str, Tensor, int]]) -> None:
         tensors = [tensor for _, tensor, _ in states]
         body = _body(run, states)
         squares = torch.zeros(body + 1, dtype=torch.float64)
@@ -549,14 +549,14 @@ class Probe:
                 self.seen.bad_gradient = states[k + 1][0]
             self.seen.layers.append(layer)
 
-    def _find_detached(self, run: Run, lost: list[str]) -> None:
+    def _find_detached(self, run: ModelRun, lost: list[str]) -> None:
         """Modules that cut gradients off, by what changes when weights are moved."""
-        if not _same(run, Run(self.model, self.x)):
+        if not _same(run, ModelRun(self.model, self.x)):
             self.seen.unknown.append(
                 "whether branches are detached: the model gives other values in each call"
             )
             return
-        other = Run(self.model, self.x, dict.fromkeys(run.weights, NUDGES[0]))
+        other = ModelRun(self.model, self.x, dict.fromkeys(run.weights, NUDGES[0]))
         if len(other.calls) == len(run.calls):
             self.seen.detached += _severed(run, other)
         else:
@@ -574,13 +574,13 @@ class Probe:
             else:
                 self.seen.unused += names
 
-    def _matters(self, run: Run, names: list[str]) -> bool:
+    def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights."""
-        runs = (Run(self.model, self.x, dict.fromkeys(names, scale)) for scale in NUDGES)
+        runs = (ModelRun(self.model, self.x, dict.fromkeys(names, scale)) for scale in NUDGES)
         return any(not _same(run, moved) for moved in runs)
 
 
-def _first_not_finite(run: Run) -> str:
+def _first_not_finite(run: ModelRun) -> str:
     """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
     for call in sorted(run.calls, key=lambda call: call.ended):
         if all(map(_finite, call.inputs)) and not all(map(_finite, call.outputs)):
@@ -592,7 +592,7 @@ def _finite(tensor: Tensor) -> bool:
     return not bool((tensor.isnan() | (tensor == math.inf)).any())
 
 
-def _body(run: Run, states: list[tuple[str, Tensor, int]]) -> int:
+def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
     weighted = [c for c in run.calls if any(True for _ in c.module.parameters(recurse=False))]
     if not weighted:
@@ -601,13 +601,13 @@ def _body(run: Run, states: list[tuple[str, Tensor, int]]) -> int:
     return entering[-1] if entering and entering[-1] > 0 else len(states) - 1
 
 
-def _same(a: Run, b: Run) -> bool:
+def _same(a: ModelRun, b: ModelRun) -> bool:
     """True if two runs have the same outputs."""
     pairs = zip(a.outputs, b.outputs, strict=False)
     return all(x.shape == y.shape and torch.equal(x.detach(), y.detach()) for x, y in pairs)
 
 
-def _severed(run: Run, moved: Run) -> list[str]:
+def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
     """Modules whose input depends on trainable weights, though no gradient leads back to them."""
     names = []
     for call, other in zip(run.calls, moved.calls, strict=True):
