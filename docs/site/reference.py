@@ -25,6 +25,7 @@ GROUPS = {
     "hdnn.activations": "activations",
     "hdnn.analysis": "analysis",
     "hdnn.analysis.doctor": "doctor",
+    "hdnn.analysis.rules": "doctor",
     "hdnn.control": "control",
     "hdnn.data": "data",
     "hdnn.distributed": "distributed",

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrize
 
 import hdnn
 from hdnn import HamiltonianUnit
-from hdnn.analysis.certificate import guarantee
 from hdnn.errors import HDNNError, NotInvertibleError, OptionError, ShapeError
 from hdnn.interconnection import canonical
 from hdnn.operators import conv
@@ -609,9 +608,3 @@ def test_what_is_no_image_is_an_error():
         unit.inverse(image())
     with pytest.raises(NotInvertibleError, match="after"):
         HamiltonianUnit(4, 2, network="h2", norm="after").inverse(image())
-
-
-def test_the_analysis_asks_a_unit_for_its_guarantee():
-    for network, activation in (("h1", "gelu"), ("h1", "relu"), ("h2", "gelu")):
-        unit = hdnn.HamiltonianUnit(4, 2, network=network, step=0.1, activation=activation)
-        assert guarantee(unit) == unit.guarantee()
