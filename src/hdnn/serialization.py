@@ -25,7 +25,7 @@ from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import KINDS, HamiltonianNet, Network, Reversible
-from hdnn.networks.coupling import Block
+from hdnn.networks.blocks import Layers as Block
 from hdnn.networks.weights import refresh, target
 
 FORMAT = 1

@@ -27,7 +27,7 @@ from hdnn.analysis.linear import passes_on
 from hdnn.analysis.measured import HIDDEN, Defects, Measured, at_least_1, scaled
 from hdnn.analysis.sensitivity import norms
 from hdnn.errors import DataError, HDNNError
-from hdnn.networks.reversible import Reversible
+from hdnn.networks.blocks import Reversible
 
 DENSE = 128  # entries of a state up to which its matrices are made
 FEW = 3  # samples that are looked at otherwise, and

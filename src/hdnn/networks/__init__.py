@@ -5,12 +5,11 @@ from functools import partial
 
 from hdnn.networks.base import Network
 from hdnn.networks.convert import LeapfrogStack, to_reversible
-from hdnn.networks.coupling import Coupling, GradientField, Leapfrog
+from hdnn.networks.blocks import Coupling, GradientField, Leapfrog, Reversible
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
 from hdnn.networks.mlp import MLP
 from hdnn.networks.ode import ODENetwork
-from hdnn.networks.reversible import Reversible
 from hdnn.networks.unit import HamiltonianUnit
 
 KINDS: dict[str, type[Network]] = {

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import OptionError, TrainingError
-from hdnn.networks.coupling import Leapfrog
+from hdnn.networks.blocks import Leapfrog, Reversible
 from hdnn.networks.promise import Guarantee
-from hdnn.networks.reversible import Reversible
 
 Model = TypeVar("Model", bound=nn.Module)
 KNOWN = (
