@@ -14,6 +14,8 @@ grid, so undoing it is exact to the last bit in any precision of the modules.
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdnn.errors import GridWarning, OptionError, ReversalWarning, ShapeError
 
+BACKPROPS = ("stored", "checkpoint", "reversible")
 GRID = 2.0**40
 LIMIT = 2.0**23  # the largest state on the grid: 2^63 multiples
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
@@ -119,8 +122,8 @@ def run(
     if backprop == "stored" or not torch.is_grad_enabled():
         return _stored(halves, moves, args, options)
     if torch.compiler.is_compiling():  # a compiler would save other tensors the second time
-        return torch.compiler.disable(run)(halves, moves, args, options, backprop)
-    if _recording.depth or transformed() or halves[0].value.is_meta or any(map(_is_lazy, moves)):
+        return _eagerly(run, halves, moves, args, options, backprop)
+    if recording.depth or transformed() or halves[0].value.is_meta or any(map(_is_lazy, moves)):
         return _stored(halves, moves, args, options)
     # Memory of its own: the state may be changed in place before the backward pass.
     halves = [Half(half.value.clone(), half.exact) for half in halves]
@@ -161,7 +164,8 @@ def _checkpointed(halves: list[Half], moves: Sequence[Move], args: Any, options:
 
         def again(*tensors: Any, segment: Sequence[Move] = segment) -> list[Half]:
             pairs = zip(tensors[::2], tensors[1::2], strict=True)
-            return _stored([Half(*pair) for pair in pairs], segment, args, options)
+            with recording:
+                return _stored([Half(*pair) for pair in pairs], segment, args, options)
 
         contexts: Any = lambda moment=moment: (nullcontext(), moment)  # noqa: E731
         tensors = [tensor for half in halves for tensor in half]
@@ -235,9 +239,9 @@ class Moment:
         """Raise if weights were changed in place, as by the step of an optimiser."""
         if any(entry.version != _version(entry.tensor) for entry in self.weights):
             raise OptionError(
-                f"the weights of {self.name} changed in place after the forward pass, so the gradients "
-                "would be those of other weights; take the optimiser's step after the backward "
-                "pass."
+                f"the weights of {self.name} changed in place after the forward pass, so the "
+                "gradients would be those of other weights; take the optimiser's step after the "
+                "backward pass."
             )
 
     def __enter__(self) -> None:
@@ -324,7 +328,7 @@ class Recording(threading.local):
         self.depth -= 1
 
 
-_recording = Recording()
+recording = Recording()
 
 
 class Step(NamedTuple):
@@ -366,7 +370,7 @@ class Rebuild:
                 moment.random = self.steps[-1].moment.random  # many take no memory
             values = self.values[k] = {}
             hooks = saved_tensors_hooks(partial(_pack, values, None), partial(self._unpack, k))
-            with _recording, hooks:
+            with recording, hooks:
                 result = _evaluate(move, source, target, self.args, self.options)
             moment.done()
             if values and self.first < 0:
@@ -387,7 +391,7 @@ class Rebuild:
         """The tensor that autograd saved in move k."""
         with self.lock:
             if k not in self.values:
-                self._rebuild(k)
+                _eagerly(self._rebuild, k)
             elif number in self.read:  # another backward pass, perhaps
                 self.steps[k].moment.check()
             if k < len(self.steps):  # else the move itself takes gradients
@@ -422,7 +426,7 @@ class Rebuild:
         values: dict[int, Tensor] = {}
         versions: list[int] = []
         hooks = saved_tensors_hooks(partial(_pack, values, versions), values.__getitem__)
-        with step.moment, _recording, hooks:
+        with step.moment, recording, hooks:
             source = source.detach().requires_grad_(step.needs_grad)
             result = _evaluate(move, source, target, self.args, self.options)
         if versions != [_version(x) for x in values.values()]:
@@ -525,6 +529,20 @@ def _is_lazy(move: Move) -> bool:
     if not isinstance(move.module, nn.Module):
         return False
     return any(nn.parameter.is_lazy(weight) for weight in move.module.parameters())
+
+
+def _eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function that a compiled caller leaves alone."""
+    if "torch._dynamo" in sys.modules:  # else importing it would take a second
+        function = torch.compiler.disable(function)
+    return function(*args)
+
+
+def memory_of(device: torch.device) -> int:
+    """The memory of a device in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def capturing(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
 from hdnn.networks.mlp import MLP
 from hdnn.networks.ode import ODENetwork
-from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks.images import HamiltonianUnit
 
 KINDS: dict[str, type[Network]] = {
     kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)

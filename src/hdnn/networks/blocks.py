@@ -25,7 +25,6 @@ SCOPE = (
     "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
     "about one pair of tokens, pixels or nodes"
 )
-BACKPROPS = ("auto", "stored", "checkpoint", "reversible")
 
 
 class Layers(nn.Module):
@@ -104,7 +103,9 @@ class Layers(nn.Module):
 
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
-        base = next(kind for kind in (Coupling, Leapfrog, Reversible, Layers) if isinstance(self, kind))
+        base = next(
+            kind for kind in (Coupling, Leapfrog, Reversible, Layers) if isinstance(self, kind)
+        )
         names = overridden(self, base)
         if names or base is Layers:
             name = type(self).__name__
@@ -244,9 +245,11 @@ class GradientField(nn.Module):
         def total(x: Tensor) -> Tensor:
             return _checked_energy(self.energy(x, *args, **options), x).sum()
 
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():
+            if rebuild.recording.depth:  # by hooks, which torch.func does not support
+                return torch.compiler.disable(self.forward)(x, *args, **options)
             gradient = torch.func.grad(total)(x)
-        elif rebuild.transformed():
+        elif torch.is_inference_mode_enabled() or rebuild.transformed():
             gradient = torch.func.grad(total)(x)
         else:
             gradient = _gradient(total, x)
@@ -339,7 +342,7 @@ class Reversible(Layers):
                 f"all blocks must split the state along one axis, not {sorted(axes)}."
             )
         self.dim = axes.pop() if axes else -1
-        self.backprop = choose("backprop", backprop, BACKPROPS)
+        self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
         self.state = choose("state", state, ("float", "fixed"))
 
     def moves(self) -> list[Move]:
