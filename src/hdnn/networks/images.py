@@ -184,8 +184,8 @@ class HamiltonianUnit(nn.Module):
             if free is None:
                 self._add(named("K", half), torch.empty(self._shape, **options))
             else:
-                count = int(self._free_entries().sum())
-                self._add(named("K", half) + "_free", torch.empty(count, **options))
+                count = self._free_entries().expand(self._shape).sum()
+                self._add(named("K", half) + "_free", torch.empty(int(count), **options))
             self._add(named("b", half), torch.empty(N, width, **options))
             if self.normed:
                 self._add(named("gamma", half), torch.empty(N, width, **options))
@@ -197,7 +197,7 @@ class HamiltonianUnit(nn.Module):
         self.register_parameter(name, nn.Parameter(tensor))
 
     def _free_entries(self) -> Tensor:
-        """True for the entries of the stacks K that a pattern R leaves free."""
+        """True for the blocks of K (r, n, 1, 1) that a pattern R leaves free."""
         sparsity = self.sparsity
         sparsity = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
         R, m = sparsity.R.cpu(), self.channels // 2
@@ -211,7 +211,7 @@ class HamiltonianUnit(nn.Module):
         if self.network == "h1":  # node i owns (p[i], q[i])
             nodes = torch.cat([nodes, nodes])
         mask = R.bool()[nodes][:, nodes]
-        return mask[:, :, None, None].expand(self._shape)
+        return mask[:, :, None, None]
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
