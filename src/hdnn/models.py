@@ -157,16 +157,17 @@ class MNISTNet(ImageModel):
         super().__init__()
         self.size = positive_int("size", size)
         self.stem = nn.Conv2d(1, positive_int("channels", channels), 3, padding=1)
-        self.net: Network | None = None
+        self.net = network if isinstance(network, Network) else None
         if isinstance(network, str) and layers != 0:
             name = choose("network", network, MNIST_STEPS)
             options: dict[str, Any] = {"activation": activation, "init": init}
             options["step"] = MNIST_STEPS[name] if step is None else step
-            self.net = BY_NAME[name](channels, layers, backprop=backprop, **options)
+            options |= {"backprop": backprop, "generator": generator}
+            self.net = BY_NAME[name](channels, layers, **options)
         self.linear = nn.Linear(channels * size**2, positive_int("classes", classes))
-        self._start(generator, dtype, device)
-        if isinstance(network, Network):
-            self.net = network
+        for layer in (self.stem, self.linear):
+            _draw(layer, generator)
+        self.to(dtype=dtype, device=device)
 
     def pixels(self, x: Tensor) -> Tensor:
         """The states of all pixels, on whose channels K acts: (B, size, size, channels).
@@ -503,6 +504,7 @@ def mnist_conv(
     return HDNNStar(network, layers, channels, **options)
 
 
+@torch.no_grad()
 def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> None:
     """Draw weights and bias from +- 1 / sqrt(fan-in), as PyTorch does.
 

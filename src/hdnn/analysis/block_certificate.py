@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hdnn.analysis.block_calls import Precision, StateCall, same, why_not_blocks
 from hdnn.analysis.certificate import NUMBERS, Certificate, compared, guarantee
 from hdnn.analysis.copies import copied, exact
+from hdnn.analysis.derivatives import layer_derivatives
 from hdnn.analysis.extremes import extremes_of
 from hdnn.analysis.linear import passes_on
 from hdnn.analysis.measured import HIDDEN, Defects, Measured, at_least_1, scaled
@@ -151,7 +152,7 @@ class MeasuredBlocks(Measured):
 
     def __init__(self, net: Any, call: StateCall, *, promised: bool, samples: int) -> None:
         y, self.promised, self.net = call.y, promised, net
-        self.chain = net.layer_derivatives(y, *call.args, **call.options)
+        self.chain = layer_derivatives(net, y, *call.args, **call.options)
         self.depth, axis = len(self.chain), _axis(net, y)
         if not self.depth:
             raise DataError("it has no blocks, so there is nothing to certify.")
@@ -288,7 +289,7 @@ class MeasuredBlocks(Measured):
         one = _fewer(self.net, call, i[None])
         if one is None:
             return [_Sample(M, int(i), call.y) for M in self.chain]
-        return self.net.layer_derivatives(one.y, *one.args, **one.options)
+        return layer_derivatives(self.net, one.y, *one.args, **one.options)
 
     def _defect(self, chain: Sequence[Any], like: Tensor, norm: float) -> float:
         """|Phi^T J Phi u - J u| for a random u of norm 1, relative to norm(Phi)^2."""

@@ -12,11 +12,10 @@ from torch.func import vjp
 
 from hdnn.analysis.lanczos import Product, Singular, bidiagonalise, shortfall
 from hdnn.analysis.sensitivity import chosen_layers, singular_values
+from hdnn.analysis.derivatives import TOLERANCE, Derivative, Unknown, layer_derivatives
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
-from hdnn.networks import Network
+from hdnn.networks import HamiltonianUnit, Network
 from hdnn.networks.promise import own_methods
-from hdnn.networks.unit import HamiltonianUnit
-from hdnn.networks.unit_derivatives import TOLERANCE, Derivative, Unknown
 
 Function = Callable[[Tensor], Tensor]
 STEPS = 48
@@ -221,7 +220,7 @@ def unit_extremes(
             f"this is for a HamiltonianUnit, but got {type(unit).__name__}; "
             "for other layers take chain_extremes."
         )
-    chains = [unit.layer_derivatives(one) for one in y.split(1)]
+    chains = [layer_derivatives(unit, one) for one in y.split(1)]
     return extremes_of(chains, y, layers, steps, dense, seed, undo=smallest)
 
 

@@ -22,7 +22,7 @@ from hdnn.analysis.measured import Measured, at_least_1
 from hdnn.analysis.words import sentence, summary_of_parts
 from hdnn.errors import positive_int
 from hdnn.models import ImageModel, MNISTNet
-from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks import HamiltonianUnit
 
 IMAGES = 3  # at which a unit is certified
 LAYERS = 7  # of a unit, at the most

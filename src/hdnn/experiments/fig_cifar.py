@@ -31,7 +31,7 @@ from hdnn.experiments import runner
 from hdnn.experiments.runner import Job
 from hdnn.experiments.table_cifar import TITLES, load_weights
 from hdnn.models import ResNet
-from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks import HamiltonianUnit
 from hdnn.plotting import STYLES
 
 NAME = "fig-cifar"
