@@ -285,6 +285,7 @@ class HDNNStar(ImageModel):
         if self.stem_norm is not None:
             y = self.stem_norm(y)
         for unit in self.stages:
+            assert isinstance(unit, HamiltonianUnit)
             y = F.avg_pool2d(unit(_padded(y, unit.channels, self.padding)), 2)
         if self.pool == "mean":
             return y.mean((2, 3))

@@ -296,10 +296,10 @@ def restore(
         _check_room(config, constants, own)
         # Zeros are skew, and in every block pattern.
         options |= {name: torch.zeros(shape) for name, shape in constants.items()}
-    made = MAKERS[of](**options)
     if "parts" in description:
-        made.net = restore(description["parts"]["net"], tensors, f"{prefix}net.", device)
-    return made
+        parts = description["parts"]["net"]
+        options["network"] = restore(parts, tensors, f"{prefix}net.", device)
+    return MAKERS[of](**options)
 
 
 def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -39,9 +39,10 @@ WORTHLESS = 0.1  # relative error of a rebuilt state, or of a move that is compu
 DIFFERENT = 0.01  # such an error of a move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
 ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
-OTHERWISE = (
-    "did not compute the same a second time as in the forward pass: it is not deterministic, "
-    "counts its calls or draws from a generator of its own, or its arguments changed"
+OTHERWISE = "did not compute the same a second time as in the forward pass"
+REASONS = (
+    "it is not deterministic, counts its calls, draws from a generator of its own, or its "
+    "arguments changed"
 )
 PLAIN = (Tensor, nn.Parameter)  # others, as those of `fully_shard`, come and go by themselves
 
@@ -122,7 +123,7 @@ def run(
     if backprop == "stored" or not torch.is_grad_enabled():
         return _stored(halves, moves, args, options)
     if torch.compiler.is_compiling():  # a compiler would save other tensors the second time
-        return _eagerly(run, halves, moves, args, options, backprop)
+        return eagerly(run, halves, moves, args, options, backprop)
     if recording.depth or transformed() or halves[0].value.is_meta or any(map(_is_lazy, moves)):
         return _stored(halves, moves, args, options)
     # Memory of its own: the state may be changed in place before the backward pass.
@@ -293,7 +294,7 @@ class Entry:
         now = self.holder.get(self.name)
         if type(now) not in (*PLAIN, type(None)):
             return
-        if now is self.tensor and now.requires_grad == self.needs_grad:
+        if now is self.tensor and self.tensor.requires_grad == self.needs_grad:
             return
         stack.callback(self.holder.update, {self.name: now})
         self.holder[self.name] = self.tensor.detach().requires_grad_(self.needs_grad)
@@ -391,7 +392,7 @@ class Rebuild:
         """The tensor that autograd saved in move k."""
         with self.lock:
             if k not in self.values:
-                _eagerly(self._rebuild, k)
+                eagerly(self._rebuild, k)
             elif number in self.read:  # another backward pass, perhaps
                 self.steps[k].moment.check()
             if k < len(self.steps):  # else the move itself takes gradients
@@ -403,15 +404,17 @@ class Rebuild:
         if k > self.next:  # the first time, or another backward pass
             self.halves = list(self.end)
             self.next = len(self.moves) - 1
-            self.doubts.clear()
+            self.doubts = []
         try:
             while self.next >= k:
                 self.values.clear()
                 self.read.clear()
                 self._undo(self.next)
                 self.next -= 1
-            if k == self.first or not self.halves[0].value.is_cuda:  # where reading takes time
-                self._judge()
+            if k == self.first:
+                self._judge(self.doubts, final=True)
+            elif not self.halves[0].value.is_cuda:  # where reading takes time
+                self._judge(self.doubts[-2:])
         except Exception:
             self.values.clear()
             self.next = -1
@@ -435,7 +438,7 @@ class Rebuild:
                 "operation that is not in place there."
             )
         if [(x.shape, x.dtype) for x in values.values()] != step.saved:
-            raise OptionError(f"{move.name} {OTHERWISE}.")
+            raise OptionError(f"{move.name} {OTHERWISE}: {REASONS}.")
         before = target.moved(result.detach(), -1)
         self.halves[move.target] = Half(before.value.to(step.dtype), before.exact)
         doubt = _difference(step.sample, _sample(result), _sample(target.value))
@@ -444,34 +447,29 @@ class Rebuild:
         self.doubts.append((move.name, doubt))
         self.values[k] = values
 
-    def _judge(self) -> None:
-        """Warn or raise if rounding, or a module, led somewhere else than the forward pass."""
+    def _judge(self, doubts: list[tuple[str, Tensor]], *, final: bool = False) -> None:
+        """Raise if a move, or the state, is far from that of the forward pass; at the end warn."""
         finite = torch.stack([half.value.isfinite().all() for half in self.end]).all()
-        doubts = [doubt for _, doubt in self.doubts]
-        finite, *doubts = torch.stack([finite.to(doubts[0]), *doubts]).tolist()
-        names = [name for name, _ in self.doubts]
-        self.doubts.clear()
+        values = [doubt for _, doubt in doubts]
+        finite, *values = torch.stack([finite.to(values[0]), *values]).tolist()
         if not finite:
             return  # from which nothing can be rebuilt: the gradients are not finite either
-        for name, doubt in zip(names, doubts, strict=True):
-            if name and doubt > DIFFERENT:
-                error = f"its result is off by {doubt:.2g} of its size"
-                _complain(f"{name} {OTHERWISE}; {error}", doubt)
-            if not name:
-                judge_drift(doubt, self.end[0].value.dtype)
-
-
-def judge_drift(drift: float, dtype: torch.dtype) -> None:
-    """Warn if gradients from rebuilt states are inexact, and raise if they are worthless."""
-    if drift > torch.finfo(dtype).eps ** 0.5:
-        message = f"the backward pass came back to a state that is off by {drift:.2g} of its size"
-        _complain(f"{message}; {ADVICE}", drift)
-
-
-def _complain(message: str, error: float) -> None:
-    if error >= WORTHLESS:
-        raise OptionError(f"{message}. The gradients would be worthless.")
-    warnings.warn(f"{message}. The gradients are inexact.", ReversalWarning, stacklevel=2)
+        for j, (name, _) in enumerate(doubts):
+            if name and values[j] <= DIFFERENT:
+                values[j] = 0.0
+        worst = max(range(len(values)), key=values.__getitem__)
+        name, error = doubts[worst][0], values[worst]
+        reason = f"the backward pass came back to a state that is off by {error:.2g} of its size"
+        noticeable = torch.finfo(self.end[0].value.dtype).eps ** 0.5
+        if name:
+            noticeable = DIFFERENT
+            rounding = "rounding has grown, or " if self.end[0].exact is None else ""
+            reason = f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
+        if error >= WORTHLESS:
+            raise OptionError(f"{reason}, so the gradients would be worthless; {ADVICE}.")
+        if final and error > noticeable:
+            text = f"{reason}, so the gradients are inexact; {ADVICE}."
+            warnings.warn(text, ReversalWarning, stacklevel=2)
 
 
 def drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
@@ -531,7 +529,7 @@ def _is_lazy(move: Move) -> bool:
     return any(nn.parameter.is_lazy(weight) for weight in move.module.parameters())
 
 
-def _eagerly(function: Callable[..., Any], *args: Any) -> Any:
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
     """The result of a function that a compiled caller leaves alone."""
     if "torch._dynamo" in sys.modules:  # else importing it would take a second
         function = torch.compiler.disable(function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,7 +248,7 @@ class GradientField(nn.Module):
 
         if torch.compiler.is_compiling():
             if rebuild.recording.depth:  # by hooks, which torch.func does not support
-                return torch.compiler.disable(self.forward)(x, *args, **options)
+                return rebuild.eagerly(partial(self.forward, **options), x, *args)
             gradient = torch.func.grad(total)(x)
         elif torch.is_inference_mode_enabled() or rebuild.transformed():
             gradient = torch.func.grad(total)(x)

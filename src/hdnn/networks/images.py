@@ -98,6 +98,7 @@ class HamiltonianUnit(nn.Module):
     """
 
     certified_at = "images"
+    free: Tensor | None  # the blocks of a sparse K that are not zero
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class HamiltonianUnit(nn.Module):
             generator: of the weights; by default PyTorch's global one.
         """
         if self.free is not None and not self.free.is_meta:
-            self.free.copy_(self._free_entries())
+            self.free[:] = self._free_entries()
         scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
         for name, tensor in [
             *self.named_parameters(recurse=False),
@@ -287,7 +288,7 @@ class HamiltonianUnit(nn.Module):
         backprop = self._chosen_backprop(y)
         dtype = self._working_dtype(y)
         with torch.autocast(y.device.type, enabled=False):
-            moves = self._moves(dtype, self._factors(y))
+            moves = self._moves(dtype, self._factors(y), counts=True)
             halves = rebuild.run(self._halves(y), moves, (), {}, backprop)
             y_N = self._joined(y, halves)
         return y_N if self.after is None else self.after(y_N)
@@ -371,7 +372,8 @@ class HamiltonianUnit(nn.Module):
         for j in range(self.layers):
             factor = None if factors is None else factors[j]
             for target in range(count):
-                function = partial(self._force, j, self.halves[target], shears[target][j], factor)
+                half = self.halves[target]
+                function = partial(self._force, j, half, shears[target][j], factor, counts)
                 moves.append(Move(count - 1 - target, target, function, f"layer {j}", self))
         return moves
 
@@ -391,15 +393,17 @@ class HamiltonianUnit(nn.Module):
             stacks += [self.weight(named("gamma", half)), self.weight(named("beta", half))]
         return [Shear(*tensors) for tensors in zip(*(t.unbind(0) for t in stacks), strict=True)]
 
-    def _force(self, j: int, half: str, shear: Shear, factor: Tensor | None, s: Tensor) -> Tensor:
+    def _force(
+        self, j: int, half: str, shear: Shear, factor: Tensor | None, counts: bool, s: Tensor
+    ) -> Tensor:
         """B^T sigma(A s + a), times J if that is not in B."""
         options: dict[str, Any] = {"padding": self.padding, "groups": self.groups}
         x = F.conv2d(s.to(shear.A.dtype), shear.A, shear.a, **options)
         if shear.gamma is not None:
-            mean = self.get_buffer(named("mean", half))[j]
-            var = self.get_buffer(named("var", half))[j]
-            weights = (mean, var, shear.gamma, shear.beta)
-            x = F.batch_norm(x, *weights, self.training, MOMENTUM, EPS)
+            running: list[Any] = [None, None]
+            if counts or not self.training:
+                running = [self.get_buffer(named(name, half))[j] for name in ("mean", "var")]
+            x = F.batch_norm(x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS)
         z = activations.get(self.activation)(x)
         f = F.conv_transpose2d(z, shear.B, **options)
         if self.network == "h1" and self.groups > 1:
