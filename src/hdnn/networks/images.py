@@ -350,8 +350,7 @@ class HamiltonianUnit(nn.Module):
             return self._joined(y, rebuild.undo(self._halves(y), self._moves(dtype), (), {}))
 
     def _halves(self, y: Tensor) -> list[Half]:
-        wide = torch.promote_types(self._dtype, torch.float32)
-        return [Half(half) for half in y.to(wide).chunk(len(self.halves), 1)]
+        return [Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)]
 
     def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
         values = [half.value for half in halves]
@@ -364,8 +363,17 @@ class HamiltonianUnit(nn.Module):
             return torch.get_autocast_dtype(y.device.type)
         return self._dtype
 
-    def _moves(self, dtype: torch.dtype, factors: Sequence[Tensor] | None = None) -> list[Move]:
-        """The moves of all layers, in the order in which they run."""
+    def _moves(
+        self,
+        dtype: torch.dtype,
+        factors: Sequence[Tensor] | None = None,
+        *,
+        counts: bool = False,
+    ) -> list[Move]:
+        """The moves of all layers, in the order in which they run.
+
+        Running means follow the batch in training if `counts` is true.
+        """
         shears = [self._shears(half, dtype) for half in self.halves]
         count = len(self.halves)
         moves = []
@@ -416,7 +424,7 @@ class HamiltonianUnit(nn.Module):
         if not (self.training and any(self.drop)):
             return None
         draws = torch.rand(self.layers, len(y), 1, 1, 1, device=y.device).unbind(0)
-        return [(u >= p) / (1 - p) for u, p in zip(draws, self.drop, strict=True)]
+        return [(u >= p).to(self._wide) / (1 - p) for u, p in zip(draws, self.drop, strict=True)]
 
     def _chosen_backprop(self, y: Tensor) -> str:
         if torch.compiler.is_compiling():  # which does not see the settings, and saves less itself
@@ -433,6 +441,11 @@ class HamiltonianUnit(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return self.weight(named("b", self.halves[0])).dtype
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of states inside the unit."""
+        return torch.promote_types(self._dtype, torch.float32)
 
     def _check_images(self, y: Tensor) -> None:
         if not isinstance(y, Tensor) or y.ndim != 4 or y.shape[1] != self.channels:
