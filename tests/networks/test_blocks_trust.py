@@ -150,9 +150,9 @@ def test_inexact_gradients_are_a_warning_and_worthless_ones_an_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         expanding(1.0)(y).sum().backward()
-    with pytest.warns(ReversalWarning, match="off by .* inexact"):
+    with pytest.warns(ReversalWarning, match=r"off by .* inexact"):
         expanding(2.5)(y).sum().backward()
-    with pytest.raises(OptionError, match="off by .* worthless"):
+    with pytest.raises(OptionError, match=r"off by .* worthless"):
         expanding(12.0)(y).sum().backward()
     expanding(4.0, state="fixed")(y).sum().backward()
 
