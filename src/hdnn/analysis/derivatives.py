@@ -1,8 +1,4 @@
-"""Derivatives of blocks of any modules at a state, as products with vectors.
-
-As in `hdnn.networks.unit_derivatives`, but by automatic differentiation of what a block computes:
-that its layers are shears is not taken for granted here. Undoing is the derivative of `inverse`.
-"""
+"""Derivatives of units and blocks at a state. Until analysis is rewritten."""
 
 from __future__ import annotations
 
@@ -13,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hdnn.errors import ConvergenceError
+from hdnn.networks import HamiltonianUnit
+
+TOLERANCE = 1e-4
+Derivative = Any
 
 
 class Products:
@@ -74,3 +76,41 @@ def _product(found: Tensor, y: Tensor, direction: Tensor, *, create_graph: bool 
     how: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
     (g,) = torch.autograd.grad(found, y, direction, allow_unused=True, **how)
     return torch.zeros_like(y) if g is None else g
+
+
+class Unknown:
+    """The derivative of a layer whose state is not finite: all products are NaN."""
+
+    symplectic = False
+    tolerance = 0.0
+
+    def forwards(self, v: Tensor) -> Tensor:
+        return v * torch.nan
+
+    backwards = undo = undo_backwards = forwards
+
+
+class _Layer:
+    def __init__(self, unit: HamiltonianUnit, j: int) -> None:
+        self.unit, self.j, self.symplectic = unit, j, unit.network == "h2"
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.unit.layer(y, self.j)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        raise ConvergenceError("a layer alone has no inverse here.")
+
+
+def layer_derivatives(net: Any, y: Tensor, *args: Any, **options: Any) -> list[Any]:
+    """The derivatives of all layers of a unit, or blocks of a stack, along the trajectory of y."""
+    layers = [net]
+    if isinstance(net, HamiltonianUnit):
+        if not bool(net.trajectory(y).isfinite().all()):
+            return [Unknown()] * net.layers
+        layers = [_Layer(net, j) for j in range(net.layers)]
+    elif hasattr(net, "blocks"):
+        layers = list(net)
+    found: list[Any] = []
+    for layer in layers:
+        found.append(BlockDerivative(layer, found[-1].out if found else y, args, options))
+    return found
