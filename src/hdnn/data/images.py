@@ -347,13 +347,19 @@ def _from_images(path: Path, progress: bool) -> ImageData:
     return ImageData(**tensors, **about)
 
 
-def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All images in the order of their names, by part and class."""
+def _image_files(path: Path) -> dict[tuple[str, str], dict[str, bytes]]:
+    """The contents of image files, by part and class, then by name."""
     files: dict[tuple[str, str], dict[str, bytes]] = {}
     for name, content in _members(path):
         parts = PurePosixPath(name).parts[-3:]
         if len(parts) == 3 and parts[0] in COUNTS and parts[1] in CLASSES:
             files.setdefault((parts[0], parts[1]), {})[parts[2]] = content
+    return files
+
+
+def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All images in the order of their names, by part and class."""
+    files = _image_files(path)
     pillow = require("PIL.Image", extra="images")
     pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
     formats: set[str] = set()

@@ -171,15 +171,21 @@ def ranked(scores: dict[float, list[float]]) -> list[float]:
     return sorted(scores, key=quality, reverse=True)
 
 
+def jobs_of_cell(cell: tuple[str, str, int], times: list[float], seeds: range) -> list[Job]:
+    """Trainings with each T, tested on points that are held out."""
+    jobs = [job_one(*cell, seed, T) for T in times for seed in seeds]
+    return [{**job, "validation": True} for job in jobs]
+
+
 def choose_T(options: Any) -> dict[tuple[str, str, int], float]:
     """For each cell, the T that did best on points that were held out."""
     scores: dict[Any, dict[float, list[float]]] = {}
     for cell in places():
         scores[cell] = {T: [] for T in TRIED}
     for count, seeds in ROUNDS:
-        tried = [(cell, T) for cell in places() for T in ranked(scores[cell])[:count]]
-        jobs = [job_one(*cell, seed, T) for cell, T in tried for seed in seeds]
-        jobs = [{**job, "validation": True} for job in jobs]
+        jobs = []
+        for cell in places():
+            jobs += jobs_of_cell(cell, ranked(scores[cell])[:count], seeds)
         for job, result in runner.run_jobs(jobs, measure, options.runs, options.processes):
             cell = (job["network"], job["data"], job["layers"])
             scores[cell][job["T"]].append(result["accuracy"])
