@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from hdnn.analysis.derivatives import TOLERANCE, Derivative, Unknown, layer_derivatives
 from hdnn.analysis.lanczos import Product, Singular, bidiagonalise, shortfall
 from hdnn.analysis.sensitivity import chosen_layers, singular_values
-from hdnn.analysis.derivatives import TOLERANCE, Derivative, Unknown, layer_derivatives
 from hdnn.errors import ConvergenceError, OptionError, ShapeError, positive_int
 from hdnn.networks import HamiltonianUnit, Network
 from hdnn.networks.promise import own_methods
