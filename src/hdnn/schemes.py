@@ -22,6 +22,7 @@ from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
 
 __all__ = [
     "FORWARD_EULER",
+    "INTEGRATORS",
     "MS1",
     "MS3",
     "PERCEPTRON",
@@ -115,6 +116,11 @@ class Scheme:
         """True if `step` can be undone."""
         return self.halves or self.implicit
 
+    @property
+    def paired(self) -> bool:
+        """True if p and q play different parts, so that J must be `[[0, -X^T], [X, 0]]`."""
+        return self.halves
+
     def split(self, y: Tensor) -> State:
         """The halves (p, q) of a state, or the whole."""
         return tuple(y.chunk(2, -1)) if self.halves else (y,)
@@ -201,6 +207,8 @@ class Implicit(Scheme):
         max_iter: the most Newton iterations for a layer.
     """
 
+    name: str = "implicit"
+    order: int = 1
     halves: bool = False
     implicit: bool = True
     tol: float | None = None
@@ -218,6 +226,10 @@ class ImplicitEuler(Implicit):
 
     name: str = "semi_implicit_euler_full"
     order: int = 1
+
+    @property
+    def paired(self) -> bool:
+        return True
 
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
@@ -333,6 +345,20 @@ MS1 = Scheme("ms1", 1, ((0, -1.0), (1, 1.0)), symplectic=False)
 MS3 = Scheme("ms3", 1, ((1, 1.0), (0, -1.0)))
 
 PERCEPTRON = Perceptron("perceptron", 0, halves=False, symplectic=False)
+
+# What a Hamiltonian network can step by, by name
+INTEGRATORS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        FORWARD_EULER,
+        SEMI_IMPLICIT_EULER,
+        VERLET,
+        YOSHIDA4,
+        ImplicitEuler(),
+        Midpoint(),
+        DiscreteGradient(),
+    )
+}
 
 
 def steps(h: float | Tensor, N: int) -> Sequence[float | Tensor]:
