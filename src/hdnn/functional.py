@@ -15,7 +15,7 @@ Every function is pure, differentiable and runs N layers on states y `(*batch, n
 - `tol`, `max_iter`: of an implicit layer; see `hdnn.implicit.solve`.
 
 They return `y_N` as `(*batch, n)` and raise a `ShapeError` or an `OptionError` for arguments that
-do not fit; implicit ones raise a `ConvergenceError` if a layer has no solution. Values of tensors are
+do not fit; implicit ones raise a `ConvergenceError` if a layer has no solution. Values are
 not checked. `hdnn.schemes` defines what is computed.
 """
 
@@ -318,14 +318,14 @@ def coupled(
     if X is None:
         return Force(K_p, b_p), Force(K_q, b_q)
     _check_square("X", X, K_p)
-    return Force(K_p, b_p, K_p @ X.mT), Force(K_q, b_q, K_q @ X)
+    return Force(K_p, b_p, _product(K_p, X.mT)), Force(K_q, b_q, _product(K_q, X))
 
 
 def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
     """The force `J K^T sigma(K y + b)` on the whole state."""
     if J is not None:
         _check_square("J", J, K)
-        return (Force(K, b, K @ J.mT),)
+        return (Force(K, b, _product(K, J.mT)),)
     if K.shape[-1] % 2:
         raise ShapeError(
             f"the canonical J needs an even number of features, but n = {K.shape[-1]}; augment "
@@ -345,6 +345,14 @@ def from_X(X: Tensor) -> Tensor:
     """The skew-symmetric `J = [[0, -X^T], [X, 0]]`."""
     zero = torch.zeros_like(X)
     return torch.cat([torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2)
+
+
+def _product(A: Tensor, B: Tensor) -> Tensor:
+    """A B, in full precision under autocast too."""
+    if A.is_meta:  # which has no autocast
+        return A @ B
+    with torch.autocast(A.device.type, enabled=False):
+        return A @ B
 
 
 def _check_square(name: str, matrix: Tensor, K: Tensor) -> None:
