@@ -1,4 +1,16 @@
-"""How stacks of layers run."""
+"""How a stack of layers runs: the same results as the definition, but faster or in less memory.
+
+`hdnn.schemes.run` is the definition. An *engine* says where the layers run: "reference" (plain
+PyTorch, one layer after the other) or "fused" (the whole stack as one kernel). *Backprop* says what
+the backward pass starts from: "stored" states, or about sqrt(N) "checkpoint"s, between which the
+layers run a second time. Both give the same gradients, for any weights. "reversible" keeps the last
+state alone and rebuilds the others by undoing the layers, so that memory does not grow with depth.
+Rounding then grows as the layers expand, so each reversal is checked: a `ReversalWarning` with
+figures, or an error if the gradients would be worthless.
+
+"auto" stores the states while they take no more than 1/32 of the memory, and takes checkpoints
+beyond that.
+"""
 
 from hdnn.engine.run import run
 from hdnn.engine.settings import Settings, current, use
