@@ -111,7 +111,7 @@ _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617
 
 
 def _softplus_integral(x: Tensor) -> Tensor:
-    u = -_softplus(-_magnitude(x))
+    u = -_softplus(torch.where(x > 0, -x, x))
     square = u * u
     series = torch.zeros_like(u)
     for k, B in reversed(list(enumerate(_BERNOULLI, start=1))):

@@ -21,6 +21,7 @@ not checked. `hdnn.schemes` defines what is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
@@ -411,7 +412,7 @@ def run(
     _check(scheme, y, forces)
     if inverse and not scheme.invertible:
         raise OptionError(f"{scheme.name} has no inverse; take a scheme with halves, such as h2.")
-    step = _step(h, y, len(forces[0].K))
+    step = h if isinstance(h, float) and 0 < h < math.inf else _step(h, y, len(forces[0].K))
     how = {"trajectory": trajectory, "inverse": inverse}
     if not scheme.moves:  # implicit layers and perceptrons run one by one
         return schemes.run(scheme, y, forces, step, sigma, **how)

@@ -112,6 +112,7 @@ class HamiltonianNet(Network):
         if other[0] is not None or other[1]:
             names = ("X and learn_X", "J") if scheme.paired else ("J and learn_J", "X")
             raise OptionError(f"integrator {integrator!r} takes {names[0]}, but not {names[1]}.")
+        self.stacked = ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
         super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
         self.forward_euler = scheme is schemes.FORWARD_EULER
@@ -129,11 +130,6 @@ class HamiltonianNet(Network):
                 if name.startswith("K"):
                     K = self.weight(name)
                     self._keep_free(name, K, self._free(self.sparsity.R, K.shape[-1]))
-
-    @property
-    def stacked(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weights that each layer has."""
-        return ("K_p", "K_q", "b_p", "b_q") if self.scheme.halves else ("K", "b")
 
     # X and J
 
