@@ -20,6 +20,7 @@ __all__ = ["MAX_ITER", "chord", "chord_slope", "coupling", "solve", "solve_chord
 
 MAX_ITER = 50
 HALVINGS = 12  # of a Newton step that does not reduce the residual
+STARTS = 16  # of Newton's method, if the explicit step leads to no solution
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
 GAUSS = (
@@ -149,11 +150,16 @@ def _root(
 ) -> Tensor:
     sigma = activations.get(activation)
     equation = c, B, A, a, start, sigma
-    explicit = c - _residual(c, *equation)[0]
-    for guess in (explicit, c):
-        x, error = _newton(guess, equation, tol, max_iter)
-        if bool((error <= slack * tol).all()):
-            return x if x is not c else c.clone()
+    x = c - _residual(c, *equation)[0]  # the explicit step
+    for trial in range(STARTS):
+        x, error = _newton(x, equation, tol, max_iter)
+        solved = (error <= slack * tol).unsqueeze(-1)
+        if bool(solved.all()):
+            return x
+        # Where a bounded sigma has its solutions: the same points every time.
+        generator = torch.Generator().manual_seed(trial)
+        z = 2 * torch.rand(a.shape[-1], generator=generator, dtype=c.dtype) - 1
+        x = torch.where(solved, x, c + _times(B, z.to(c.device).expand_as(a)))
     finite = all(bool(t.isfinite().all()) for t in (c, B, A, a))
     if not finite:
         raise ConvergenceError(f"{where}: a state or a weight is NaN or infinite.")
