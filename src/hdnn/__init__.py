@@ -105,4 +105,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATE_MODULES, *LATE_NAMES})
+    return sorted({*__all__, *LATE_MODULES, *LATE_NAMES, "__version__", "errors", "implicit", "io"})

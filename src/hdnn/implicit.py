@@ -16,7 +16,7 @@ from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import ConvergenceError
 
-__all__ = ["MAX_ITER", "chord", "chord_slope", "coupling", "solve", "solve_chord"]
+__all__ = ["chord", "chord_slope", "coupling", "solve", "solve_chord"]
 
 MAX_ITER = 50
 HALVINGS = 12  # of a Newton step that does not reduce the residual

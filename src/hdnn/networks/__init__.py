@@ -23,7 +23,6 @@ BY_NAME: dict[str, Callable[..., Network]] = {
 }
 
 __all__ = [
-    "BY_NAME",
     "H1",
     "H2",
     "MLP",
