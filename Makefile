@@ -28,11 +28,12 @@ test: $(DEV_STAMP) ## run the tests; ARGS="-k name" picks some
 coverage: $(DEV_STAMP) ## the same, and which lines they reach, which takes a third longer
 	@$(MAKE) --no-print-directory test ARGS="--cov $(ARGS)"
 
-lint: $(DEV_STAMP) ## check style, formatting, types, and who imports whom
+lint: $(DEV_STAMP) ## check style, formatting, types, size, and who imports whom
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(PY) -m pyright
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(PY) tests/size.py
 
 format: $(DEV_STAMP) ## mend what ruff can mend, and format
 	@$(PY) -m ruff check --fix-only

@@ -1,25 +1,20 @@
 """Docstrings on the site, as Python has them when hdnn is imported.
 
 Networks share their options, which become part of docstrings and signatures at import. Public names
-become links, and layers show the paper's equation.
+become links.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import tomllib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import griffe
 
 import public
 
-EQUATIONS = Path(__file__).with_name("equations.toml")
-SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Examples):$", re.M)
-PLAIN = re.compile(r"(?:^ {4,}[^\n]*[=<][^\n]*\n?\n?)+", re.M)  # indented lines with "=" or "<-"
 NAME = re.compile(r"(?<!\[)`(hdnn\.[\w.]+\w)(\([^`\n]*\))?`(?!\])")
 
 
@@ -39,8 +34,7 @@ class Docstrings(griffe.Extension):
                 if name not in obj.members:
                     obj.set_member(name, griffe.Alias(name, home))
         if obj.docstring:
-            text = linked(obj.docstring.value, own=obj.path)
-            obj.docstring.value = with_equation(text, equations().get(obj.path))
+            obj.docstring.value = linked(obj.docstring.value, own=obj.path)
 
 
 @cache
@@ -90,32 +84,6 @@ def _shares_options(constructor: griffe.Function) -> bool:
 
 def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-
-
-@cache
-def equations() -> dict[str, str]:
-    """The equation of each object that has one, as Markdown, by where the object is defined."""
-    found: dict[str, str] = {}
-    for equation in tomllib.loads(EQUATIONS.read_text(encoding="utf-8"))["equation"]:
-        lines = [f"$$\n{formula}\n$$" for formula in equation["formulas"]]
-        labels = " and ".join(f"`{label}`" for label in equation["labels"])
-        text = "\n\n".join([*lines, f"In the paper: {labels}. {equation.get('note', '')}".rstrip()])
-        for name in equation["names"]:
-            if name not in homes():
-                raise KeyError(f"{name} in {EQUATIONS.name} is no public name")
-            found[homes()[name]] = text
-    return found
-
-
-def with_equation(text: str, equation: str | None) -> str:
-    """A docstring with an equation, in the place of the plain one or below the first paragraph."""
-    if equation is None or "$$" in text:
-        return text
-    above = (SECTION.search(text) or re.search(r"\Z", text)).start()  # pyright: ignore[reportOptionalMemberAccess]
-    if plain := PLAIN.search(text, 0, above):
-        return f"{text[: plain.start()]}{equation}\n\n{text[plain.end() :]}"
-    first, gap, rest = text.partition("\n\n")
-    return f"{first}\n\n{equation}{gap}{rest}"
 
 
 def linked(text: str, own: str) -> str:

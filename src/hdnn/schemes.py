@@ -12,22 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdnn.activations import Activation
+from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
 
 __all__ = [
     "FORWARD_EULER",
+    "INTEGRATORS",
     "MS1",
     "MS3",
     "PERCEPTRON",
     "SEMI_IMPLICIT_EULER",
     "VERLET",
     "YOSHIDA4",
+    "DiscreteGradient",
     "Force",
+    "Implicit",
+    "ImplicitEuler",
+    "Midpoint",
     "Scheme",
     "jacobians",
     "run",
@@ -110,6 +116,11 @@ class Scheme:
         """True if `step` can be undone."""
         return self.halves or self.implicit
 
+    @property
+    def paired(self) -> bool:
+        """True if p and q play different parts, so that J must be `[[0, -X^T], [X, 0]]`."""
+        return self.halves
+
     def split(self, y: Tensor) -> State:
         """The halves (p, q) of a state, or the whole."""
         return tuple(y.chunk(2, -1)) if self.halves else (y,)
@@ -187,6 +198,120 @@ class Perceptron(Scheme):
         return force.K.mT[:, None] * sigma.slope(force.at(states[:-1])).unsqueeze(-2)
 
 
+@dataclass(frozen=True)
+class Implicit(Scheme):
+    """A scheme whose layers solve `x = c + B sigma(A x + a)`; its one force has a V.
+
+    Args:
+        tol: the largest error of an equation; by default near rounding.
+        max_iter: the most Newton iterations for a layer.
+    """
+
+    name: str = "implicit"
+    order: int = 1
+    halves: bool = False
+    implicit: bool = True
+    tol: float | None = None
+    max_iter: int = MAX_ITER
+
+    @property
+    def newton(self) -> dict[str, Any]:
+        """The options of the solver."""
+        return {"tol": self.tol, "max_iter": self.max_iter, "where": self.name}
+
+
+@dataclass(frozen=True)
+class ImplicitEuler(Implicit):
+    """`y' = y + h J dH/dy(p', q)` with a full K, solved for p' (eq:implicit_euler)."""
+
+    name: str = "semi_implicit_euler_full"
+    order: int = 1
+
+    @property
+    def paired(self) -> bool:
+        return True
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        p, q = y.chunk(2, -1)
+        K_p, K_q = force.K.chunk(2, -1)
+        V_p, V_q = (h * force.output).chunk(2, -1)
+        if inverse:
+            a = p @ K_p.mT + force.b
+            q = solve(q, -V_q.mT, K_q, a, sigma, **self.newton)
+            p = p - sigma(a + q @ K_q.mT) @ V_p
+        else:
+            a = q @ K_q.mT + force.b
+            p = solve(p, V_p.mT, K_p, a, sigma, **self.newton)
+            q = q + sigma(a + p @ K_p.mT) @ V_q
+        return (torch.cat([p, q], -1),)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        p, _ = states[1:].chunk(2, -1)
+        _, q = states[:-1].chunk(2, -1)
+        A = force.jacobian(h * sigma.slope(force.at(torch.cat([p, q], -1))))
+        # With rows, (dp', dq') = (dp, dq) + (dp', dq) A.
+        (A_pp, A_pq), (A_qp, A_qq) = (rows.chunk(2, -1) for rows in A.chunk(2, -2))
+        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+        E = _inverse(eye - A_pp)  # dp'/dp
+        F = A_qp @ E  # dp'/dq
+        from_p = torch.cat([E, E @ A_pq], -1)
+        from_q = torch.cat([F, eye + A_qq + F @ A_pq], -1)
+        return torch.cat([from_p, from_q], -2)
+
+
+@dataclass(frozen=True)
+class Midpoint(Implicit):
+    """`y' = y + h J dH/dy((y + y')/2)`: symplectic for any skew J, a singular or odd one too."""
+
+    name: str = "midpoint"
+    order: int = 2
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        B = (-0.5 if inverse else 0.5) * h * force.output.mT
+        return (2 * solve(y, B, force.K, force.b, sigma, **self.newton) - y,)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        slope = sigma.slope(force.at(0.5 * (states[:-1] + states[1:])))
+        A = force.jacobian(0.5 * h * slope)
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        return (eye + A) @ _inverse(eye - A)
+
+
+@dataclass(frozen=True)
+class DiscreteGradient(Implicit):
+    """`y' = y + h J G(y, y')` with the mean G of dH/dy between both: keeps the energy exactly.
+
+    Not symplectic. G is `K^T chord(K y + b, K y' + b)`, and `(y' - y) G` is the change of H.
+    """
+
+    name: str = "discrete_gradient"
+    order: int = 2
+    symplectic: bool = False
+
+    def step(self, x, forces, h, sigma, *, inverse=False):
+        (y,), (force,) = x, forces
+        B = (-1.0 if inverse else 1.0) * h * force.output.mT
+        return (solve_chord(y, B, force.K, force.b, sigma, **self.newton),)
+
+    def jacobian(self, states, forces, h, sigma, *, inverse=False):
+        (force,) = forces
+        before = force.at(states[:-1])
+        after = force.at(states[1:])
+        A = force.jacobian(h * chord_slope(sigma, after, before))
+        A_after = force.jacobian(h * chord_slope(sigma, before, after))
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        return (eye + A) @ _inverse(eye - A_after)
+
+
+def _inverse(M: Tensor) -> Tensor:
+    """The inverse, in float32 at least: there are no decompositions in half precision."""
+    return torch.linalg.inv(M.to(torch.promote_types(M.dtype, torch.float32))).to(M.dtype)
+
+
 # y <- y + h J dH/dy(y)   (eq:H-DNN_fE)
 FORWARD_EULER = Scheme("forward_euler", 1, ((0, 1.0),), halves=False, symplectic=False)
 
@@ -220,6 +345,20 @@ MS1 = Scheme("ms1", 1, ((0, -1.0), (1, 1.0)), symplectic=False)
 MS3 = Scheme("ms3", 1, ((1, 1.0), (0, -1.0)))
 
 PERCEPTRON = Perceptron("perceptron", 0, halves=False, symplectic=False)
+
+# What a Hamiltonian network can step by, by name
+INTEGRATORS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        FORWARD_EULER,
+        SEMI_IMPLICIT_EULER,
+        VERLET,
+        YOSHIDA4,
+        ImplicitEuler(),
+        Midpoint(),
+        DiscreteGradient(),
+    )
+}
 
 
 def steps(h: float | Tensor, N: int) -> Sequence[float | Tensor]:

@@ -175,41 +175,7 @@ def test_a_public_name_without_a_group_ends_the_build():
         reference.grouped({"hdnn.New": New})
 
 
-def test_a_group_without_a_page_ends_the_build():
-    with pytest.raises(PluginError, match="no page for the groups networks"):
-        reference.with_names([{"API": ["api/heads.md"]}], {"networks": ["hdnn.H2"]}, {})
-
-
-def test_the_names_of_a_group_follow_its_page():
-    nav = reference.with_names(
-        [{"API": ["api/index.md", "api/networks.md"]}],
-        {"networks": ["hdnn.H2", "hdnn.networks.Network"]},
-        {"networks": "Networks"},
-    )
-    names = [{"H2": "api/hdnn.H2.md"}, {"Network": "api/hdnn.networks.Network.md"}]
-    assert nav == [{"API": ["api/index.md", {"Networks": ["api/networks.md", *names]}]}]
-
-
-def test_no_two_pages_differ_by_upper_case_alone():
-    made = reference.pages(dict.fromkeys(["hdnn.models.AlexNet", "hdnn.models.alexnet"]))
-    assert made["hdnn.models.alexnet"] == "hdnn.models.alexnet-function.md"
-
-
 # ------------------------------------------------------------------------------ docstrings
-
-
-def test_every_equation_belongs_to_public_names():
-    assert len(docstrings.equations()) >= 20
-
-
-def test_a_formula_takes_the_place_of_the_plain_equation():
-    text = "First.\n\n    y = x\n    z = y\n\nThen.\n\nArgs:\n    x: = 1\n"
-    assert docstrings.with_equation(text, "$$a$$") == (
-        "First.\n\n$$a$$\n\nThen.\n\nArgs:\n    x: = 1\n"
-    )
-    assert docstrings.with_equation("First.\n\nArgs:\n    x: = 1\n", "$$a$$") == (
-        "First.\n\n$$a$$\n\nArgs:\n    x: = 1\n"
-    )
 
 
 def test_public_names_in_docstrings_become_links():

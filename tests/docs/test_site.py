@@ -1,4 +1,4 @@
-"""The built site: each public name has its page, all links hold, and nothing is fetched."""
+"""The built site: each public name is explained, all links hold, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -61,26 +61,16 @@ def inventory(site: Path) -> dict[str, str]:
     return {name: address.replace("$", name) for name, _, _, address, _ in entries}
 
 
-def test_every_public_name_has_a_page_of_its_own(site: Path, inventory, pages):
+def test_every_public_name_is_explained(site: Path, inventory, pages):
     missing = [name for name in public.names() if name not in inventory]
     assert missing == [], "run make docs"
-    files = [inventory[name].partition("#")[0] for name in public.names()]
-    assert len({file.lower() for file in files}) == len(files)
     for name in public.names():
         file, _, anchor = inventory[name].partition("#")
         assert anchor in pages[site / file].anchors, name
 
 
-def test_every_public_name_shows_an_example(site: Path, inventory):
-    for name in public.names():
-        text = (site / inventory[name].partition("#")[0]).read_text(encoding="utf-8")
-        assert "&gt;&gt;&gt;" in text, name
-
-
-def test_errors_lead_to_their_pages(site: Path, pages):
-    links = pages[site / "api" / "hdnn.H2.html"].links
-    for error in ("ShapeError", "StepError", "SparsityError"):
-        assert f"hdnn.errors.{error}.html#hdnn.errors.{error}" in links
+def test_the_site_is_small_enough_to_find_things(pages):
+    assert len(pages) <= 150
 
 
 def test_every_page_has_a_title_of_its_own(site: Path):
@@ -89,8 +79,6 @@ def test_every_page_has_a_title_of_its_own(site: Path):
         (title,) = re.findall(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.S)[:1]
         if path.relative_to(site).as_posix() not in SERVER_ONLY:
             assert titles.setdefault(title, path.name) == path.name
-    name = (site / "api" / "hdnn.H2.html").read_text(encoding="utf-8")
-    assert '<meta name="description" content="Semi-implicit Euler' in name
 
 
 def test_every_picture_has_words_for_those_who_cannot_see_it(pages):
@@ -141,6 +129,6 @@ def test_every_tutorial_says_how_long_it_ran(site: Path):
 
 
 def test_formulas_are_mathml(site: Path):
-    text = (site / "api" / "hdnn.H2.html").read_text(encoding="utf-8")
+    text = (site / "why.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 2
     assert all("arithmatex" not in p.read_text(encoding="utf-8") for p in site.rglob("*.html"))

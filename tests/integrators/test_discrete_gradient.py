@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdnn
-import oracle
 from hdnn import activations, analysis, functional
 from hdnn.activations import Activation
 from hdnn.integrators.chords import chord, chord_sides, chord_slope
+from law import oracle
 from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hdnn
 from hdnn.errors import HDNNError, LayerIndexError
-from networks.test_contract import NETWORKS, RING, state
+from law.test_contract import NETWORKS, RING, state
 
 NETS = {name: partial(make, dtype=torch.float64) for name, make in NETWORKS.items()}
 UNTIED = [name for name in NETS if "tied" not in name]

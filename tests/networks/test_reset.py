@@ -10,7 +10,7 @@ import torch
 import hdnn
 from hdnn import models
 from hdnn.errors import HDNNError
-from networks.test_contract import NETWORKS, RING, _skew
+from law.test_contract import NETWORKS, RING, _skew
 
 MODULES = {
     **{

@@ -1,0 +1,364 @@
+"""Files: safetensors with a checksum, JSON, and models that are built again from their class.
+
+Files are written as a whole or not at all. Nothing is ever pickled. A file that cannot be read is
+a `CheckpointError` in one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hdnn._version import __version__
+from hdnn.errors import CheckpointError, HDNNError
+
+__all__ = [
+    "describe",
+    "load",
+    "load_tensors",
+    "lock",
+    "plain_state",
+    "read_json",
+    "restore",
+    "save",
+    "save_tensors",
+    "write_atomically",
+    "write_json",
+]
+
+FilePath = str | os.PathLike[str]
+
+HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model")  # of classes in files
+KEY = "hdnn"
+CHECKSUM = "sha256"
+
+
+def write_atomically(path: FilePath, content: bytes | str) -> None:
+    """Write to a temporary file beside `path`, flush it to disk, then rename it over `path`."""
+    if isinstance(content, str):
+        content = content.encode()
+    target = Path(os.path.realpath(path))  # a link stays a link
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        if target.exists() and not target.is_file():
+            raise CheckpointError(f"cannot write {path}: it is not a file; choose another name.")
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"cannot write {path}: {_reason(error)}; choose a folder that exists and has room."
+        ) from error
+    finally:  # also after an interruption
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_json(path: FilePath) -> Any:
+    """The value in a JSON file."""
+    _check_file(path)
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path} as JSON: {_reason(error)}.") from error
+
+
+def write_json(path: FilePath, value: Any) -> None:
+    """Write a value as JSON; infinite numbers and NaN become null."""
+    write_atomically(path, json.dumps(_finite(value), indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def lock(path: FilePath) -> Iterator[None]:
+    """Keep other processes out of a folder or file that exists, for the duration of a block.
+
+    The lock ends with the process. Where the system has no such locks, nothing is locked.
+
+    Raises:
+        CheckpointError: if another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"another process is using {path}; wait until it ends, or choose another place."
+        ) from error
+    except OSError:  # a disk without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# Tensors
+
+
+def save_tensors(
+    path: FilePath, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write tensors and a JSON object, with a checksum of both."""
+    copies = {}
+    for name, tensor in tensors.items():
+        # Copies: safetensors takes no tensors that share memory.
+        copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    text = json.dumps(dict(metadata or {}), sort_keys=True)
+    # One entry only: safetensors writes several in random order.
+    header = f'{{"{CHECKSUM}": "{_digest(text, copies)}", "metadata": {text}}}'
+    write_atomically(path, to_safetensors(copies, metadata={KEY: header}))
+
+
+def load_tensors(
+    path: FilePath, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the JSON object that `save_tensors` wrote.
+
+    Raises:
+        CheckpointError: if the file does not exist, is damaged, or was not written by hdnn.
+    """
+    _check_file(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get(KEY)
+            # Clones: a mapped tensor would change with the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a safetensors file; it is truncated, damaged or of another "
+            f"kind ({_reason(error)})."
+        ) from error
+    if header is None:
+        raise CheckpointError(f"{path} is a safetensors file that hdnn did not write.")
+    metadata, checksum = _parse_header(header)
+    if checksum != _digest(json.dumps(metadata, sort_keys=True), tensors):
+        raise CheckpointError(
+            f"{path} is damaged: its contents do not have the checksum that was written with them; "
+            "take a copy from elsewhere, or make it again."
+        )
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, metadata
+
+
+def _parse_header(text: str) -> tuple[dict[str, Any], str]:
+    """The metadata and the checksum; nothing of a text that is damaged."""
+    try:
+        header = json.loads(text)
+        return header["metadata"], header[CHECKSUM]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}, ""
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of a text and of the names, types, shapes and bits of tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# Models
+
+
+def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
+    """Write a model or a network to one safetensors file; nothing is pickled.
+
+    For pruned or parametrised weights (`torch.nn.utils`) the values that the network uses are
+    written: loading gives a plain network with the same outputs.
+
+    Args:
+        module: a `hdnn.Model`, a network, or a model of `hdnn.models`.
+        path: the file to write or replace.
+        note: anything that JSON can hold, found again in `load_tensors(path)[1]["note"]`.
+
+    Raises:
+        CheckpointError: if `module` is of a class that hdnn does not know, or the file cannot be
+            written.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.save(hdnn.H2(features=4, layers=8), "net.safetensors")
+        >>> hdnn.load("net.safetensors")
+        H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
+    """
+    state = plain_state(module)
+    metadata = {"version": __version__, "model": describe(module), "note": note}
+    try:
+        _fill(restore(metadata["model"]), state)
+    except HDNNError as error:
+        raise CheckpointError(
+            f"this {type(module).__name__} cannot be saved, because it could not be loaded again: "
+            f"{str(error).rstrip('.')}; save its state_dict()."
+        ) from error
+    save_tensors(path, state, metadata)
+
+
+def load(path: FilePath, *, device: torch.device | str | None = None) -> Any:
+    """The model or network that `save` wrote, with its options, weights and dtype.
+
+    Args:
+        path: the file to read.
+        device: the device of the model, by default the CPU.
+
+    Raises:
+        CheckpointError: if the file does not exist, is damaged, or was not written by hdnn.
+    """
+    tensors, metadata = load_tensors(path, device or "cpu")
+    if "model" not in metadata:
+        raise CheckpointError(f"{path} does not hold a model, but something else of hdnn.")
+    try:
+        module = restore(metadata["model"])
+        _fill(module, tensors)
+    except HDNNError as error:
+        raise CheckpointError(
+            f"{path}, written by hdnn {metadata.get('version')}, does not hold a model that hdnn "
+            f"{__version__} can build: {error}"
+        ) from error
+    return module if device is None else module.to(device)
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """The class of a module and the arguments that build it again, as JSON can hold them.
+
+    The arguments are those of `module.config()`, or else the attributes with the names of the
+    constructor's arguments; modules among them are described in turn.
+    """
+    kind = parametrize.type_before_parametrizations(module)
+    if _class(kind.__name__) is not kind:
+        raise CheckpointError(
+            f"{kind.__name__} is not a class that hdnn can build again; save its state_dict(), and "
+            "load that into a module that you have built in the same way."
+        )
+    if hasattr(module, "config"):
+        config = dict(module.config())  # pyright: ignore[reportCallIssue]
+    else:
+        config = {name: getattr(module, name) for name in inspect.signature(kind).parameters}
+    description: dict[str, Any] = {"class": kind.__name__, "config": config, "modules": {}}
+    for name, value in list(config.items()):
+        if isinstance(value, nn.Module):
+            del config[name]
+            description["modules"][name] = describe(value)
+    if hasattr(module, "constants"):  # matrices such as J; their values are in the state
+        constants = module.constants()  # pyright: ignore[reportCallIssue]
+        description["constants"] = {name: list(value.shape) for name, value in constants.items()}
+    return description
+
+
+def restore(description: Mapping[str, Any]) -> Any:
+    """The module that `describe` described, with new weights."""
+    try:
+        kind = _class(description["class"])
+        if kind is None:
+            raise CheckpointError(f"the class {description['class']!r} is not known.")
+        arguments = dict(description["config"])
+        for name, submodule in description["modules"].items():
+            arguments[name] = restore(submodule)
+        for name, shape in description.get("constants", {}).items():
+            arguments[name] = torch.zeros(shape)  # skew, and in every block pattern
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            return kind(**arguments)
+    except HDNNError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the description is damaged ({_reason(error)}).") from error
+
+
+def plain_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module, with the values in use for pruned and parametrised weights."""
+    state: dict[str, Tensor] = {}
+    tensors = module.state_dict()
+    for name, value in tensors.items():
+        if name.endswith("_orig"):
+            weight = name.removesuffix("_orig")
+            state[weight] = value * tensors[f"{weight}_mask"]
+        elif "parametrizations." not in name and not name.endswith("_mask"):
+            state[name] = value
+    for prefix, submodule in module.named_modules():
+        if parametrize.is_parametrized(submodule):
+            state |= _parametrized_weights(prefix, submodule)
+    return state
+
+
+@torch.no_grad()
+def _parametrized_weights(prefix: str, module: nn.Module) -> dict[str, Tensor]:
+    parametrizations = module.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    parametrizations.eval()
+    start = f"{prefix}." if prefix else ""
+    weights = {start + name: getattr(module, name) for name in parametrizations}
+    parametrizations.train(module.training)
+    return weights
+
+
+def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a module the tensors of a state, with their dtypes."""
+    try:
+        module.load_state_dict(dict(state), assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"its weights do not fit ({_reason(error)}).") from error
+
+
+def _class(name: str) -> type[nn.Module] | None:
+    """A class of hdnn that files may name."""
+    for home in HOMES:
+        if importlib.util.find_spec(home) is None:
+            continue
+        kind = getattr(importlib.import_module(home), name, None)
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            return kind
+    return None
+
+
+# Small helpers
+
+
+def _check_file(path: FilePath) -> None:
+    """Refuse all but plain files: reading a pipe or a device may never end."""
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} does not exist; check its name and folder.")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} cannot be read: it is not a file.")
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of infinite numbers and NaN, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _reason(error: Exception) -> str:
+    """The message of an error, on one line of at most 200 letters."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]

@@ -1,0 +1,1 @@
+"""The law: what hdnn promises. A change of the code may change the imports here, and no more."""

@@ -1,0 +1,323 @@
+"""Files come back bit for bit, are written as a whole or not at all, and damage is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+from torch.nn.utils import parametrizations, prune
+
+import hdnn
+from hdnn import Augment, Model, io
+from hdnn.errors import CheckpointError
+from strategies import ACTIVATIONS, Random, seeds
+
+F64 = torch.float64
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@st.composite
+def networks(draw):
+    """Networks of every kind, with the options that change what must be saved."""
+    kind = draw(st.sampled_from(["H1", "H2", "ImplicitH2", "MLP", "verlet", "midpoint"]))
+    m = draw(st.integers(1, 3))
+    N = draw(st.integers(1, 3))
+    seed = draw(seeds)
+    normal = Random(seed)
+    options = {
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "tied": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "generator": torch.Generator().manual_seed(seed),
+    }
+    if kind != "MLP":
+        options["learn_step"] = draw(st.booleans())
+        options["step"] = 0.1 / 3
+    if kind in ("H1", "midpoint"):
+        J = draw(st.sampled_from([None, normal.skew(2 * m), normal.skew(N, 2 * m)]))
+        options |= {"J": J, "learn_J": draw(st.booleans())}
+    elif kind != "MLP":
+        options |= {"X": draw(st.sampled_from([None, normal(m, m), normal(N, m, m)]))}
+    if kind in ("verlet", "midpoint"):
+        return hdnn.HamiltonianNet(2 * m, N, kind, **options)
+    return getattr(hdnn, kind)(2 * m, N, **options)
+
+
+def bits(value):
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    assert repr(a) == repr(b)
+    first = a.state_dict()
+    second = b.state_dict()
+    assert list(first) == list(second)
+    for name, value in first.items():
+        assert value.dtype == second[name].dtype, name
+        assert torch.equal(bits(value), bits(second[name])), name
+
+
+def small_model(seed=0, dtype=torch.float32, head=None):
+    options = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
+    head = head or hdnn.SoftmaxHead(4, 3, **options)
+    return Model(augment=Augment(2, 4, [3, 0]), net=hdnn.H2(4, 2, **options), head=head)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "net.safetensors"
+    io.save(hdnn.H2(4, 3), path)
+    return path
+
+
+# Models
+
+
+@settings(files, max_examples=40)
+@given(networks())
+def test_every_kind_of_network_comes_back_bit_for_bit(tmp_path, net):
+    io.save(net, tmp_path / "net")
+    again = io.load(tmp_path / "net")
+    assert_same(net, again)
+    assert again.config() == net.config()
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    if next(net.parameters()).dtype == F64:
+        y = Random(3)(2, net.features)
+        assert torch.equal(again(y), net(y))
+
+
+@pytest.mark.parametrize(
+    "head", [hdnn.SoftmaxHead(4, 3), hdnn.SigmoidHead(4), hdnn.LinearHead(4, 2)]
+)
+def test_a_model_comes_back_with_its_head_and_positions(tmp_path, head):
+    model = small_model(head=head)
+    io.save(model, tmp_path / "m")
+    again = io.load(tmp_path / "m")
+    assert_same(model, again)
+    x = torch.ones(5, 2)
+    assert torch.equal(again(x), model(x))
+
+
+def test_a_model_without_augmentation_comes_back_without(tmp_path):
+    model = Model(augment=None, net=hdnn.H1(4, 2), head=hdnn.SoftmaxHead(4, 2))
+    io.save(model, tmp_path / "m")
+    assert io.load(tmp_path / "m").augment is None
+
+
+def test_net_and_head_keep_different_dtypes(tmp_path):
+    model = small_model(head=hdnn.LinearHead(4, 2, dtype=F64))
+    io.save(model, tmp_path / "m")
+    assert_same(model, io.load(tmp_path / "m"))
+
+
+def test_parametrised_and_pruned_weights_are_saved_as_they_are_used(tmp_path):
+    model = small_model()
+    net = model.net
+    parametrizations.weight_norm(net, "K_p")
+    prune.random_unstructured(model.head, "weight", 0.5)
+    x = torch.randn(5, 2)
+    scores = model(x)
+    io.save(model, tmp_path / "m")
+    again = io.load(tmp_path / "m")
+    assert list(again.state_dict()) == list(small_model().state_dict())
+    assert torch.allclose(again(x), scores, atol=1e-6)
+    assert torch.equal(model(x), scores)
+
+
+def test_a_description_inside_another_file_builds_the_same_kind_of_network():
+    net = hdnn.H1(4, 3, J=Random(0).skew(4), T=2.0)
+    again = io.restore(json.loads(json.dumps(io.describe(net))))
+    again.load_state_dict(net.state_dict(), assign=True)
+    assert_same(net, again)
+
+
+def test_a_note_stands_beside_the_model(tmp_path):
+    io.save(hdnn.H2(4, 2), tmp_path / "net", note={"columns": ["a", "b"]})
+    assert io.load_tensors(tmp_path / "net")[1]["note"] == {"columns": ["a", "b"]}
+
+
+class H2(hdnn.H2):
+    """A class of a user, with the name of one of hdnn."""
+
+
+@pytest.mark.parametrize("module", [H2(4, 2), torch.nn.Linear(2, 2), torch.nn.ReLU()])
+def test_other_classes_are_refused_before_anything_is_written(tmp_path, module):
+    with pytest.raises(CheckpointError, match=r"save its state_dict\(\)"):
+        io.save(module, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_and_loading_leave_the_random_numbers_alone(tmp_path):
+    net = hdnn.H2(4, 2)
+    state = torch.get_rng_state()
+    io.save(net, tmp_path / "net")
+    io.load(tmp_path / "net")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_network_is_the_same_bytes(tmp_path):
+    for name in "ab":
+        io.save(small_model(seed=1), tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_default_dtype_does_not_change_what_is_loaded(tmp_path, saved):
+    torch.set_default_dtype(F64)
+    try:
+        assert io.load(saved).K_p.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# Damage
+
+
+@settings(files, max_examples=60)
+@given(data=st.data())
+def test_a_file_that_is_cut_or_changed_is_one_sentence(saved, data):
+    content = bytearray(saved.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content = content[:place]
+    else:
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    damaged = saved.with_name("damaged")
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        io.load(damaged)
+    assert "\n" not in str(caught.value)
+    assert "damaged" in str(caught.value)
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    (tmp_path / "bomb").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match="of another kind"):
+        io.load(tmp_path / "bomb")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_safetensors_file_of_another_program_is_refused(tmp_path):
+    (tmp_path / "f").write_bytes(to_safetensors({"a": torch.ones(2)}, metadata={"format": "pt"}))
+    with pytest.raises(CheckpointError, match="did not write"):
+        io.load(tmp_path / "f")
+
+
+def test_tensors_without_a_model_are_no_model(tmp_path):
+    io.save_tensors(tmp_path / "t", {"a": torch.ones(2)}, {"step": 3})
+    with pytest.raises(CheckpointError, match="does not hold a model"):
+        io.load(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"class": "H7"}, "'H7' is not known"),
+        ({"config": {"features": 4}}, "damaged"),
+        ({"config": {"features": 6, "layers": 3}}, "do not fit"),
+        ({"config": {"features": 4, "layers": 0}}, "layers must be"),
+        ({"modules": 3}, "damaged"),
+    ],
+)
+def test_a_description_that_fits_nothing_is_refused(saved, change, words):
+    tensors, metadata = io.load_tensors(saved)
+    metadata["model"] |= change
+    io.save_tensors(saved, tensors, metadata)
+    with pytest.raises(CheckpointError, match=words):
+        io.load(saved)
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist; check its name"):
+        io.load(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="not a file"):
+        io.load(tmp_path)
+
+
+# Tensors, JSON and plain files
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool, torch.uint8])
+def test_tensors_and_metadata_come_back(tmp_path, dtype):
+    tensors = {
+        "a": torch.arange(6).to(dtype).reshape(2, 3).T,
+        "scalar": torch.ones((), dtype=dtype),
+    }
+    io.save_tensors(tmp_path / "t", tensors, {"epoch": 3, "loss": [0.5, None]})
+    again, metadata = io.load_tensors(tmp_path / "t")
+    assert metadata == {"epoch": 3, "loss": [0.5, None]}
+    assert all(torch.equal(again[name], value) for name, value in tensors.items())
+    with safe_open(tmp_path / "t", framework="pt") as file:
+        assert json.loads(file.metadata()["hdnn"])["metadata"]["epoch"] == 3
+
+
+def test_loaded_tensors_do_not_change_with_the_file(tmp_path):
+    io.save_tensors(tmp_path / "t", {"a": torch.ones(4)})
+    again, _ = io.load_tensors(tmp_path / "t")
+    content = (tmp_path / "t").read_bytes()
+    with (tmp_path / "t").open("r+b") as file:
+        file.write(bytes(len(content)))
+    assert torch.equal(again["a"], torch.ones(4))
+
+
+def test_json_comes_back_with_null_for_what_is_not_finite(tmp_path):
+    io.write_json(tmp_path / "j", {"a": [1, float("nan")], "b": {"c": float("inf")}})
+    assert io.read_json(tmp_path / "j") == {"a": [1, None], "b": {"c": None}}
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\ufeff"])
+def test_bad_json_is_one_sentence(tmp_path, text):
+    (tmp_path / "j").write_text(text)
+    with pytest.raises(CheckpointError, match="as JSON"):
+        io.read_json(tmp_path / "j")
+
+
+@pytest.mark.parametrize("function", ["fsync", "rename"])
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch, function):
+    path = tmp_path / "f"
+    io.write_atomically(path, "old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    target = os if function == "fsync" else type(path)
+    monkeypatch.setattr(target, "fsync" if function == "fsync" else "replace", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        io.write_atomically(path, b"new")
+    monkeypatch.undo()
+    assert [file.name for file in tmp_path.iterdir()] == ["f"]
+    assert path.read_text() == "old"
+
+
+def test_a_link_stays_a_link_and_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    io.write_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+    with pytest.raises(CheckpointError, match="not a file"):
+        io.write_atomically(tmp_path, "new")
+
+
+def test_a_lock_keeps_other_processes_out_until_it_ends(tmp_path):
+    program = f"from hdnn import io\nwith io.lock({str(tmp_path)!r}): print('inside')"
+    run = [sys.executable, "-c", program]
+    with io.lock(tmp_path):
+        refused = subprocess.run(run, capture_output=True, text=True)
+    assert "another process is using" in refused.stderr
+    allowed = subprocess.run(run, capture_output=True, text=True)
+    assert allowed.stdout == "inside\n"
