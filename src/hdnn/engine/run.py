@@ -294,7 +294,7 @@ def kernels(stack: Stack) -> Any:
     """The module whose `Kernel` runs a stack; imported late, for its compiler is large."""
     if stack.device.type == "cpu":
         from hdnn.engine import cpu as module
-    elif stack.features <= 256:
+    elif stack.width < (128 if stack.scheme.halves else 129):
         from hdnn.engine import gpu as module
     else:
         from hdnn.engine import wide as module
