@@ -208,6 +208,8 @@ def by_row(rows: Sequence[str | Activation]) -> Activation:
     Its name is theirs, with commas between.
     """
     each = [registered(row) for row in rows]
+    if len(set(each)) == 1:
+        return each[0]
     runs = [(sigma, len(list(same))) for sigma, same in groupby(each)]
     sizes = [size for _, size in runs]
 

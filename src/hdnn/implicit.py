@@ -19,7 +19,7 @@ from hdnn.errors import ConvergenceError
 __all__ = ["chord", "chord_slope", "coupling", "solve", "solve_chord"]
 
 MAX_ITER = 50
-HALVINGS = 12  # of a Newton step that does not reduce the residual
+HALVINGS = 40  # of a Newton step that does not reduce the residual
 STARTS = 16  # of Newton's method, if the explicit step leads to no solution
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
@@ -196,8 +196,10 @@ def _newton(x: Tensor, equation: tuple, tol: float, max_iter: int) -> tuple[Tens
 
 def _error(x: Tensor, F: Tensor, slope: Tensor, equation: tuple) -> Tensor:
     """The residual of each sample, relative to the terms whose rounding it has."""
-    c, B, A, a, *_ = equation
+    c, B, A, a, start, _ = equation
     argument = _times(A.abs(), x.abs()) + a.abs()
+    if start is not None:
+        argument = argument + start.abs()
     terms = _times(B.abs(), slope.abs() * argument) + x.abs() + c.abs()
     least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps  # below, nothing is relative
     return F.abs().amax(-1) / (terms.amax(-1) + least)
