@@ -33,25 +33,14 @@ class Options(TypedDict, total=False):
     device: torch.device | str | None
 
 
-class OptionsX(Options, total=False):
-    """Options of H2."""
+class HamiltonianOptions(Options, total=False):
+    """Options of Hamiltonian networks: see `HamiltonianNet`."""
 
     X: Tensor | None
     learn_X: bool
-    sparsity: Any
-
-
-class OptionsJ(Options, total=False):
-    """Options of H1."""
-
     J: Tensor | None
     learn_J: bool
     sparsity: Any
-
-
-class OptionsNewton(OptionsX, total=False):
-    """Options of ImplicitH2."""
-
     tol: float | None
     max_iter: int | None
 
@@ -368,7 +357,7 @@ class H1(HamiltonianNet):
         (True, False)
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsJ]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "forward_euler", **options)
 
 
@@ -394,7 +383,7 @@ class H2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsX]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
@@ -418,7 +407,7 @@ class ImplicitH2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsNewton]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler_full", **options)
 
 
