@@ -20,7 +20,7 @@ from hdnn import activations
 from hdnn.engine import current, rebuild
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
-from hdnn.networks.promise import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
+from hdnn.networks.network import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
 from hdnn.sparsity import Sparsity
 
 DEFAULT_T = 2.4
