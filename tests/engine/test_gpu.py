@@ -40,7 +40,6 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
 def largest_error(kernel: str, name: str, sizes: tuple[int, ...], options: dict) -> float:
     """Of y_N and of all gradients, relative to those of the definition."""
     from engine.test_run import random_stack, values_and_gradients
-
     from hdnn import activations, schemes
     from hdnn.engine import gpu, wide
     from hdnn.engine.memory import Stack

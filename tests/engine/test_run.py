@@ -207,7 +207,9 @@ def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
     )
     assert_same(ours, wanted, 1e-12)
     more = random_stack(scheme, batch=300)[0]
-    torch.testing.assert_close(compiled(more, forces, h), schemes.run(scheme, more, forces, h, tanh))
+    torch.testing.assert_close(
+        compiled(more, forces, h), schemes.run(scheme, more, forces, h, tanh)
+    )
 
 
 # Reversal

@@ -6,7 +6,8 @@ cache. Tiles are shared out to threads.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.autograd.forward_ad import unpack_dual
 from hdnn import activations, schemes
 from hdnn.activations import Activation
 from hdnn.engine.backprop import METHODS, Checkpoint, Definition, Stored
-from hdnn.engine.memory import Stack, Tensors, device_bytes
+from hdnn.engine.memory import Stack, device_bytes
 from hdnn.engine.settings import Settings, current
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.schemes import Force, Scheme
@@ -201,7 +201,7 @@ def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
                     return False
     except RuntimeError:
         return False
-    return not torch.jit.is_tracing()
+    return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 # Decisions
@@ -412,9 +412,7 @@ def _traced(
     outputs = "learned" if learned else "fixed"
     weights = []
     for force in forces:
-        for t in force:
-            if t is not None:
-                weights.append(t.to(dtype).contiguous())
+        weights += [t.to(dtype).contiguous() for t in force if t is not None]
         V = force.V
         outputs += " same" if V is None else " learned" if V.requires_grad else " fixed"
     moves = []
