@@ -39,6 +39,10 @@ DRESSED = re.compile(r"[+-]?\s*[$€£¥]?\s*[+-]?\d[\d.,'\s]*\s*[$€£¥%]?")
 DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?|\d{1,2}[ -][A-Za-z]{3,9}[ -]\d{2,4}")
 
 
+class CellTypeError(DataError, TypeError):
+    """A cell that holds neither a number nor a text."""
+
+
 # Files
 
 
@@ -151,7 +155,12 @@ class Encoder:
 
     @classmethod
     def fit(
-        cls, frame: pd.DataFrame, *, categorical: Iterable[str] = (), missing: str = "fill"
+        cls,
+        frame: pd.DataFrame,
+        *,
+        categorical: Iterable[str] = (),
+        missing: str = "fill",
+        weight: np.ndarray | None = None,
     ) -> Self:
         """Learn the columns of a table.
 
@@ -159,6 +168,7 @@ class Encoder:
             frame: the inputs, without the target.
             categorical: names of columns whose numbers are categories.
             missing: "fill" missing values, or "refuse" them.
+            weight: of each row, in means and deviations.
         """
         choose("missing", missing, ("fill", "refuse"))
         categorical = list(categorical)
@@ -170,12 +180,14 @@ class Encoder:
             if missing == "refuse" and series.isna().any():
                 row = int(series.isna().to_numpy().argmax()) + 1
                 raise DataError(f"column {name!r}, row {row}: the value is missing.")
-            encoder._learn(str(name), series, name in categorical)
+            encoder._learn(str(name), series, name in categorical, weight)
         if not encoder.columns:
             raise DataError("the table has no usable column: all are empty or constant.")
         return encoder
 
-    def _learn(self, name: str, series: pd.Series, categorical: bool) -> None:
+    def _learn(
+        self, name: str, series: pd.Series, categorical: bool, weight: np.ndarray | None
+    ) -> None:
         """Add a column, or a note that says why it is left out."""
         column: dict[str, Any] = {"name": name, "gaps": bool(series.isna().any())}
         if series.isna().all():
@@ -186,14 +198,18 @@ class Encoder:
             column["kind"] = _kind(name, series)
             numbers = _numbers(column, series)
         if numbers is None:
-            self._learn_categories(column, series, categorical)
+            self._learn_categories(column, series, categorical, weight)
         elif IDENTIFIER.fullmatch(name) and _counts(numbers):
             self.notes.append(f"column {name!r} only numbers the rows and is left out.")
         else:
-            self._learn_numbers(column, numbers)
+            self._learn_numbers(column, numbers, weight)
 
     def _learn_categories(
-        self, column: dict[str, Any], series: pd.Series, categorical: bool
+        self,
+        column: dict[str, Any],
+        series: pd.Series,
+        categorical: bool,
+        weight: np.ndarray | None,
     ) -> None:
         texts = _texts(series)
         values = sorted(texts.dropna().unique())
@@ -207,17 +223,20 @@ class Encoder:
         elif len(values) == 1 and not column["gaps"]:
             self.notes.append(f"column {name!r} is the same in every row and is left out.")
         else:
-            shares = [float((texts == value).mean()) for value in values]
+            shares = [_mean(texts.to_numpy() == value, weight) for value in values]
             column |= {"kind": "category", "values": values, "shares": shares}
             self.columns.append(column)
 
-    def _learn_numbers(self, column: dict[str, Any], numbers: np.ndarray) -> None:
+    def _learn_numbers(
+        self, column: dict[str, Any], numbers: np.ndarray, weight: np.ndarray | None
+    ) -> None:
         name = column["name"]
         present = numbers[~np.isnan(numbers)]
         fill = float(np.median(present))
         filled = np.where(np.isnan(numbers), fill, numbers)
-        center = float(filled.mean())
-        scale = float(filled.std())
+        with np.errstate(over="ignore", invalid="ignore"):
+            center = _mean(filled, weight)
+            scale = _mean(np.square(filled - center), weight) ** 0.5
         if not np.isfinite(scale):
             raise DataError(f"the numbers in column {name!r} are too large; rescale them.")
         constant = scale <= 1e-12 * abs(center)
@@ -225,7 +244,7 @@ class Encoder:
             self.notes.append(f"column {name!r} is the same in every row and is left out.")
             return
         column |= {"fill": fill, "center": center, "scale": 1.0 if constant else scale}
-        column["share"] = float(np.isnan(numbers).mean())
+        column["share"] = _mean(np.isnan(numbers), weight)
         if not constant and np.abs(filled - center).max() > HEAVY * scale:
             column["ranks"] = _ranks(filled)
         self.columns.append(column)
@@ -264,6 +283,10 @@ class Encoder:
         return asdict(self)
 
 
+def _mean(values: np.ndarray, weight: np.ndarray | None) -> float:
+    return float(np.average(values, weights=weight))
+
+
 def _column(frame: pd.DataFrame, name: str) -> pd.Series:
     if name in frame.columns:
         return frame[name]
@@ -288,9 +311,9 @@ def _kind(name: str, series: pd.Series) -> str:
         return "number"
     wrong = next((value for value in sample if isinstance(value, (list, dict, set, tuple))), None)
     if wrong is not None:
-        raise DataError(
-            f"column {name!r} holds a {type(wrong).__name__}, but a cell must be a string or a "
-            "number; leave the column out."
+        raise CellTypeError(
+            f"column {name!r} holds a {type(wrong).__name__}, but a cell of this argument must be "
+            "a string or a number; leave the column out."
         )
     if sum(bool(DATE.fullmatch(text)) for text in texts) > len(texts) / 2:
         return "date"
