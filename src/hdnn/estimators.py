@@ -46,10 +46,11 @@ from sklearn.utils.validation import (  # noqa: E402
 
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
-SHRINKAGES = (1e-1, 4e-2, 2e-2, 7e-3, 1e-3, 1e-5)  # weight decays that are tried
+SHRINKAGES = (1e-1, 4e-2, 2e-2, 7e-3, 1e-3, 1e-5)  # weight decays, from strong to weak
 SHRINKAGE = 2e-2  # for tables that are too small to hold rows out
 TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
+WORTH = 0.9  # the factor by which weaker shrinkage must lower the held-out loss
 EPOCHS = 120
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -97,6 +98,24 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
     verbose: bool = False
 
     regression: ClassVar[bool] = False
+
+    # Targets
+
+    def _check_target(self, y: Any) -> np.ndarray:
+        """y as an array of labels or numbers."""
+        raise NotImplementedError
+
+    def _learn_target(self, y: np.ndarray, weight: Any, classes: Any) -> None:
+        """Learn the classes, or mean and deviation of the values."""
+        raise NotImplementedError
+
+    def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """What the network learns, and a factor of each row's weight."""
+        raise NotImplementedError
+
+    def _head(self, features: int, **options: Any) -> Any:
+        """A new output layer."""
+        raise NotImplementedError
 
     # Learning
 
@@ -149,7 +168,8 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if not (np.isfinite(weight).all() and weight.min() >= 0 and weight.any()):
             raise DataError("sample_weight must be finite and >= 0, and not 0 for all samples.")
         rows = np.flatnonzero(weight)
-        return y[rows], frame.iloc[rows], weight[rows]
+        weight = None if np.ptp(weight[rows]) == 0 else weight[rows]
+        return y[rows], frame.iloc[rows], weight
 
     def _rows(self, frame: pd.DataFrame, y: np.ndarray, weight: np.ndarray | None) -> Rows:
         """What the network learns; weights have the mean 1."""
@@ -160,9 +180,10 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if weight is not None:
             rows = np.flatnonzero(weight)
             x, t, weight = x[torch.as_tensor(rows)], t[rows], weight[rows]
-            weight = None if np.ptp(weight) == 0 else torch.as_tensor(weight / weight.mean())
         targets = torch.as_tensor(t, device=x.device)
-        return Rows(x, targets, None if weight is None else weight.to(x))
+        if weight is None or np.ptp(weight) == 0:
+            return Rows(x, targets, None)
+        return Rows(x, targets, torch.as_tensor(weight / weight.mean()).to(x))
 
     def _new_model(self) -> Model:
         generator = torch.Generator().manual_seed(self._seed)
@@ -205,7 +226,7 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
                 if loss > best:
                     break
             self._say(f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}")
-            if loss < best:
+            if loss < WORTH * best:
                 best = loss
                 chosen = decay
         return chosen
@@ -304,7 +325,7 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if hasattr(X, "to_pandas"):
             X = X.to_pandas()
         if isinstance(X, pd.DataFrame):
-            validate_data(self, X, reset=reset, skip_check_array=True)
+            validate_data(self, X, reset=reset, skip_check_array=True)  # pyright: ignore[reportArgumentType]
             frame = X
         else:
             numeric = hasattr(X, "toarray") or np.asarray(X).dtype.kind in "biufc"

@@ -24,11 +24,14 @@ from hdnn.errors import DataError, OptionError, TableWarning, choose, require
 require("pandas", extra="sklearn")
 
 import pandas as pd  # noqa: E402
+from pandas.tseries.api import guess_datetime_format  # noqa: E402
 
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
 SAMPLE = 2**16  # bytes from which the form of a CSV file is guessed
 MISSING = ["?", "-", "na", "none", "NONE", "NAN", "NaT", "<na>"]  # besides pandas' own words
+Series = Any  # of pandas, whose stubs are stricter than it is
+
 FEW = 20  # values: so few are categories, however seldom they repeat
 MOST = 255  # categories of a column
 HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
@@ -186,7 +189,7 @@ class Encoder:
         return encoder
 
     def _learn(
-        self, name: str, series: pd.Series, categorical: bool, weight: np.ndarray | None
+        self, name: str, series: Series, categorical: bool, weight: np.ndarray | None
     ) -> None:
         """Add a column, or a note that says why it is left out."""
         column: dict[str, Any] = {"name": name, "gaps": bool(series.isna().any())}
@@ -207,7 +210,7 @@ class Encoder:
     def _learn_categories(
         self,
         column: dict[str, Any],
-        series: pd.Series,
+        series: Series,
         categorical: bool,
         weight: np.ndarray | None,
     ) -> None:
@@ -287,7 +290,7 @@ def _mean(values: np.ndarray, weight: np.ndarray | None) -> float:
     return float(np.average(values, weights=weight))
 
 
-def _column(frame: pd.DataFrame, name: str) -> pd.Series:
+def _column(frame: pd.DataFrame, name: str) -> Series:
     if name in frame.columns:
         return frame[name]
     names = [str(label) for label in frame.columns]
@@ -298,7 +301,7 @@ def _column(frame: pd.DataFrame, name: str) -> pd.Series:
     raise DataError(f"the table has no column {name!r}; {hint}")
 
 
-def _kind(name: str, series: pd.Series) -> str:
+def _kind(name: str, series: Series) -> str:
     """'number', 'date' or 'category', from the type of a column and the texts in it."""
     if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(series):
         return "number"
@@ -322,7 +325,7 @@ def _kind(name: str, series: pd.Series) -> str:
     return "category"
 
 
-def _numbers(column: Mapping[str, Any], series: pd.Series) -> np.ndarray | None:
+def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
     """The numbers in a column, NaN where they are missing; None for categories."""
     if column["kind"] == "category":
         return None
@@ -343,21 +346,23 @@ def _numbers(column: Mapping[str, Any], series: pd.Series) -> np.ndarray | None:
     return values
 
 
-def _plain_numbers(series: pd.Series) -> np.ndarray:
+def _plain_numbers(series: Series) -> np.ndarray:
     """Numbers of texts such as '$1,234' and '12 %'; '1,5' is 1.5."""
     texts = series.astype("str").str.replace(r"[\s$€£¥%']", "", regex=True)
     texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(",", ".")
     return pd.to_numeric(texts.where(series.notna()), errors="coerce").to_numpy(np.float64)
 
 
-def _days(series: pd.Series) -> np.ndarray:
+def _days(series: Series) -> np.ndarray:
     """Dates as days since 1970, NaN where they are missing or no dates."""
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
     if not pd.api.types.is_datetime64_any_dtype(series):
         texts = series.astype("str").where(series.notna())
         first = texts.dropna().iloc[0].strip()
-        guesses = [pd.tseries.api.guess_datetime_format(first, dayfirst=day) for day in (0, 1)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it names dates that only one order fits
+            guesses = [guess_datetime_format(first, dayfirst=day) for day in (False, True)]
         formats = ["ISO8601", *[guess for guess in guesses if guess]]
         tries = [pd.to_datetime(texts, format=way, errors="coerce", utc=True) for way in formats]
         series = min(tries, key=lambda dates: dates.isna().sum())
@@ -367,7 +372,7 @@ def _days(series: pd.Series) -> np.ndarray:
     return days.to_numpy(np.float64)
 
 
-def _texts(series: pd.Series) -> pd.Series:
+def _texts(series: Series) -> Series:
     """Categories as texts; 1 and 1.0 are one category."""
     if series.dtype == "category":
         series = series.astype(series.cat.categories.dtype)
@@ -402,7 +407,7 @@ def _input_names(column: Mapping[str, Any]) -> list[str]:
     return [*names, f"{name} is missing"] if column["gaps"] else names
 
 
-def _encode_numbers(column: Mapping[str, Any], series: pd.Series) -> Iterable[np.ndarray]:
+def _encode_numbers(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
     numbers = _numbers(column, series)
     assert numbers is not None
     gaps = np.isnan(numbers)
@@ -417,8 +422,8 @@ def _encode_numbers(column: Mapping[str, Any], series: pd.Series) -> Iterable[np
         yield (gaps - column["share"]) / HALF
 
 
-def _encode_categories(column: Mapping[str, Any], series: pd.Series) -> Iterable[np.ndarray]:
-    codes = pd.Categorical(_texts(series), categories=column["values"]).codes
+def _encode_categories(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
+    codes = pd.Index(column["values"]).get_indexer(_texts(series))
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
@@ -470,7 +475,7 @@ class Target:
                 raise DataError(f"the target {name!r} is the same in every row.")
             return cls(name, task, center=float(values.mean()), scale=scale)
         texts = _texts(series)
-        classes = sorted(texts.unique(), key=_by_number if column["kind"] == "number" else str)
+        classes = _sorted(texts.unique())
         if len(classes) < 2:
             raise DataError(
                 f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
@@ -489,7 +494,7 @@ class Target:
         if self.task == "regression":
             values = _numbers({"name": self.name, "kind": "number"}, series)
             return (np.asarray(values) - self.center) / self.scale
-        labels = pd.Categorical(_texts(series), categories=self.classes).codes
+        labels = pd.Index(self.classes).get_indexer(_texts(series))
         if (labels < 0).any():
             value = series.iloc[int((labels < 0).argmax())]
             raise DataError(
@@ -509,7 +514,7 @@ class Target:
         return asdict(self)
 
 
-def _check_target(name: str, series: pd.Series) -> None:
+def _check_target(name: str, series: Series) -> None:
     gaps = series.isna().to_numpy()
     if gaps.any():
         raise DataError(
@@ -518,7 +523,7 @@ def _check_target(name: str, series: pd.Series) -> None:
         )
 
 
-def _guess_task(column: Mapping[str, Any], series: pd.Series) -> str:
+def _guess_task(column: Mapping[str, Any], series: Series) -> str:
     if column["kind"] != "number" or pd.api.types.is_bool_dtype(series):
         return "classification"
     values = _numbers(column, series)
@@ -528,11 +533,11 @@ def _guess_task(column: Mapping[str, Any], series: pd.Series) -> str:
     return "classification" if whole and few else "regression"
 
 
-def _by_number(text: str) -> float:
+def _sorted(texts: Iterable[str]) -> list[str]:
     try:
-        return float(text)
+        return sorted(texts, key=float)
     except ValueError:
-        return 0.0
+        return sorted(texts)
 
 
 # Rows and classes
