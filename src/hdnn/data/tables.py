@@ -179,7 +179,7 @@ class Encoder:
             _column(frame, name)
         encoder = cls()
         for name in frame.columns:
-            series = frame[name]
+            series: Series = frame[name]
             if missing == "refuse" and series.isna().any():
                 row = int(series.isna().to_numpy().argmax()) + 1
                 raise DataError(f"column {name!r}, row {row}: the value is missing.")
@@ -350,7 +350,8 @@ def _plain_numbers(series: Series) -> np.ndarray:
     """Numbers of texts such as '$1,234' and '12 %'; '1,5' is 1.5."""
     texts = series.astype("str").str.replace(r"[\s$€£¥%']", "", regex=True)
     texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(",", ".")
-    return pd.to_numeric(texts.where(series.notna()), errors="coerce").to_numpy(np.float64)
+    numbers: Series = pd.to_numeric(texts.where(series.notna()), errors="coerce")
+    return numbers.to_numpy(np.float64)
 
 
 def _days(series: Series) -> np.ndarray:
