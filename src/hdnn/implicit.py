@@ -9,6 +9,9 @@ doubles the order up to which they are right, so first, second and third derivat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -16,10 +19,10 @@ from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import ConvergenceError
 
-__all__ = ["MAX_ITER", "chord", "chord_slope", "coupling", "solve", "solve_chord"]
+__all__ = ["MAX_ITER", "Rows", "chord", "chord_slope", "coupling", "solve", "solve_chord"]
 
 MAX_ITER = 50
-HALVINGS = 12  # of a Newton step that does not reduce the residual
+HALVINGS = 40  # of a Newton step that does not reduce the residual
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
 GAUSS = (
@@ -36,7 +39,7 @@ def solve(
     B: Tensor,
     A: Tensor,
     a: Tensor,
-    sigma: Activation,
+    sigma: Activation | Rows,
     *,
     start: Tensor | None = None,
     tol: float | None = None,
@@ -79,7 +82,7 @@ def solve(
         # By default 4 units in the last place, with some slack: rounding may prevent just that.
         limit = 4 * torch.finfo(work).eps if tol is None else tol
         slack = 8.0 if tol is None else 1.0
-        name = activations.registered(sigma).name
+        name = sigma.name if isinstance(sigma, Rows) else activations.registered(sigma).name
         x = _root(*detached, name, limit, slack, max_iter, where)
         for _ in range(2 if torch.is_grad_enabled() else 0):
             F, slope = _residual(x, *equation, sigma)
@@ -88,7 +91,14 @@ def solve(
 
 
 def solve_chord(
-    y: Tensor, B: Tensor, A: Tensor, a: Tensor, sigma: Activation, *, c: Tensor | None = None, **how
+    y: Tensor,
+    B: Tensor,
+    A: Tensor,
+    a: Tensor,
+    sigma: Activation | Rows,
+    *,
+    c: Tensor | None = None,
+    **how,
 ) -> Tensor:
     """The x with `x = c + B chord(sigma, A y + a, A x + a)`; c is y by default.
 
@@ -109,6 +119,35 @@ def coupling(A: Tensor, B: Tensor, S: float) -> Tensor:
     return torch.linalg.eigvals(S * B.abs() @ A.abs()).abs().amax(-1)
 
 
+class Rows:
+    """An activation for each entry of the last axis: what `solve` and chords need of one.
+
+    Args:
+        names: the names of the activations, in order.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self.name = ",".join(names)
+        runs = [(name, len(list(group))) for name, group in groupby(names)]
+        self.widths = [width for _, width in runs]
+        self.activations = [activations.get(name) for name, _ in runs]
+        self.S = max(sigma.S for sigma in self.activations)
+
+    def _each(self, function: str, x: Tensor) -> Tensor:
+        parts = zip(self.activations, x.split(self.widths, -1), strict=True)
+        return torch.cat([getattr(sigma, function)(part) for sigma, part in parts], -1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._each("sigma", x)
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self._each("slope", x)
+
+    def integral(self, x: Tensor) -> Tensor:
+        return self._each("integral", x)
+
+
 # Newton's method
 
 
@@ -118,7 +157,13 @@ def _times(A: Tensor, x: Tensor) -> Tensor:
 
 
 def _residual(
-    x: Tensor, c: Tensor, B: Tensor, A: Tensor, a: Tensor, start: Tensor | None, sigma: Activation
+    x: Tensor,
+    c: Tensor,
+    B: Tensor,
+    A: Tensor,
+    a: Tensor,
+    start: Tensor | None,
+    sigma: Activation | Rows,
 ) -> tuple[Tensor, Tensor]:
     """`x - c - B sigma(A x + a)`, and the slope of sigma there."""
     z = _times(A, x) + a
@@ -147,7 +192,7 @@ def _root(
     max_iter: int,
     where: str,
 ) -> Tensor:
-    sigma = activations.get(activation)
+    sigma = Rows(activation.split(",")) if "," in activation else activations.get(activation)
     equation = c, B, A, a, start, sigma
     explicit = c - _residual(c, *equation)[0]
     for guess in (explicit, c):
@@ -190,8 +235,10 @@ def _newton(x: Tensor, equation: tuple, tol: float, max_iter: int) -> tuple[Tens
 
 def _error(x: Tensor, F: Tensor, slope: Tensor, equation: tuple) -> Tensor:
     """The residual of each sample, relative to the terms whose rounding it has."""
-    c, B, A, a, *_ = equation
+    c, B, A, a, start, _ = equation
     argument = _times(A.abs(), x.abs()) + a.abs()
+    if start is not None:
+        argument = argument + start.abs()
     terms = _times(B.abs(), slope.abs() * argument) + x.abs() + c.abs()
     least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps  # below, nothing is relative
     return F.abs().amax(-1) / (terms.amax(-1) + least)
@@ -228,7 +275,7 @@ def _(info, in_dims, c, B, A, a, start, *options):
 # Chords: the mean of sigma between two points
 
 
-def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
+def chord(sigma: Activation | Rows, z: Tensor, end: Tensor) -> Tensor:
     """`(s(end) - s(z)) / (end - z)` with `s' = sigma`, to rounding; sigma(z) where both are equal.
 
     Close points are integrated by Gauss's rule, where a difference of s would lose digits; far
@@ -240,7 +287,7 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
     return _quotient(mean, low, high, end - z)
 
 
-def chord_slope(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
+def chord_slope(sigma: Activation | Rows, z: Tensor, end: Tensor) -> Tensor:
     """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z."""
     mean = _mean(sigma.slope, z, end - z, weighted=True)
     return _quotient(mean, chord(sigma, z, end), sigma(end), end - z)

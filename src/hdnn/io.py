@@ -44,7 +44,8 @@ __all__ = [
 
 FilePath = str | os.PathLike[str]
 
-HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model")  # of classes in files
+# Of classes in files.
+HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model", "hdnn.control")
 KEY = "hdnn"
 CHECKSUM = "sha256"
 

@@ -5,13 +5,12 @@ from functools import partial
 
 from hdnn.networks.base import Network
 from hdnn.networks.convert import LeapfrogStack, to_reversible
-from hdnn.networks.coupling import Coupling, GradientField, Leapfrog
+from hdnn.networks.blocks import Coupling, GradientField, Leapfrog, Reversible
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
 from hdnn.networks.marginally_stable import MS1, MS2, MS3
 from hdnn.networks.mlp import MLP
 from hdnn.networks.ode import ODENetwork
-from hdnn.networks.reversible import Reversible
-from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks.images import HamiltonianUnit
 
 KINDS: dict[str, type[Network]] = {
     kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)

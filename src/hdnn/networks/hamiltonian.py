@@ -14,7 +14,7 @@ from hdnn.base.shapes import check_tolerance
 from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
 from hdnn.integrators import implicit
 from hdnn.networks import jacobians
-from hdnn.networks.blocks import BlockSparseNetwork
+from hdnn.networks.block_sparse import BlockSparseNetwork
 from hdnn.networks.initial import Initial
 from hdnn.networks.jacobians import ShearLayers
 from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, describes_options, takes
