@@ -1,0 +1,250 @@
+"""Answers of trained models, and how good they are: never an accuracy alone, but what is easy too."""
+
+from __future__ import annotations
+
+import csv
+import io as text_io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdnn import analysis, io
+from hdnn.app.config import IMAGE_SETS, PLANAR_SETS, TableConfig
+from hdnn.app.runs import Run, members
+from hdnn.errors import CheckpointError, DataError, OptionError
+from hdnn.heads import RegressionHead
+
+CHUNK = 4096  # samples that go through a model at once
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that begins so
+ANSWERS = ("predictions", "probabilities", "agreement", "spread")
+
+
+@torch.no_grad()
+def outputs(model: Any, x: Tensor) -> np.ndarray:
+    """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
+    model.eval()
+    scores = torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
+    head = getattr(model, "head", None)
+    if isinstance(head, RegressionHead):
+        return scores[:, 0].numpy()
+    if hasattr(head, "probabilities"):
+        return head.probabilities(scores).numpy()
+    return scores.softmax(1).numpy()
+
+
+def evaluate(
+    answers: np.ndarray, truth: np.ndarray, classes: Sequence[str], common: int | float
+) -> dict[str, Any]:
+    """Scores of answers, beside those of always giving the commonest class, or the mean.
+
+    Args:
+        answers: probabilities (rows, classes), or values (rows,).
+        truth: labels, or values.
+        classes: their names; none for values.
+        common: the commonest label of the training rows, or their mean value.
+    """
+    if not classes:
+        errors = answers - truth
+        spread = float(((truth - truth.mean()) ** 2).sum())
+        rmse = float(np.sqrt((errors**2).mean()))
+        plain = float(np.sqrt(((truth - common) ** 2).mean()))
+        r2 = 1 - float((errors**2).sum()) / spread if spread else float("nan")
+        text = f"always answering the mean, {common:.4g}, would give an RMSE of {plain:.4g}"
+        return {"rmse": rmse, "r2": r2, "baseline_rmse": plain, "baseline": text}
+    chosen = answers.argmax(1)
+    counts = np.zeros((len(classes), len(classes)), int)
+    np.add.at(counts, (truth, chosen), 1)
+    plain = float((truth == common).mean())
+    never = [name for name, k, n in zip(classes, counts.sum(0), counts.sum(1)) if n and not k]
+    return {
+        "accuracy": float((chosen == truth).mean()),
+        "baseline_accuracy": plain,
+        "baseline": f"always answering {classes[int(common)]} would give {plain:.2%}",
+        "never_predicted": never,
+        "confusion": {"classes": list(classes), "counts": counts.tolist()},
+    }
+
+
+def score_text(name: str, value: float) -> str:
+    """A score with as many digits as people read; nothing below 100% is shown as 100%."""
+    if not name.endswith("accuracy"):
+        return f"{value:.4g}"
+    return f"{min(value, 0.9999) if value < 1 else 1:.2%}"
+
+
+# Prediction
+
+
+def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
+    """Predictions of a run for data; of several seeds, their mean and how far they agree."""
+    runs = members(folder)
+    answers = []
+    for each in runs:
+        each.check_complete()
+        answers.append(_answers(each, data))
+    first, truth, target = answers[0]
+    if any(other[2].classes != target.classes for other in answers):
+        raise CheckpointError(f"the runs in {folder} predict different classes; they have no mean.")
+    all_outputs = np.stack([answer for answer, _, _ in answers])
+    mean = all_outputs.mean(0)
+    result: dict[str, Any] = {"rows": len(first), "target": target.name}
+    if target.classes:
+        chosen = mean.argmax(1)
+        result["predictions"] = [target.classes[label] for label in chosen]
+        if proba:
+            result["probabilities"] = dict(zip(target.classes, mean.T.tolist(), strict=True))
+    else:
+        if proba:
+            raise OptionError("the run predicts values, which have no probabilities.")
+        result["predictions"] = mean.tolist()
+    if len(runs) > 1:
+        result["runs"] = len(runs)
+        if target.classes:
+            agreement = (all_outputs.argmax(2) == mean.argmax(1)).mean(0)
+            result["agreement"] = agreement.tolist()
+        else:
+            result["spread"] = all_outputs.std(0, ddof=1).tolist()
+    if truth is not None:
+        common = runs[0].metrics()["common"]
+        result |= evaluate(mean, truth, target.classes, common)
+    return result
+
+
+def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
+    """Outputs of one run in units of the target, the truth if it is known, and the target."""
+    model = run.model()
+    if run.options()["data"] in IMAGE_SETS:
+        from hdnn.app.train import image_target, load_images
+
+        if data not in IMAGE_SETS:
+            raise OptionError(f"the run is about images; give mnist or cifar10, not {data}.")
+        images = load_images(data)
+        dtype = next(model.parameters()).dtype
+        x = images.normalised(images.images_test, dtype)
+        return outputs(model, x), images.t_test.numpy(), image_target(images)
+    encoder, target = run.columns()
+    frame = read_rows(data, run.options().get("seed", 0))
+    x = torch.from_numpy(encoder.transform(frame)).to(next(model.parameters()).dtype)
+    answers = outputs(model, x)
+    if not target.classes:
+        answers = target.decode(answers)
+    try:
+        truth = target.encode(frame)
+    except DataError:  # the column is missing, or has gaps or other classes
+        return answers, None, target
+    return answers, truth if target.classes else target.decode(truth), target
+
+
+def read_rows(data: str, seed: int) -> Any:
+    """The rows of a file, or the test points of a planar set, as a data frame."""
+    from hdnn.data import planar, tables
+
+    if data not in PLANAR_SETS:
+        return tables.read(data)
+    points = planar.load(data, seed=seed)
+    x = points.x_test.double()
+    columns = {"x1": x[:, 0].numpy(), "x2": x[:, 1].numpy(), "class": points.t_test.numpy()}
+    return tables.pd.DataFrame(columns)
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without its long lists."""
+    return {name: value for name, value in result.items() if name not in ANSWERS}
+
+
+def text(result: dict[str, Any]) -> str:
+    """One or two lines for people."""
+    by = f" by {result['runs']} runs together" if "runs" in result else ""
+    lines = [f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"]
+    lines += score_lines(result)
+    return "\n".join(lines)
+
+
+def score_lines(result: dict[str, Any], prefix: str = "") -> list[str]:
+    """The score, what is easy, and which classes are never predicted."""
+    lines = []
+    for name in ("accuracy", "rmse", "r2"):
+        if result.get(prefix + name) is not None:
+            label = (prefix + name).replace("_", " ")
+            lines.append(f"{label:<16} {score_text(name, result[prefix + name])}")
+    if lines and "baseline" in result:
+        lines[0] += f" ({result['baseline']})"
+    if result.get("never_predicted"):
+        lines.append(f"{'never predicted':<16} {', '.join(result['never_predicted'][:20])}")
+    return lines
+
+
+def csv_text(result: dict[str, Any]) -> str:
+    """A CSV table with a row for each prediction."""
+    target = result["target"]
+    columns = {target: result["predictions"]}
+    for name, column in (("agreement", "agreement"), ("spread", "std")):
+        if name in result:
+            columns[f"{column}({target})"] = result[name]
+    for name, chances in result.get("probabilities", {}).items():
+        columns[f"p({name})"] = chances
+    file = text_io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([_safe(name) for name in columns])
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow([_safe(cell) for cell in row])
+    return file.getvalue()
+
+
+def _safe(cell: Any) -> Any:
+    """A text that a spreadsheet takes as text, also where it looks like a formula."""
+    if not isinstance(cell, str) or not cell.startswith(FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return "'" + cell
+    return cell  # a number such as -1 is harmless
+
+
+# Certificates
+
+
+def certify(place: str, data: str | None, *, samples: int) -> Any:
+    """The certificate of a run or a saved model: at named points, else at its own test points."""
+    if Path(place).is_file():
+        return _certify_model(io.load(place), data, samples)
+    run = members(place)[0]
+    model = run.model()
+    if run.options()["data"] in IMAGE_SETS:
+        return _certify_images(model, data or run.options()["data"], samples)
+    if data is None and not run.of_graph:
+        from hdnn.app.train import load
+
+        config = run.config()
+        assert isinstance(config, TableConfig)
+        problem = load(replace(config, validation=None))
+        return analysis.certify(model, problem.points, samples=samples, points="test points")
+    encoder, _ = run.columns()
+    source = data or run.options()["data"]
+    x = torch.from_numpy(encoder.transform(read_rows(source, run.options().get("seed", 0))))
+    return analysis.certify(model, x, samples=samples, points=f"rows of {source}")
+
+
+def _certify_model(model: Any, data: str | None, samples: int) -> Any:
+    """A saved model, at random points unless data are named."""
+    if data is None:
+        return analysis.certify(model, samples=samples)
+    if data in IMAGE_SETS:
+        return _certify_images(model, data, samples)
+    frame = read_rows(data, 0).select_dtypes("number").drop(columns="class", errors="ignore")
+    x = torch.from_numpy(frame.to_numpy("float64"))
+    return analysis.certify(model, x, samples=samples, points=f"rows of {data}")
+
+
+def _certify_images(model: Any, data: str, samples: int) -> Any:
+    from hdnn.app.train import load_images
+
+    images = load_images(data)
+    x = images.normalised(images.images_test[:samples], next(model.parameters()).dtype)
+    return analysis.certify(model, x, samples=samples, points=f"test images of {data}")
