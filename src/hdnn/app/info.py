@@ -62,9 +62,9 @@ def _extra(extra: str) -> str:
 
 
 def _image_set(name: str) -> str:
-    from hdnn.data import images
+    from hdnn.app.train import load_images
 
     try:
-        return f"ready ({images.find(name)})"
+        return f"ready ({load_images(name)})"
     except DataError as error:
         return str(error)
