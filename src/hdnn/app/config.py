@@ -187,6 +187,48 @@ class RunOptions:
     quiet: bool = option("show no progress", False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """A training on a graph; the options of tables and layers are those of `hdnn train`."""
+
+    data: str | None = option(
+        "swiss_roll, double_moons, double_circles, a folder of node files, or FILE.csv if the "
+        "graph has columns"
+    )
+    target: str | None = option("column of the file to predict")
+    drop: list[str] = option("column to leave out (may be repeated)", list)
+    categorical: list[str] = option("column whose numbers are categories (may be repeated)", list)
+    task: str | None = option("auto (default), classification or regression")
+    test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
+    network: str | None = option("h2 (default), h1, verlet or yoshida4")
+    layers: int | None = option("number of layers (default: 4)")
+    T: float | None = option("time that all layers span (default: half the number of layers)")
+    activation: str | None = option("tanh (default), relu, sigmoid ..")
+    epochs: int | None = option("passes over the data (default: 50)")
+    batch: int | None = option("samples in a minibatch (default: 125)")
+    learning_rate: float | None = option("of the first step (default: 0.02)")
+    weight_decay: float | None = option("of the hidden layers (default: 0)")
+    solver: str | None = option("of the output layer: newton (default for few features) or joint")
+    ridge: float | None = option("penalty on the output layer (default: 5e-5)")
+    smoothness: float | None = option("penalty on differences between layers (default: 5e-3)")
+    seed: int | None = option("of data, weights and order (default: 0)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options that say on what graph, by how many processes, and where results go."""
+
+    graph: str | None = option("TOML file with nodes and edges; without --data: what it needs")
+    nodes: int | None = option("train on a ring of this many nodes")
+    parts: int | None = option("processes that share the nodes (default: one for each node)")
+    restarts: int | None = option("start again this many times after a process is lost")
+    out: str | None = option("folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)")
+    resume: bool = option("go on with the run in the folder", False)
+    overwrite: bool = option("replace the run in the folder", False)
+    json: bool = option("print one JSON object", False)
+    quiet: bool = option("show no progress", False)
+
+
 def config_for(values: Mapping[str, Any]) -> TableConfig | ImageConfig:
     """The config of a training on a table or on images, by the name of its data."""
     kind = ImageConfig if values.get("data") in IMAGE_SETS else TableConfig
