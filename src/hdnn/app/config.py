@@ -22,6 +22,7 @@ IMAGE_SETS = ("mnist", "cifar10")
 TASKS = ("auto", "classification", "regression")
 SOLVERS = ("newton", "adam", "joint")
 SEEDS = 2**32
+LAYERS = {"swiss_roll": 64, "double_moons": 64, "double_circles": 64, "mnist": 8}
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -90,7 +91,8 @@ class Config:
     def run_name(self) -> str:
         """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-4-0."""
         parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
-        parts += [self.network, self.layers, self.seed]
+        layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 4)
+        parts += [self.network, layers, self.seed]
         return "-".join(plain_name(str(part)) for part in parts if part is not None)
 
     def options(self) -> dict[str, Any]:

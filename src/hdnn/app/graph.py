@@ -119,7 +119,11 @@ class GraphJob:
             self.data = self.config["data"] = os.path.abspath(self.data)
             if not os.path.isdir(self.data):
                 self.read_table()
-        name = plain_name(Path(values["graph"]).stem) if "graph" in values else f"ring{self.graph.nodes}"
+        name = (
+            plain_name(Path(values["graph"]).stem)
+            if "graph" in values
+            else f"ring{self.graph.nodes}"
+        )
         self.folder = Run(out or Path("runs") / self.run_name(name))
         if not (self.resume or self.overwrite):
             self.folder.check_free()

@@ -82,7 +82,9 @@ def serve(port: int = 0, *, browser: bool = True) -> None:
     try:
         server = PageServer(port)
     except (OSError, OverflowError) as error:
-        raise OptionError(f"cannot serve on port {port}: {error}; choose another --port.") from error
+        raise OptionError(
+            f"cannot serve on port {port}: {error}; choose another --port."
+        ) from error
     with server:
         address = f"http://{HOST}:{server.server_port}/"
         sys.stdout.write(f"the playground is at {address} (Ctrl-C ends it)\n")

@@ -34,11 +34,13 @@ from hdnn.model import Model
 from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
-from hdnn.training.output import Output, features
 
 SCORES = ("test_accuracy", "test_rmse", "test_r2", "train_accuracy", "train_rmse")
-PLANAR_NETWORK = {"layers": 64, "activation": "tanh", "T": 2.4}
-PLANAR = {
+PLANAR: dict[str, Any] = {
+    "features": 4,
+    "layers": 64,
+    "activation": "tanh",
+    "T": 2.4,
     "epochs": 50,
     "batch": 125,
     "learning_rate": 0.05,  # the cosine halves it on average
@@ -47,6 +49,10 @@ PLANAR = {
     "ridge": 1e-4,
     "smoothness": 5e-4,
 }
+FIT_OPTIONS = (
+    *("epochs", "batch", "learning_rate", "weight_decay", "solver", "ridge", "smoothness"),
+    *("patience", "seed"),
+)
 STEPS = 20  # in an epoch of few images
 
 
@@ -204,9 +210,7 @@ def load_table(config: TableConfig) -> Problem:
         labels = target.encode(frame)
     x = torch.from_numpy(encoder.transform(inputs))
     t = torch.from_numpy(labels if target.classes else labels[:, None])
-    return Problem(
-        x[train], t[train], x[test], t[test], encoder, target, notes=list(encoder.notes)
-    )
+    return Problem(x[train], t[train], x[test], t[test], encoder, target, notes=list(encoder.notes))
 
 
 def load_points(config: TableConfig) -> Problem:
@@ -242,12 +246,12 @@ class TableJob:
         validation = problem.validation
         if validation is not None:
             validation = tuple(part.to(device) for part in validation)
-        options = fit_options(config, len(x))
-        if config.is_file and options["solver"] == "joint":
-            y = features(model.net, model.embed(x))
-            Output(model.head, "joint", options["ridge"], options["learning_rate"]).start(
-                (y, t, weight)
-            )
+        options = {name: getattr(config, name) for name in FIT_OPTIONS}
+        if config.is_file:  # penalties are on the sum of the losses, `fit` has them on the mean
+            options["weight_decay"] /= len(x)
+            options["ridge"] /= len(x)
+            if config.solver == "joint":
+                recipes.begin(model, x, t, options["ridge"], weight)
         self.history = fit(
             model,
             x,
@@ -257,8 +261,6 @@ class TableJob:
             folder=folder,
             resume=folder is not None,
             progress=progress,
-            patience=config.patience,
-            seed=config.seed,
             **options,
         )
         model.to("cpu")
@@ -327,31 +329,20 @@ def _truth(t: Tensor, target: Any) -> np.ndarray:
 
 
 def filled(config: TableConfig, problem: Problem) -> TableConfig:
-    """The same config with the sizes of the network, which depend on the data."""
+    """The same config with a value for each option that depends on the data."""
     inputs = problem.x.shape[1]
-    features = config.features
-    if features is None:
-        features = recipes.table_width(inputs) if config.is_file else 4
-    if features < inputs:
+    if config.features is not None and config.features < inputs:
         raise OptionError(
-            f"features must be at least {inputs}, one for each input, but got {features}."
+            f"features must be at least {inputs}, one for each input, but got {config.features}."
         )
-    defaults = recipes.TABLE_NETWORK if config.is_file else PLANAR_NETWORK
+    defaults = PLANAR
+    if config.is_file:
+        defaults = recipes.table(inputs, len(problem.x), features=config.features)
     blanks = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if config.network == "mlp":
         blanks.pop("T", None)
     data = os.path.abspath(config.data) if config.is_file else config.data
-    task = problem.target.task
-    return replace(config, data=data, task=task, features=features, **blanks)
-
-
-def fit_options(config: TableConfig, rows: int) -> dict[str, Any]:
-    """The numbers of the training: those of the recipe, unless the config has others."""
-    chosen = {name: getattr(config, name) for name in PLANAR if getattr(config, name) is not None}
-    if not config.is_file:
-        return {**PLANAR, **chosen}
-    assert config.features is not None
-    return recipes.table_recipe(rows, config.features, **chosen)
+    return replace(config, data=data, task=problem.target.task, **blanks)
 
 
 def build(config: TableConfig, problem: Problem) -> Model:
