@@ -1,13 +1,9 @@
 // All arithmetic of the page. It works in short pieces, and listens to the page between them.
-import {
-  createTrainer,
-  datasets,
-  fromSafetensors,
-  guarantee,
-  parseCsv,
-  rescaled,
-  toSafetensors,
-} from "./core/index.js";
+import { parseCsv, rescaled } from "./core/csv.js";
+import { datasets } from "./core/data.js";
+import { guarantee } from "./core/networks.js";
+import { fromSafetensors, toSafetensors } from "./core/safetensors.js";
+import { createTrainer } from "./core/training.js";
 
 const SIDES = ["left", "right"];
 const PIECE = 16; // ms of work between two looks at the messages
@@ -124,18 +120,9 @@ function summaryOf({ net }) {
 }
 
 function halves({ x, t }) {
-  const train = { x: [], t: [] };
-  const test = { x: [], t: [] };
-  for (let i = 0; i < t.length; i++) {
-    const half = i % 2 ? test : train;
-    half.x.push(x[2 * i], x[2 * i + 1]);
-    half.t.push(t[i]);
-  }
-  return { train: typed(train), test: typed(test) };
-}
-
-function typed({ x, t }) {
-  return { x: Float64Array.from(x), t: Uint8Array.from(t) };
+  const [train, test] = [0, 1].map((half) =>
+    ({ x: x.filter((_, i) => (i >> 1) % 2 === half), t: t.filter((_, i) => i % 2 === half) }));
+  return { train, test };
 }
 
 function first({ x, t }, count) {

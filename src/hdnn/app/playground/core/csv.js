@@ -3,10 +3,7 @@
 export const MOST_ROWS = 10_000;
 const MOST_LETTERS = 4_000_000;
 
-/**
- * {x, t, names, labels, domain}: points, their classes 0 and 1, the names of the columns, those of
- * the two classes, and what a picture should show. The first line may name the columns.
- */
+/** Points x, classes t, names of columns, labels of classes, and the domain of a picture. */
 export function parseCsv(text) {
   if (text.length > MOST_LETTERS) {
     throw new Error(`The file is too long: at most ${MOST_ROWS} rows can be shown.`);
@@ -22,11 +19,8 @@ export function parseCsv(text) {
   const named = !(isNumber(first[0]) || isNumber(first[1]));
   const names = named ? first : ["x", "y", "class"];
   if (named) rows.shift();
-  if (!rows.length) {
-    throw new Error("The file has no rows below its header; it needs x, y and class.");
-  }
-  if (rows.length > MOST_ROWS) {
-    throw new Error(`The file has ${rows.length} rows, but at most ${MOST_ROWS} can be shown.`);
+  if (!rows.length || rows.length > MOST_ROWS) {
+    throw new Error(`The file has ${rows.length} rows below its header, but 1 to ${MOST_ROWS} are needed.`);
   }
   const x = new Float64Array(2 * rows.length);
   const classes = rows.map((row, i) => {
@@ -52,12 +46,9 @@ function separator(line) {
 }
 
 function cells({ number, line }, mark) {
-  const found = line.split(mark).map((cell) => cell.trim().replace(/^"(.*)"$/, "$1").trim());
-  if (found.length !== 3) {
-    const count = found.length === 1 ? "1 column" : `${found.length} columns`;
-    throw new Error(`Line ${number} has ${count}, but three are needed: x, y and class.`);
-  }
-  return found;
+  const values = line.split(mark).map((cell) => cell.trim().replace(/^"(.*)"$/, "$1").trim());
+  if (values.length === 3) return values;
+  throw new Error(`Line ${number} has ${values.length} of the columns x, y and class.`);
 }
 
 function isNumber(text) {
@@ -72,11 +63,8 @@ function shown(cell) {
 
 function twoOf(classes) {
   const labels = [...new Set(classes)];
-  if (labels.length === 1) {
-    throw new Error(`All rows are of one class, ${shown(labels[0])}, but two are needed.`);
-  }
-  if (labels.length > 2) {
-    throw new Error(`There are ${labels.length} classes, but the page can tell two apart.`);
+  if (labels.length !== 2) {
+    throw new Error(`The file has ${labels.length} ${labels.length === 1 ? "class" : "classes"}, but two are needed.`);
   }
   const numbers = labels.every(isNumber);
   return labels.sort((a, b) => (numbers ? Number(a) - Number(b) : a < b ? -1 : 1));
@@ -96,4 +84,29 @@ function around(x) {
     domain.push(low - margin, high + margin);
   }
   return domain;
+}
+
+const LARGEST_POINT = 6; // coordinates up to this are fine: the double circles reach 4.3
+const NARROWEST = 0.25; // standard deviations below this are not
+
+/** Data as (x - shift) / scale of each coordinate; those of a usual size stay as they are. */
+export function rescaled(data) {
+  const { x } = data;
+  const count = x.length / 2;
+  const mean = [0, 0];
+  const deviation = [0, 0];
+  let largest = 0;
+  for (let i = 0; i < x.length; i++) {
+    mean[i % 2] += x[i] / count;
+    largest = Math.max(largest, Math.abs(x[i]));
+  }
+  for (let i = 0; i < x.length; i++) deviation[i % 2] += (x[i] - mean[i % 2]) ** 2 / count;
+  const widths = deviation.map((square) => Math.sqrt(square));
+  if (largest <= LARGEST_POINT && Math.max(...widths) >= NARROWEST) {
+    return { ...data, shift: [0, 0], scale: [1, 1] };
+  }
+  const scale = widths.map((width) => width || 1); // a coordinate that is constant stays so
+  const moved = (value, k) => (value - mean[k]) / scale[k];
+  const domain = data.domain?.map((value, k) => moved(value, k >> 1));
+  return { ...data, x: x.map((value, i) => moved(value, i % 2)), domain, shift: mean, scale };
 }

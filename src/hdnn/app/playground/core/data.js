@@ -33,14 +33,8 @@ export const datasets = Object.fromEntries(
 
 /** Run through each arc at s = i/k, i = 0 .. k-1, add uniform noise, shuffle. */
 function planar(name, points = 8000, { noise, seed = 0 } = {}) {
-  if (!Number.isInteger(points) || points < 8 || points > 1e5) {
-    throw new Error(`The number of points must be a whole number from 8 to 100000, not ${points}.`);
-  }
   const { arcs, noise: usual, domain } = SETS[name];
   const width = noise ?? usual;
-  if (!(width >= 0 && width < Infinity)) {
-    throw new Error(`The noise must be a number that is not negative, but it is ${noise}.`);
-  }
   const random = createRandom(seed);
   const x = new Float64Array(2 * points);
   const t = new Uint8Array(points);

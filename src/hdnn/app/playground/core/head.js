@@ -1,9 +1,4 @@
-/**
- * The output layer, one probability sigmoid(w y + b), and how it is found for given features.
- *
- * As in hdnn.training.output: damped Newton steps from zero on the mean cross-entropy plus
- * ridge/2 |(w, b)|^2, a convex problem.
- */
+/** The output layer sigmoid(w y + b), by damped Newton steps on the ridge problem: a convex one. */
 
 export function createHead(features) {
   return { weight: new Float64Array(features), bias: new Float64Array(1) };
@@ -83,11 +78,9 @@ export class HeadSolver {
   ownGradient(y, from, B) {
     const { residual, gradient, d } = this;
     for (let c = 0; c < d; c++) {
-      let sum = 0;
       const row = from + c * B;
-      if (c < d - 1) for (let i = 0; i < B; i++) sum += residual[i] * y[row + i];
-      else for (let i = 0; i < B; i++) sum += residual[i];
-      gradient[c] = sum;
+      gradient[c] = 0;
+      for (let i = 0; i < B; i++) gradient[c] += residual[i] * (c < d - 1 ? y[row + i] : 1);
     }
   }
 
@@ -102,13 +95,12 @@ export class HeadSolver {
     for (let r = 0; r < d; r++) {
       gradient[r] += ridge * W[r];
       for (let c = 0; c <= r; c++) {
-        let sum = 0;
-        const a = from + r * B;
-        const b = from + c * B;
-        if (r < d - 1) for (let i = 0; i < B; i++) sum += move[i] * y[a + i] * y[b + i];
-        else if (c < d - 1) for (let i = 0; i < B; i++) sum += move[i] * y[b + i];
-        else for (let i = 0; i < B; i++) sum += move[i];
-        H[r * d + c] = sum + (r === c ? ridge : 0);
+        let sum = r === c ? ridge : 0;
+        const [a, b] = [from + r * B, from + c * B];
+        for (let i = 0; i < B; i++) {
+          sum += move[i] * (r < d - 1 ? y[a + i] : 1) * (c < d - 1 ? y[b + i] : 1);
+        }
+        H[r * d + c] = sum;
       }
     }
   }

@@ -1,8 +1,6 @@
-/**
- * A model: {augment, net, head}. Augmentation places x = (x1, x2) among zeros, the network makes
- * y_N of it, and the head a probability. A trainer is a model too.
- */
+/** A model {augment, net, head}: x among zeros, then y_N, then a probability. */
 
+import { addMultiple } from "./kernels.js";
 import { Pass } from "./passes.js";
 
 export const INPUTS = 2;
@@ -39,21 +37,12 @@ export function createRoom(model) {
 
 /** w y_N + b of each point. */
 export function scoresOf(model, x, pass = createRoom(model)) {
-  const { augment, head } = model;
+  const { head } = model;
   const count = x.length / INPUTS;
-  const out = new Float64Array(count);
-  for (let low = 0; low < count; low += AT_ONCE) {
-    const B = Math.min(AT_ONCE, count - low);
-    embed(augment, x, low, B, pass.states);
-    const from = pass.forward(B);
-    for (let i = 0; i < B; i++) {
-      let score = head.bias[0];
-      for (let c = 0; c < augment.features; c++) {
-        score += head.weight[c] * pass.states[from + c * B + i];
-      }
-      out[low + i] = score;
-    }
-  }
+  const y = new Float64Array(model.augment.features * count);
+  featuresOf(model, x, pass, y);
+  const out = new Float64Array(count).fill(head.bias[0]);
+  head.weight.forEach((w, c) => addMultiple(w, y, c * count, out, 0, count));
   return out;
 }
 
@@ -66,7 +55,8 @@ export function featuresOf(model, x, pass, out) {
     embed(model.augment, x, low, B, pass.states);
     const from = pass.forward(B);
     for (let c = 0; c < n; c++) {
-      for (let i = 0; i < B; i++) out[c * count + low + i] = pass.states[from + c * B + i];
+      const row = from + c * B;
+      out.set(pass.states.subarray(row, row + B), c * count + low);
     }
   }
 }

@@ -1,75 +1,40 @@
 /**
- * The networks that the page offers: what their layers do, and their weights by hdnn's names.
- *
- * A layer is a sequence of moves. A move reads one part of the state, u, and moves another, v:
+ * The networks of the page. A layer is a sequence of moves, each of which reads u and moves v:
  *
  *     adjoint   v += f h K^T sigma(K u + b)
  *     skew      v += f h J K^T sigma(K u + b)    with J = [[0, -I], [I, 0]]
- *     bare      v += f h sigma(K u + b)
  *     replace   v  =     sigma(K u + b)
- *
- * where f is the fraction of the step h, with its sign. The parts are p and q, the halves of the
- * state, or y, all of it.
  */
 
 import { MONOTONE, activationOf } from "./activations.js";
 import { createRandom } from "./random.js";
 
-export const MOST_FEATURES = 8;
-export const MOST_LAYERS = 1024;
-export const INITS = ["paper", "scaled"];
+const MOST_FEATURES = 8;
+const MOST_LAYERS = 1024;
 const DEFAULT_T = 2.4;
 
 const ALWAYS = "norm(dy_N/dy_j) >= 1 at any depth, for any weights and any activation";
 const IF_MONOTONE =
   "norm(dy_N/dy_j) >= 1 at any depth, for any weights and an activation that never decreases";
 
-const moveP = (K, b, f, form = "adjoint", transposed = false) =>
-  ({ u: "q", v: "p", K, b, f, form, transposed });
-const moveQ = (K, b, f, form = "adjoint", transposed = false) =>
-  ({ u: "p", v: "q", K, b, f, form, transposed });
-const moveY = (form) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form, transposed: false }];
+const moveP = (f) => ({ u: "q", v: "p", K: "K_q", b: "b_q", f, form: "adjoint" });
+const moveQ = (f) => ({ u: "p", v: "q", K: "K_p", b: "b_p", f, form: "adjoint" });
+const moveY = (form) => [{ u: "y", v: "y", K: "K", b: "b", f: 1, form }];
 
 const HALVES = { K_p: "mm", K_q: "mm", b_p: "m", b_q: "m" };
 const WHOLE = { K: "nn", b: "n" };
 
 export const KINDS = {
-  h2: {
-    title: "H2",
-    theorem: ALWAYS,
-    weights: HALVES,
-    moves: [moveP("K_q", "b_q", -1), moveQ("K_p", "b_p", 1)],
-  },
+  h2: { title: "H2", theorem: ALWAYS, weights: HALVES, moves: [moveP(-1), moveQ(1)] },
   h1: { title: "H1", theorem: IF_MONOTONE, weights: WHOLE, moves: moveY("skew"), even: true },
   verlet: {
     title: "Verlet",
     theorem: ALWAYS,
     weights: HALVES,
-    moves: [moveP("K_q", "b_q", -0.5), moveQ("K_p", "b_p", 1), moveP("K_q", "b_q", -0.5)],
-  },
-  ms1: {
-    title: "MS1",
-    theorem: ALWAYS,
-    weights: { K_0: "mm", b_1: "m", b_2: "m" },
-    moves: [moveQ("K_0", "b_1", -1, "bare", true), moveP("K_0", "b_2", 1, "bare")],
-  },
-  ms2: {
-    title: "MS2",
-    theorem: IF_MONOTONE,
-    weights: { K_upper: "u", b: "n" },
-    moves: moveY("bare"),
-  },
-  ms3: {
-    title: "MS3",
-    theorem: ALWAYS,
-    weights: { K_1: "mm", K_2: "mm", b_1: "m", b_2: "m" },
-    moves: [moveP("K_1", "b_1", 1), moveQ("K_2", "b_2", -1)],
+    moves: [moveP(-0.5), moveQ(1), moveP(-0.5)],
   },
   mlp: { title: "MLP", theorem: null, weights: WHOLE, moves: moveY("replace") },
 };
-
-export const NETWORKS = Object.entries(KINDS).map(([id, { title, theorem }]) =>
-  ({ id, title, theorem }));
 
 /** What is promised of the gradients with that activation, or null. */
 export function guarantee(network, activation) {
@@ -93,17 +58,14 @@ export function splits(network) {
 
 /** The shapes of all weights, as in hdnn's state_dict. */
 export function shapesOf(network, features, layers) {
-  const sizes = { n: features, m: features / 2, u: (features * (features - 1)) / 2 };
+  const sizes = { n: features, m: features / 2 };
   return Object.fromEntries(
     Object.entries(kindOf(network).weights).map(([name, form]) =>
       [name, [layers, ...[...form].map((letter) => sizes[letter])]]),
   );
 }
 
-/**
- * A network with random weights: "paper" draws all from N(0, 1), "scaled" draws K from N(0, 1/n)
- * with b = 0. The step is h = T/N.
- */
+/** Random weights: "paper" draws all from N(0, 1), "scaled" K from N(0, 1/n) with b = 0. */
 export function createNetwork({
   network = "h2",
   features = 4,
@@ -114,9 +76,6 @@ export function createNetwork({
   init = "scaled",
 } = {}) {
   const net = emptyNetwork({ network, features, layers, activation, h: T / layers });
-  if (!INITS.includes(init)) {
-    throw new Error(`The init ${init} is not known; choose one of ${INITS.join(", ")}.`);
-  }
   const random = createRandom(seed);
   const scale = init === "paper" ? 1 : 1 / Math.sqrt(features);
   for (const [name, values] of Object.entries(net.weights)) {

@@ -1,9 +1,4 @@
-/**
- * Spectral norms of dy_N/dy_j: how much of a gradient arrives at layer j.
- *
- * Column c of dy_N/dy_j is the gradient of the c-th entry of y_N, so n gradients that start from
- * the unit vectors are all that is needed.
- */
+/** Spectral norms of dy_N/dy_j, whose columns are the gradients of the entries of y_N. */
 
 import { toFeatures } from "./kernels.js";
 import { Pass } from "./passes.js";
@@ -27,11 +22,6 @@ export function norms(net, Y, B) {
     found.max[j] = count ? sorted[count - 1] : NaN;
   }
   return found;
-}
-
-/** The norms for a single sample y_0, j = 0 .. N-1. */
-export function normsOf(net, y) {
-  return everyNorm(net, y, 1);
 }
 
 /** All norms: (N, B). */

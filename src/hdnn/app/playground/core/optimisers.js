@@ -2,13 +2,9 @@
 
 const MAKERS = { adam: Adam, sgd: Sgd };
 
-export const OPTIMISERS = Object.keys(MAKERS);
-
-/** What moves these arrays along gradients of the same lengths: `descend(gradients, rate)`. */
+/** An object that moves these arrays along gradients of the same lengths: `descend(gradients, rate)`. */
 export function createOptimiser(name, arrays) {
-  if (!Object.hasOwn(MAKERS, name)) {
-    throw new Error(`The optimiser ${name} is not known; choose one of ${OPTIMISERS.join(", ")}.`);
-  }
+  if (!Object.hasOwn(MAKERS, name)) throw new Error(`The optimiser ${name} is not known.`);
   return MAKERS[name](arrays);
 }
 
@@ -20,14 +16,14 @@ function Adam(arrays) {
       count += 1;
       const size = rate / (1 - 0.9 ** count);
       const root = 1 / Math.sqrt(1 - 0.999 ** count);
-      for (let k = 0; k < arrays.length; k++) {
-        const [w, g, m, v] = [arrays[k], gradients[k], first[k], second[k]];
+      arrays.forEach((w, k) => {
+        const [g, m, v] = [gradients[k], first[k], second[k]];
         for (let i = 0; i < w.length; i++) {
           m[i] += 0.1 * (g[i] - m[i]);
           v[i] = 0.999 * v[i] + 0.001 * g[i] * g[i];
           w[i] -= (size * m[i]) / (Math.sqrt(v[i]) * root + 1e-8);
         }
-      }
+      });
     },
   };
 }
@@ -36,13 +32,13 @@ function Sgd(arrays) {
   const speeds = arrays.map((w) => new Float64Array(w.length));
   return {
     descend(gradients, rate) {
-      for (let k = 0; k < arrays.length; k++) {
-        const [w, g, speed] = [arrays[k], gradients[k], speeds[k]];
+      arrays.forEach((w, k) => {
+        const [g, speed] = [gradients[k], speeds[k]];
         for (let i = 0; i < w.length; i++) {
           speed[i] = 0.9 * speed[i] + g[i];
           w[i] -= rate * (g[i] + 0.9 * speed[i]);
         }
-      }
+      });
     },
   };
 }

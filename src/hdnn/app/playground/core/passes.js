@@ -1,18 +1,10 @@
 /** Forward and backward passes through all layers, with gradients in closed form. */
 
 import { activationOf } from "./activations.js";
-import {
-  addAdjoint, addMultiple, addOuter, addSums, affine, pulledBack, scaledProduct, toFeatures,
-  toSamples,
-} from "./kernels.js";
+import { addOuter, addProduct, fillRows } from "./kernels.js";
 import { kindOf } from "./networks.js";
 
-/**
- * Room for passes of at most `most` samples, so that a pass itself allocates nothing.
- *
- * With `stored`, all states and slopes are kept: then `backward` can follow `forward`. Without it
- * there is only the last state.
- */
+/** Room for passes of at most `most` samples; with `stored`, `backward` can follow `forward`. */
 export class Pass {
   constructor(net, most, { stored = true } = {}) {
     const n = net.features;
@@ -29,8 +21,6 @@ export class Pass {
     this.z = new Float64Array(this.rows * most);
     this.turned = new Float64Array(n * most);
     this.g = new Float64Array(n * most);
-    this.skew = net.network === "ms2" ? new Float64Array(net.layers * n * n) : null;
-    this.dSkew = this.skew && new Float64Array(this.skew.length);
     this.gradients = Object.fromEntries(
       Object.entries(net.weights).map(([name, values]) => [name, new Float64Array(values.length)]),
     );
@@ -45,10 +35,8 @@ export class Pass {
   /** From y_0 (n, B), which must lie at the start of `states`, to y_N. */
   forward(B) {
     const { net, moves, states, s, d, stored } = this;
-    const { h } = net;
     const size = net.features * B;
     this.B = B;
-    if (this.skew) fillSkew(net.weights.K_upper, net.features, net.layers, this.skew);
     let from = 0;
     let at = 0;
     for (let j = 0; j < net.layers; j++) {
@@ -57,21 +45,20 @@ export class Pass {
           states.copyWithin(from + size, from, from + size);
           from += size;
         }
-        const { rows, cols, stride, step, form, f } = move;
-        const K = this.skew ?? net.weights[move.K];
-        const k = j * rows * cols;
-        const u = from + move.u * B;
+        const { rows, form } = move;
+        const K = net.weights[move.K];
+        const k = j * rows * rows;
         const v = from + move.v * B;
-        affine(K, k, stride, step, net.weights[move.b], j * rows, rows, cols, states, u, s, at, B);
+        const f = move.f * net.h;
+        fillRows(net.weights[move.b], j * rows, rows, s, at, B);
+        addProduct(K, k, rows, 1, rows, rows, 1, states, from + move.u * B, s, at, B);
         this.sigma(s, s, d, at, at + rows * B);
         if (form === "adjoint") {
-          addAdjoint(K, k, stride, step, rows, cols, f * h, s, at, states, v, B);
+          addProduct(K, k, 1, rows, rows, rows, f, s, at, states, v, B);
         } else if (form === "skew") {
-          const half = cols / 2;
-          addAdjoint(K, k + half, stride, step, rows, half, -f * h, s, at, states, v, B);
-          addAdjoint(K, k, stride, step, rows, half, f * h, s, at, states, v + half * B, B);
-        } else if (form === "bare") {
-          addMultiple(f * h, s, at, states, v, rows * B);
+          const half = rows / 2;
+          addProduct(K, k + half, 1, rows, half, rows, -f, s, at, states, v, B);
+          addProduct(K, k, 1, rows, half, rows, f, s, at, states, v + half * B, B);
         } else {
           for (let i = 0; i < rows * B; i++) states[v + i] = s[at + i];
         }
@@ -84,50 +71,43 @@ export class Pass {
   /** From dL/dy_N in `g` to dL/dy_0 there, and to the gradients of all weights. */
   backward() {
     for (const values of Object.values(this.gradients)) values.fill(0);
-    this.dSkew?.fill(0);
     for (let j = this.net.layers - 1; j >= 0; j--) this.backwardLayer(j, this.g, true);
-    if (this.dSkew) {
-      const { features, layers } = this.net;
-      addUpper(this.dSkew, features, layers, this.gradients.K_upper);
-    }
   }
 
   /** From dL/dy_{j+1} to dL/dy_j, in place, in any `g` (n, B). */
   backwardLayer(j, g, ofWeights) {
     const { net, moves, states, s, d, z, B } = this;
-    const { h } = net;
     for (let t = moves.length - 1; t >= 0; t--) {
       const move = moves[t];
-      const { rows, cols, stride, step, form, f } = move;
+      const { rows, form } = move;
       const turn = j * moves.length + t;
       const at = turn * rows * B;
-      const K = this.skew ?? net.weights[move.K];
-      const k = j * rows * cols;
-      const u = move.u * B;
-      const v = move.v * B;
+      const K = net.weights[move.K];
+      const k = j * rows * rows;
+      const f = move.f * net.h;
       let w = g; // times which K^T sigma(K u + b) enters the loss
-      let from = v;
+      let from = move.v * B;
       if (form === "skew") {
         w = this.turned;
         from = 0;
-        turnedBack(g, cols, B, w);
+        turnedBack(g, rows, B, w);
       }
-      if (form === "adjoint" || form === "skew") {
-        pulledBack(K, k, stride, step, rows, cols, f * h, w, from, d, at, z, B);
-      } else {
-        scaledProduct(form === "bare" ? f * h : 1, g, v, d, at, z, rows * B);
+      if (form === "replace") z.set(g.subarray(from, from + rows * B));
+      else {
+        z.fill(0, 0, rows * B);
+        addProduct(K, k, rows, 1, rows, rows, f, w, from, z, 0, B);
       }
+      for (let i = 0; i < rows * B; i++) z[i] *= d[at + i];
       if (ofWeights) {
-        const dK = this.dSkew ?? this.gradients[move.K];
-        const source = turn * net.features * B + u;
-        addOuter(dK, k, stride, step, rows, cols, 1, z, 0, states, source, B);
-        if (form === "adjoint" || form === "skew") {
-          addOuter(dK, k, stride, step, rows, cols, f * h, s, at, w, from, B);
-        }
-        addSums(this.gradients[move.b], j * rows, rows, z, B);
+        const dK = this.gradients[move.K];
+        const db = this.gradients[move.b];
+        const source = (turn * net.features + move.u) * B;
+        addOuter(dK, k, rows, rows, 1, z, 0, states, source, B);
+        if (form !== "replace") addOuter(dK, k, rows, rows, f, s, at, w, from, B);
+        for (let i = 0; i < rows * B; i++) db[j * rows + Math.floor(i / B)] += z[i];
       }
-      if (form === "replace") g.fill(0, v, v + rows * B);
-      addAdjoint(K, k, stride, step, rows, cols, 1, z, 0, g, u, B);
+      if (form === "replace") g.fill(0, from, from + rows * B);
+      addProduct(K, k, 1, rows, rows, rows, 1, z, 0, g, move.u * B, B);
     }
   }
 }
@@ -142,9 +122,6 @@ function laidOut(net, move) {
     u: place[move.u],
     v: place[move.v],
     rows: size,
-    cols: size,
-    stride: move.transposed ? 1 : size,
-    step: move.transposed ? size : 1,
   };
 }
 
@@ -155,66 +132,4 @@ function turnedBack(g, n, B, out) {
     out[i] = g[half + i];
     out[half + i] = -g[i];
   }
-}
-
-/** The skew-symmetric K (N, n, n) whose entries above the diagonal are given row by row. */
-function fillSkew(upper, n, layers, K) {
-  for (let j = 0, i = 0; j < layers; j++) {
-    for (let r = 0; r < n; r++) {
-      K[j * n * n + r * n + r] = 0;
-      for (let c = r + 1; c < n; c++, i++) {
-        K[j * n * n + r * n + c] = upper[i];
-        K[j * n * n + c * n + r] = -upper[i];
-      }
-    }
-  }
-}
-
-function addUpper(dK, n, layers, dUpper) {
-  for (let j = 0, i = 0; j < layers; j++) {
-    for (let r = 0; r < n; r++) {
-      for (let c = r + 1; c < n; c++, i++) {
-        dUpper[i] += dK[j * n * n + r * n + c] - dK[j * n * n + c * n + r];
-      }
-    }
-  }
-}
-
-const TOGETHER = 256; // samples that run together where no states are kept: they stay in the cache
-
-/** y_N (B, n), sample by sample, from y_0 (B, n). */
-export function forward(net, Y, B) {
-  const n = net.features;
-  const out = new Float64Array(B * n);
-  const pass = new Pass(net, Math.min(B, TOGETHER), { stored: false });
-  for (let low = 0; low < B; low += TOGETHER) {
-    const count = Math.min(TOGETHER, B - low);
-    toFeatures(Y.subarray(low * n), n, count, pass.states);
-    toSamples(pass.states, pass.forward(count), n, count, out, low * n);
-  }
-  return out;
-}
-
-/** All states y_0 .. y_N: (N + 1, B, n). */
-export function trajectory(net, Y, B) {
-  const n = net.features;
-  const pass = new Pass(net, B);
-  toFeatures(Y, n, B, pass.states);
-  pass.forward(B);
-  const out = new Float64Array((net.layers + 1) * B * n);
-  for (let j = 0; j <= net.layers; j++) toSamples(pass.states, pass.at(j), n, B, out, j * B * n);
-  return out;
-}
-
-/** dL/dy_0 (B, n) and dL/dweights, given G = dL/dy_N (B, n). */
-export function gradients(net, Y, B, G) {
-  const n = net.features;
-  const pass = new Pass(net, B);
-  toFeatures(Y, n, B, pass.states);
-  pass.forward(B);
-  toFeatures(G, n, B, pass.g);
-  pass.backward();
-  const y0 = new Float64Array(B * n);
-  toSamples(pass.g, 0, n, B, y0);
-  return { y0, weights: pass.gradients };
 }

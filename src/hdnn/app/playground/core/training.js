@@ -1,8 +1,4 @@
-/**
- * Training as hdnn.training.fit does it: for every minibatch the output layer is solved first, then
- * the hidden layers take one step with it; the rate falls as a cosine. Where the model is looked
- * at, its output layer is first fitted to all data.
- */
+/** Training as hdnn.training.fit does it: solve the output layer, take a step, repeat. */
 
 import { HeadSolver, createHead } from "./head.js";
 import { addMultiple } from "./kernels.js";
@@ -15,16 +11,9 @@ import { createRandom } from "./random.js";
 
 const NEWTON_STEPS = 5; // the next minibatch has another optimum anyway
 const REFIT_STEPS = 50;
-const SOLVERS = ["newton", "joint"];
 const LEAST = 0.01; // of the rate, when the cosine has come to its end
 
-/**
- * A trainer; it is a model as well.
- *
- * `data` is {x, t}. `solver` "joint" trains the output layer by the optimiser instead of solving
- * it. `steps` is how many the cosine takes; training may go on after them. `model` is a model to
- * begin from, instead of random weights.
- */
+/** A trainer, which is a model too, of data {x, t}; it begins from a model, or random weights. */
 export function createTrainer({
   network = "h2",
   features = 4,
@@ -38,20 +27,14 @@ export function createTrainer({
   batch = 125,
   steps = 1600,
   optimiser = "adam",
-  solver = "newton",
   ridge = 1e-4,
   smoothness = 5e-4,
   seed = 0,
 }) {
-  checkData(data);
-  if (!SOLVERS.includes(solver)) {
-    throw new Error(`The solver ${solver} is not known; choose one of ${SOLVERS.join(", ")}.`);
-  }
   const net = model ? copied(model.net)
     : createNetwork({ network, features, layers, activation, T, init, seed });
   const augment = model ? model.augment : createAugment(features);
-  const options = { rate, batch, steps, solver, ridge, smoothness };
-  for (const [name, value] of Object.entries({ rate, batch, steps })) checkPositive(name, value);
+  const options = { rate, batch, steps, ridge, smoothness };
   const random = createRandom(seed + 1);
   return new Trainer(net, augment, model?.head, data, options, optimiser, random);
 }
@@ -79,14 +62,9 @@ class Trainer {
     this._whole = null; // the head for all data, once it is asked for
     this._fitted = head ? 0 : -1; // the step after which that was found
     if (head) this._whole = { head: copyHead(head, createHead(augment.features)) };
-    this._weights = Object.values(net.weights);
     this._gradients = Object.keys(net.weights).map((name) => this._pass.gradients[name]);
     this._began = 0; // the step at which the cosine began
-    const joint = options.solver === "joint";
-    this._ownGradients = joint ? [new Float64Array(augment.features), new Float64Array(1)] : [];
-    const own = joint ? [this._head.weight, this._head.bias] : [];
-    this._optimiser = createOptimiser(optimiser, [...this._weights, ...own]);
-    this._moved = [...this._gradients, ...this._ownGradients];
+    this._optimiser = createOptimiser(optimiser, Object.values(net.weights));
   }
 
   /** One minibatch. */
@@ -102,18 +80,16 @@ class Trainer {
     embed(this.augment, data.x, this._next, B, pass.states, this._order);
     this._next += B;
     const from = pass.forward(B);
-    const joint = options.solver === "joint";
-    if (!joint) solver.newton(pass.states, from, t, B, options.ridge, NEWTON_STEPS);
+    solver.newton(pass.states, from, t, B, options.ridge, NEWTON_STEPS);
     this.loss = solver.measure(pass.states, from, t, B);
     this.accuracy = solver.correct;
     if (!Number.isFinite(this.loss)) {
       throw new Error(`The training diverged in step ${this.stepCount + 1}; take a smaller rate.`);
     }
-    if (joint) this._addOwn(from, B);
     solver.pullBack(pass.g, B);
     pass.backward();
     this._smooth();
-    this._optimiser.descend(this._moved, this.rate);
+    this._optimiser.descend(this._gradients, this.rate);
     this.stepCount += 1;
     return this.loss;
   }
@@ -126,14 +102,12 @@ class Trainer {
 
   /** Set the rate that the cosine starts from; where it has come to its end, it starts anew. */
   setRate(rate) {
-    checkPositive("rate", rate);
     this._options.rate = rate;
     if (this.stepCount - this._began >= this._options.steps) this._began = this.stepCount;
   }
 
-  /** The output layer: fitted to all data, or as it is trained together with the others. */
+  /** The output layer, fitted to all data. */
   get head() {
-    if (this._options.solver === "joint") return this._head;
     if (this._fitted !== this.stepCount) this._refit();
     return this._whole.head;
   }
@@ -182,25 +156,12 @@ class Trainer {
     this._fitted = this.stepCount;
   }
 
-  _addOwn(from, B) {
-    const { _solver: solver, _pass: pass, _head: head } = this;
-    const n = head.weight.length;
-    const { ridge } = this._options;
-    solver.ownGradient(pass.states, from, B);
-    for (let c = 0; c < n; c++) {
-      this._ownGradients[0][c] = solver.gradient[c] + ridge * head.weight[c];
-    }
-    this._ownGradients[1][0] = solver.gradient[n] + ridge * head.bias[0];
-  }
-
   /** Add the gradient of alpha R_K: R_K is h/2 the sum of squared jumps from layer to layer. */
   _smooth() {
     const { net, _pass: pass } = this;
     if (net.network === "mlp") return; // no discretised ODE
     for (const name in net.weights) {
-      // K_0 is in the K of its ODE twice, and each entry above the diagonal is below it too.
-      const times = name === "K_0" || name === "K_upper" ? 2 : 1;
-      const factor = this._options.smoothness * net.h * times;
+      const factor = this._options.smoothness * net.h;
       const w = net.weights[name];
       const g = pass.gradients[name];
       const size = w.length / net.layers;
@@ -224,18 +185,4 @@ function copyHead(from, to) {
   to.weight.set(from.weight);
   to.bias.set(from.bias);
   return to;
-}
-
-function checkData(data) {
-  if (!data?.t?.length || data.x?.length !== 2 * data.t.length) {
-    throw new Error("The data must be points x, two numbers each, with as many classes t.");
-  }
-}
-
-function checkPositive(name, value) {
-  const whole = name === "rate" || Number.isInteger(value);
-  if (!(value > 0 && Number.isFinite(value) && whole)) {
-    const what = name === "rate" ? "positive number" : "whole number above 0";
-    throw new Error(`The ${name} must be a ${what}, but it is ${value}.`);
-  }
 }

@@ -6,25 +6,14 @@ const MARGIN_OF = { left: 46, right: 12, top: 10, bottom: 26 };
 const DASHES = { left: [], right: [7, 5] };
 const MOST_KEPT = 400;
 
-// What was measured, thinned out evenly when it becomes too much to draw.
+// What was measured; every other row goes when it becomes too much to draw.
 export class History {
-  constructor() {
-    this.rows = [];
-    this.every = 1;
-    this.seen = 0;
-  }
+  rows = [];
 
   add(row) {
-    const last = this.rows[this.rows.length - 1];
-    if (last && last.step === row.step) {
-      this.rows[this.rows.length - 1] = row;
-      return;
-    }
-    if (this.seen++ % this.every === 0) this.rows.push(row);
-    if (this.rows.length > MOST_KEPT) {
-      this.rows = this.rows.filter((_, i) => i % 2 === 0);
-      this.every *= 2;
-    }
+    if (this.rows.at(-1)?.step === row.step) this.rows.pop();
+    if (this.rows.length > MOST_KEPT) this.rows = this.rows.filter((_, i) => i % 2 === 0);
+    this.rows.push(row);
   }
 }
 

@@ -86,16 +86,13 @@ export function askOnce(type, more, patience) {
   const worker = startWorker();
   return new Promise((resolve, reject) => {
     const late = setTimeout(() => reject(new Error("This file takes too long to read; take a smaller one.")), patience);
-    worker.onmessage = ({ data }) => {
+    const finish = ({ type, value, message }) => {
       clearTimeout(late);
-      if (data.type === "answer") resolve(data.value);
-      else reject(new Error(data.message));
+      if (type === "answer") resolve(value);
+      else reject(new Error(message || "This file cannot be read."));
     };
-    worker.onerror = (event) => {
-      event.preventDefault();
-      clearTimeout(late);
-      reject(new Error("This file cannot be read."));
-    };
+    worker.onmessage = ({ data }) => finish(data);
+    worker.onerror = finish;
     worker.postMessage({ type, id: 1, ...more });
   }).finally(() => worker.terminate());
 }

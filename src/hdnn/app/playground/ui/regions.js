@@ -1,5 +1,5 @@
 // Decision regions: what a network says of every point of the plane, and the points themselves.
-import { colours, mixed, prepared, rgb, text } from "./canvas.js";
+import { colours, mixed, prepared, rgb, stroke, text } from "./canvas.js";
 
 export function drawRegions(canvas, { picture, cells, shown, domain, cross, hint }) {
   const { context, width, height } = prepared(canvas);
@@ -14,14 +14,8 @@ export function drawRegions(canvas, { picture, cells, shown, domain, cross, hint
   if (hint) text(context, hint, width / 2, height / 2, { align: "center" });
   if (cross) {
     const [x, y] = [cross[0] * width, cross[1] * height];
-    context.strokeStyle = c.ink;
-    context.lineWidth = 1;
-    context.beginPath();
-    context.moveTo(x, 0);
-    context.lineTo(x, height);
-    context.moveTo(0, y);
-    context.lineTo(width, y);
-    context.stroke();
+    stroke(context, [[x, 0], [x, height]], c.ink, { width: 1 });
+    stroke(context, [[0, y], [width, y]], c.ink, { width: 1 });
   }
 }
 
@@ -54,10 +48,7 @@ function drawPoints(context, { x, t }, [x0, x1, y0, y1], width, height) {
     context.beginPath();
     if (t[i]) {
       const r = size * 1.25;
-      context.moveTo(px, py - r);
-      context.lineTo(px + r, py);
-      context.lineTo(px, py + r);
-      context.lineTo(px - r, py);
+      for (const [a, b] of [[0, -r], [r, 0], [0, r], [-r, 0]]) context.lineTo(px + a, py + b);
       context.closePath();
     } else {
       context.arc(px, py, size, 0, 2 * Math.PI);
