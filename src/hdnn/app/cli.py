@@ -107,6 +107,11 @@ def signature(configs: Sequence[type]) -> Signature:
     return Signature(parameters)
 
 
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; a 0 is one of them."""
+    return {name: v for name, v in options.items() if v is not None and v is not False and v != []}
+
+
 @app.callback()
 def program(
     version: Annotated[bool, Option("--version", help="print the version", is_eager=True)] = False,
@@ -143,7 +148,7 @@ def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
     from hdnn.app import graph, train
 
-    values = {name: value for name, value in options.items() if value not in (None, False, [])}
+    values = chosen(options)
     module = graph if graph.is_asked_for(values) else train
     result = module.run(values)
     if result:  # of several processes, the first one has it
@@ -160,7 +165,7 @@ def launch(**options: Any) -> None:
     """Train on a graph by processes that talk to neighbours only; or say what a graph needs."""
     from hdnn.app import graph
 
-    values = {name: value for name, value in options.items() if value not in (None, False, [])}
+    values = chosen(options)
     result = graph.launch(values)
     show(result, graph.text(result), "json" in values)
 

@@ -238,7 +238,7 @@ def _certify_model(model: Any, data: str | None, samples: int) -> Any:
     if data in IMAGE_SETS:
         return _certify_images(model, data, samples)
     frame = read_rows(data, 0).select_dtypes("number").drop(columns="class", errors="ignore")
-    x = torch.from_numpy(frame.to_numpy("float64"))
+    x = torch.from_numpy(frame.to_numpy("float64", copy=True))
     return analysis.certify(model, x, samples=samples, points=f"rows of {data}")
 
 

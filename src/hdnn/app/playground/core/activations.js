@@ -7,15 +7,12 @@
 
 const ACTIVATION = { tanh, relu, sigmoid, softplus, silu, sin };
 
-export const ACTIVATIONS = Object.keys(ACTIVATION);
-
 /** Those that never decrease: for them the gradients of forward Euler do not vanish either. */
 export const MONOTONE = ["tanh", "relu", "sigmoid", "softplus"];
 
 export function activationOf(name) {
   if (!Object.hasOwn(ACTIVATION, name)) {
-    const known = ACTIVATIONS.join(", ");
-    throw new Error(`The activation ${name} is not known; choose one of ${known}.`);
+    throw new Error(`The activation ${name} is not one of ${Object.keys(ACTIVATION).join(", ")}.`);
   }
   return ACTIVATION[name];
 }
