@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from hdnn import __version__
 from hdnn.app.config import (
-    GraphConfig,
+    GRAPH_OPTIONS,
     ImageConfig,
     LaunchOptions,
     RunOptions,
@@ -82,12 +82,17 @@ def show(result: dict[str, Any], text: str, as_json: bool) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
-def command(*examples: str, configs: Sequence[type] = (), passes_on: bool = False) -> Any:
-    """A command with examples below its help; the fields of `configs` become its options."""
+def command(
+    *examples: str,
+    configs: Sequence[type] = (),
+    names: Sequence[str] | None = None,
+    passes_on: bool = False,
+) -> Any:
+    """A command with examples; the fields of `configs`, or those named, become its options."""
 
     def register(function: Any) -> Any:
         if configs:
-            function.__signature__ = signature(configs)
+            function.__signature__ = signature(configs, names)
         settings = {"allow_extra_args": passes_on, "ignore_unknown_options": passes_on}
         epilog = "\b\nExamples:\n" + "\n".join(f"  hdnn {example}" for example in examples)
         return app.command(epilog=epilog, context_settings=settings)(function)
@@ -95,10 +100,12 @@ def command(*examples: str, configs: Sequence[type] = (), passes_on: bool = Fals
     return register
 
 
-def signature(configs: Sequence[type]) -> Signature:
+def signature(configs: Sequence[type], names: Sequence[str] | None = None) -> Signature:
     """An option for each field of dataclasses; None or False if it is not given."""
     parameters = []
     for name, (annotation, about) in all_options(*configs).items():
+        if names is not None and name not in names:
+            continue
         is_flag = annotation is bool
         flag = Option(f"--{name.replace('_', '-')}", help=about)
         kind = Annotated[annotation if is_flag else annotation | None, flag]
@@ -159,7 +166,8 @@ def train(**options: Any) -> None:
     "launch --nodes 8 --data swiss_roll --layers 4",
     "launch --graph plant.toml",
     "launch --graph plant.toml --data log.csv --target fault",
-    configs=(GraphConfig, LaunchOptions),
+    configs=(LaunchOptions, TableConfig),
+    names=(*all_options(LaunchOptions), *GRAPH_OPTIONS),
 )
 def launch(**options: Any) -> None:
     """Train on a graph by processes that talk to neighbours only; or say what a graph needs."""

@@ -22,14 +22,22 @@ IMAGE_SETS = ("mnist", "cifar10")
 TASKS = ("auto", "classification", "regression")
 SOLVERS = ("newton", "adam", "joint")
 SEEDS = 2**32
+GRAPH_OPTIONS = (  # of a training on a graph
+    *("data", "target", "drop", "categorical", "task", "test_fraction", "network", "layers", "T"),
+    *("activation", "epochs", "batch", "learning_rate", "weight_decay", "solver", "ridge"),
+    *("smoothness", "seed"),
+)
 LAYERS = {"swiss_roll": 64, "double_moons": 64, "double_circles": 64, "mnist": 8}
 
 
 def option(help: str, default: Any = None) -> Any:
     """A field that is an option of the command line."""
-    if default is list:
-        return field(default_factory=list, metadata={"help": help})
     return field(default=default, metadata={"help": help})
+
+
+def many(help: str) -> Any:
+    """An option that may be repeated."""
+    return field(default_factory=list, metadata={"help": f"{help} (may be repeated)"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +115,8 @@ class TableConfig(Config):
     kind: ClassVar[str] = "table"
 
     target: str | None = option("column of the file to predict")
-    drop: list[str] = option("column to leave out (may be repeated)", list)
-    categorical: list[str] = option("column whose numbers are categories (may be repeated)", list)
+    drop: list[str] = many("column to leave out")  # noqa: RUF009
+    categorical: list[str] = many("column whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
     class_weight: str | None = option("balanced, or a weight for each class: yes=2,no=1")
     test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
@@ -187,33 +195,6 @@ class RunOptions:
     overwrite: bool = option("replace the run in the folder", False)
     json: bool = option("print one JSON object", False)
     quiet: bool = option("show no progress", False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphConfig:
-    """A training on a graph; the options of tables and layers are those of `hdnn train`."""
-
-    data: str | None = option(
-        "swiss_roll, double_moons, double_circles, a folder of node files, or FILE.csv if the "
-        "graph has columns"
-    )
-    target: str | None = option("column of the file to predict")
-    drop: list[str] = option("column to leave out (may be repeated)", list)
-    categorical: list[str] = option("column whose numbers are categories (may be repeated)", list)
-    task: str | None = option("auto (default), classification or regression")
-    test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
-    network: str | None = option("h2 (default), h1, verlet or yoshida4")
-    layers: int | None = option("number of layers (default: 4)")
-    T: float | None = option("time that all layers span (default: half the number of layers)")
-    activation: str | None = option("tanh (default), relu, sigmoid ..")
-    epochs: int | None = option("passes over the data (default: 50)")
-    batch: int | None = option("samples in a minibatch (default: 125)")
-    learning_rate: float | None = option("of the first step (default: 0.02)")
-    weight_decay: float | None = option("of the hidden layers (default: 0)")
-    solver: str | None = option("of the output layer: newton (default for few features) or joint")
-    ridge: float | None = option("penalty on the output layer (default: 5e-5)")
-    smoothness: float | None = option("penalty on differences between layers (default: 5e-3)")
-    seed: int | None = option("of data, weights and order (default: 0)")
 
 
 @dataclass(frozen=True, kw_only=True)

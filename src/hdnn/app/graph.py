@@ -1,4 +1,4 @@
-"""Trainings on a graph: `hdnn launch` starts the processes, `hdnn train --graph` is one of them."""
+"""Trainings on a graph: `hdnn launch` starts processes, `hdnn train --graph` is one of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 from hdnn import __version__, analysis, distributed, io, plotting
 from hdnn.app.config import (
+    GRAPH_OPTIONS,
     PLANAR_SETS,
-    GraphConfig,
     LaunchOptions,
     RunOptions,
     TableConfig,
     all_options,
     plain_name,
 )
-from hdnn.app.predict import evaluate, outputs, score_lines
+from hdnn.app.predict import score_lines
 from hdnn.app.runs import Run
 from hdnn.app.train import Problem, draw, load
 from hdnn.distributed import Graph
 from hdnn.distributed.train import node_features
 from hdnn.errors import OptionError
 from hdnn.progress import Progress
+from hdnn.training import History
 
 STEP = 0.5  # h of a layer, unless T says otherwise
 LAYERS = 4
@@ -83,7 +84,7 @@ class GraphJob:
     """A training on a graph, as options ask for it."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        names = all_options(GraphConfig)
+        names = GRAPH_OPTIONS
         self.config = {name: value for name, value in values.items() if name in names}
         for name in values:
             if name not in names and name not in all_options(LaunchOptions, RunOptions):
@@ -185,7 +186,8 @@ class GraphJob:
             model = io.load(run.training_folder / "model.safetensors")
             metrics |= {"run": str(run.folder), "network": repr(model.net), **self.measure(model)}
             metrics["versions"] = {"hdnn": __version__}
-            io.save(model, run.model_file, note=self.note())
+            problem = self.rows()
+            io.save(model, run.model_file, note=None if problem is None else problem.note())
             metrics.pop("model", None)
             metrics["pictures"] = draw(lambda: self.pictures(metrics), run.folder)
             io.write_json(run.metrics_file, metrics)
@@ -216,40 +218,17 @@ class GraphJob:
         if problem is None or model.augment is None:
             certificate = analysis.certify(model.net, points="random states")
             return {"certificate": certificate.to_dict()}
-        dtype = next(model.parameters()).dtype
-        x = problem.points.to(dtype)
+        x = problem.points.to(next(model.parameters()).dtype)
         certificate = analysis.certify(model, x, points="test points")
-        answers = outputs(model, problem.x_test.to(dtype))
-        truth = problem.t_test.numpy()
-        common = 0.0
-        if problem.target.classes:
-            common = int(problem.t.bincount().argmax())
-        else:
-            answers = problem.target.decode(answers)
-            truth = problem.target.decode(truth[:, 0])
-            common = float(problem.target.center)
-        scores = evaluate(answers, truth, problem.target.classes, common)
-        for name in ("accuracy", "rmse", "r2"):
-            if name in scores:
-                scores[f"test_{name}"] = scores.pop(name)
-        return {"common": common, **scores, "certificate": certificate.to_dict()}
-
-    def note(self) -> dict[str, Any] | None:
-        problem = self.rows()
-        if problem is None:
-            return None
-        return {"inputs": problem.encoder.config(), "target": problem.target.config()}
+        return {**problem.scores(model), "certificate": certificate.to_dict()}
 
     def pictures(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        from hdnn.training import History
-
         return {"training": plotting.training_history(History(**metrics["history"]))}
 
 
 def needs(graph: Graph) -> dict[str, Any]:
     """What a graph has, and which links its updates need and lack."""
     breaches = [str(breach) for breach in graph.breaches(10)]
-    graph.check() if not breaches else None
     links = (sum(map(len, graph.used)) - graph.nodes) // 2
     neighbours = [len(row) - 1 for row in graph.used]
     return {

@@ -1,11 +1,10 @@
-"""Answers of trained models, and how good they are: never an accuracy alone, but what is easy too."""
+"""Answers of trained models, and scores: never alone, but beside what is easy to reach."""
 
 from __future__ import annotations
 
 import csv
 import io as text_io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hdnn import analysis, io
-from hdnn.app.config import IMAGE_SETS, PLANAR_SETS, TableConfig
+from hdnn.app.config import IMAGE_SETS, PLANAR_SETS
 from hdnn.app.runs import Run, members
 from hdnn.errors import CheckpointError, DataError, OptionError
 from hdnn.heads import RegressionHead
@@ -60,7 +59,8 @@ def evaluate(
     counts = np.zeros((len(classes), len(classes)), int)
     np.add.at(counts, (truth, chosen), 1)
     plain = float((truth == common).mean())
-    never = [name for name, k, n in zip(classes, counts.sum(0), counts.sum(1)) if n and not k]
+    missed = (counts.sum(0) == 0) & (counts.sum(1) > 0)
+    never = [classes[k] for k in np.flatnonzero(missed)]
     return {
         "accuracy": float((chosen == truth).mean()),
         "baseline_accuracy": plain,
@@ -212,39 +212,33 @@ def _safe(cell: Any) -> Any:
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:
     """The certificate of a run or a saved model: at named points, else at its own test points."""
-    if Path(place).is_file():
-        return _certify_model(io.load(place), data, samples)
-    run = members(place)[0]
-    model = run.model()
-    if run.options()["data"] in IMAGE_SETS:
-        return _certify_images(model, data or run.options()["data"], samples)
-    if data is None and not run.of_graph:
-        from hdnn.app.train import load
+    from hdnn.app import train
 
-        config = run.config()
-        assert isinstance(config, TableConfig)
-        problem = load(replace(config, validation=None))
-        return analysis.certify(model, problem.points, samples=samples, points="test points")
-    encoder, _ = run.columns()
-    source = data or run.options()["data"]
-    x = torch.from_numpy(encoder.transform(read_rows(source, run.options().get("seed", 0))))
-    return analysis.certify(model, x, samples=samples, points=f"rows of {source}")
-
-
-def _certify_model(model: Any, data: str | None, samples: int) -> Any:
-    """A saved model, at random points unless data are named."""
-    if data is None:
+    run = None if Path(place).is_file() else members(place)[0]
+    model = io.load(place) if run is None else run.model()
+    source = data
+    if run is not None and data is None:
+        source = run.options()["data"]
+    if source is None:
         return analysis.certify(model, samples=samples)
-    if data in IMAGE_SETS:
-        return _certify_images(model, data, samples)
+    where = f"rows of {source}"
+    dtype = next(model.parameters()).dtype
+    if source in IMAGE_SETS:
+        images = train.load_images(source)
+        x = images.normalised(images.images_test[:samples], dtype)
+        where = f"test images of {source}"
+    elif run is not None and data is None and not run.of_graph:
+        x = train.load(run.config()).points  # pyright: ignore[reportArgumentType]
+        where = "test points"
+    else:
+        x = torch.from_numpy(_inputs(source, run))
+    return analysis.certify(model, x.to(dtype), samples=samples, points=where)
+
+
+def _inputs(data: str, run: Run | None) -> np.ndarray:
+    """Inputs of a model: by the columns of a run, else all numbers of a table."""
+    if run is not None:
+        encoder, _ = run.columns()
+        return encoder.transform(read_rows(data, run.options().get("seed", 0)))
     frame = read_rows(data, 0).select_dtypes("number").drop(columns="class", errors="ignore")
-    x = torch.from_numpy(frame.to_numpy("float64", copy=True))
-    return analysis.certify(model, x, samples=samples, points=f"rows of {data}")
-
-
-def _certify_images(model: Any, data: str, samples: int) -> Any:
-    from hdnn.app.train import load_images
-
-    images = load_images(data)
-    x = images.normalised(images.images_test[:samples], next(model.parameters()).dtype)
-    return analysis.certify(model, x, samples=samples, points=f"test images of {data}")
+    return frame.to_numpy("float64", copy=True)

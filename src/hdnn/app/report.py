@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shlex
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,9 +94,9 @@ class RunOnPage:
         """All scores, with those of the simplest answer."""
         rows = []
         for name, value in self.metrics.items():
-            if name.startswith(("test_", "train_", "validation_", "baseline_")):
-                if isinstance(value, float):
-                    rows.append((name.replace("_", " "), score_text(name, value)))
+            measured = name.startswith(("test_", "train_", "validation_", "baseline_"))
+            if measured and isinstance(value, float):
+                rows.append((name.replace("_", " "), score_text(name, value)))
         return rows
 
     @property
@@ -116,8 +117,9 @@ class RunOnPage:
         """The command that trains the same again."""
         words = ["hdnn", "launch" if "nodes" in self.metrics else "train"]
         for name, value in self.options.items():
-            for each in value if isinstance(value, list) else [value]:
-                words.append(f"--{name.replace('_', '-')} {each}")
+            values = value if isinstance(value, list) else [value]
+            flag = f"--{name.replace('_', '-')}"
+            words += [f"{flag} {shlex.quote(str(each))}" for each in values]
         return " ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""Runs: a folder each, with the config from the start on, and model, scores and pictures at the end.
+"""Runs: a folder each, with its config from the start on, and its results at the end.
 
 config.toml says what was trained, metrics.json how well, model.safetensors is the model with its
 columns. While a training goes on, its state is in the folder `training`.

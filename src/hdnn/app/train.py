@@ -165,6 +165,43 @@ class Problem:
         """The rows that a certificate looks at."""
         return self.x_test if len(self.x_test) else self.x
 
+    def note(self) -> dict[str, Any]:
+        """The columns, which the file of the model remembers."""
+        return {"inputs": self.encoder.config(), "target": self.target.config()}
+
+    def truth(self, t: Tensor) -> np.ndarray:
+        """Labels, or values in their own units."""
+        return t.numpy() if self.target.classes else self.target.decode(t[:, 0].numpy())
+
+    def scores(self, model: Any) -> dict[str, Any]:
+        """Scores on training and test rows; baseline and confusion table on the test rows."""
+        target = self.target
+        train = self.truth(self.t)
+        common = int(np.bincount(train).argmax()) if target.classes else float(train.mean())
+        metrics: dict[str, Any] = {
+            "task": target.task,
+            "inputs": len(self.encoder.names),
+            "train_rows": len(self.x),
+            "test_rows": len(self.x_test),
+            "notes": self.notes,
+            "common": common,
+        }
+        if not target.classes:
+            metrics |= {"target_mean": target.center, "target_std": target.scale}
+        dtype = next(model.parameters()).dtype
+        parts = (("train", self.x, self.t), ("test", self.x_test, self.t_test))
+        for name, x, t in parts:
+            if len(x):
+                answers = outputs(model, x.to(dtype))
+                if not target.classes:
+                    answers = target.decode(answers)
+                scores = evaluate(answers, self.truth(t), target.classes, common)
+                for score in ("accuracy", "rmse", "r2"):
+                    if score in scores:
+                        metrics[f"{name}_{score}"] = scores.pop(score)
+                metrics |= scores
+        return metrics
+
 
 def load(config: TableConfig) -> Problem:
     """Read or compute the data of a config, on the CPU."""
@@ -270,49 +307,14 @@ class TableJob:
         return analysis.certify(self.model, self.problem.points, points=where)
 
     def note(self) -> dict[str, Any]:
-        """What the file of the model remembers of its columns."""
-        problem = self.problem
-        return {"inputs": problem.encoder.config(), "target": problem.target.config()}
+        return self.problem.note()
 
     def metrics(self) -> dict[str, Any]:
-        problem = self.problem
-        target = problem.target
-        train = _truth(problem.t, target)
-        common = int(np.bincount(train).argmax()) if target.classes else float(train.mean())
-        metrics: dict[str, Any] = {
-            "task": target.task,
-            "inputs": len(problem.encoder.names),
-            "train_rows": len(problem.x),
-            "test_rows": len(problem.x_test),
-            "notes": problem.notes,
-            "common": common,
-        }
-        if problem.validation is not None:
-            metrics["validation_rows"] = len(problem.validation[0])
+        metrics = self.problem.scores(self.model)
+        if self.problem.validation is not None:
+            metrics["validation_rows"] = len(self.problem.validation[0])
             metrics["best_epoch"] = self.history.best_epoch
-        if not target.classes:
-            metrics |= {"target_mean": target.center, "target_std": target.scale}
-        return metrics | self.scores(common)
-
-    def scores(self, common: int | float) -> dict[str, Any]:
-        """Scores on training and test rows; baseline and confusion table on the test rows."""
-        problem = self.problem
-        scores = {}
-        for name, x, t in (
-            ("train", problem.x, problem.t),
-            ("test", problem.x_test, problem.t_test),
-        ):
-            if not len(x):
-                continue
-            answers = outputs(self.model, x)
-            if not problem.target.classes:
-                answers = problem.target.decode(answers)
-            found = evaluate(answers, _truth(t, problem.target), problem.target.classes, common)
-            for score in ("accuracy", "rmse", "r2"):
-                if score in found:
-                    scores[f"{name}_{score}"] = found.pop(score)
-            scores |= found
-        return scores
+        return metrics
 
     def pictures(self, certificate: Any) -> dict[str, Any]:
         axes = {"training": plotting.training_history(self.history)}
@@ -321,11 +323,6 @@ class TableJob:
         if certificate.by_layer:
             axes["norms"] = certificate.plot()
         return axes
-
-
-def _truth(t: Tensor, target: Any) -> np.ndarray:
-    """Labels, or values in their own units."""
-    return t.numpy() if target.classes else target.decode(t[:, 0].numpy())
 
 
 def filled(config: TableConfig, problem: Problem) -> TableConfig:
