@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer")
-pd = pytest.importorskip("pandas")
+pytest.importorskip("pandas")
+
+import pandas as pd
 
 import hdnn
 from hdnn import io

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer")
-pd = pytest.importorskip("pandas")
+pytest.importorskip("pandas")
+
+import pandas as pd
 
 from hdnn import io
 from hdnn.__main__ import main

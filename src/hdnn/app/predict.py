@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io as text_io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def outputs(model: Any, x: Tensor) -> np.ndarray:
     """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
     model.eval()
     scores = torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
-    head = getattr(model, "head", None)
+    head: Any = getattr(model, "head", None)
     if isinstance(head, RegressionHead):
         return scores[:, 0].numpy()
     if hasattr(head, "probabilities"):
@@ -60,7 +60,7 @@ def evaluate(
     np.add.at(counts, (truth, chosen), 1)
     plain = float((truth == common).mean())
     missed = (counts.sum(0) == 0) & (counts.sum(1) > 0)
-    never = [classes[k] for k in np.flatnonzero(missed)]
+    never = [name for name, is_missed in zip(classes, missed, strict=True) if is_missed]
     return {
         "accuracy": float((chosen == truth).mean()),
         "baseline_accuracy": plain,
@@ -165,7 +165,7 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def score_lines(result: dict[str, Any], prefix: str = "") -> list[str]:
+def score_lines(result: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The score, what is easy, and which classes are never predicted."""
     lines = []
     for name in ("accuracy", "rmse", "r2"):

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hdnn import io
-from hdnn.app.config import Config, config_for, read_options, write_options
+from hdnn.app.config import (
+    ImageConfig,
+    TableConfig,
+    config_for,
+    read_options,
+    write_options,
+)
 from hdnn.errors import CheckpointError, HDNNError, OptionError
 
 FILES = re.compile(r"config\.toml|metrics\.json|model\.safetensors|\w+\.png|\..+\.tmp")
@@ -52,7 +58,7 @@ class Run:
             return True
         return False
 
-    def config(self) -> Config:
+    def config(self) -> TableConfig | ImageConfig:
         """The config of a training on a table or on images."""
         return config_for(read_options(self.config_file))
 

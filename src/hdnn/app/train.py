@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hdnn import __version__, analysis, io, plotting
 from hdnn.app.config import (
-    Config,
     ImageConfig,
     RunOptions,
     TableConfig,
@@ -35,6 +34,7 @@ from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
 
+AnyConfig = TableConfig | ImageConfig
 SCORES = ("test_accuracy", "test_rmse", "test_r2", "train_accuracy", "train_rmse")
 PLANAR: dict[str, Any] = {
     "features": 4,
@@ -67,7 +67,7 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"runs": results, "summary": spread(results)}
 
 
-def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
+def plan(values: Mapping[str, Any]) -> list[tuple[AnyConfig, Run]]:
     """The config and the folder of each run, all of them checked before the first one starts."""
     options = dict(values)
     if "config" in options:
@@ -100,7 +100,7 @@ def plan(values: Mapping[str, Any]) -> list[tuple[Config, Run]]:
 
 
 def train(
-    config: Config, run: Run, values: Mapping[str, Any], *, progress: bool = True
+    config: AnyConfig, run: Run, values: Mapping[str, Any], *, progress: bool = True
 ) -> dict[str, Any]:
     """Train, certify and write one run; a complete one that is resumed stays as it is."""
     resume = "resume" in values
@@ -108,7 +108,7 @@ def train(
         return run.metrics()
     start = time.perf_counter()
     config = replace(config, device=find_device(config.device))
-    job = ImageJob(config) if isinstance(config, ImageConfig) else TableJob(config)
+    job: Any = ImageJob(config) if isinstance(config, ImageConfig) else TableJob(config)
     options = job.config.options()
     with run.opened("train", options, resume=resume, overwrite="overwrite" in values):
         job.fit(run.training_folder, progress)
@@ -233,6 +233,7 @@ def load_table(config: TableConfig) -> Problem:
     from hdnn.data import tables
 
     frame = tables.read(config.data)
+    assert config.target is not None
     target = tables.Target.fit(frame, config.target, config.task)
     for name in config.drop:
         if name not in frame.columns:
@@ -346,7 +347,7 @@ def build(config: TableConfig, problem: Problem) -> Model:
     """A model with the weights of its seed."""
     generator = torch.Generator().manual_seed(config.seed)
     common: dict[str, Any] = {"generator": generator, "dtype": problem.x.dtype}
-    features = config.features
+    features = config.features or 0  # filled in
     options = {"activation": config.activation, "init": "scaled" if config.is_file else "paper"}
     if config.T is not None:
         options["T"] = config.T
