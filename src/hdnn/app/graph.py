@@ -28,7 +28,7 @@ from hdnn.progress import Progress
 from hdnn.training import History
 
 STEP = 0.5  # h of a layer, unless T says otherwise
-LAYERS = 4
+DEFAULTS = {"data": "swiss_roll", "network": "h2", "layers": 4, "seed": 0}
 EPOCHS = 50
 TABLE = ("target", "drop", "categorical", "task", "test_fraction")
 MOST_PROCESSES = 32  # on one machine, unless --parts says otherwise
@@ -84,35 +84,19 @@ class GraphJob:
     """A training on a graph, as options ask for it."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        names = GRAPH_OPTIONS
-        self.config = {name: value for name, value in values.items() if name in names}
+        options = all_options(LaunchOptions, RunOptions)
         for name in values:
-            if name not in names and name not in all_options(LaunchOptions, RunOptions):
+            if name not in GRAPH_OPTIONS and name not in options:
                 raise OptionError(f"--{name.replace('_', '-')} is not for a training on a graph.")
         if "resume" in values and "overwrite" in values:
             raise OptionError("--resume goes on with a run and --overwrite replaces it; give one.")
         self.resume = "resume" in values
         self.overwrite = "overwrite" in values
-        out = values.get("out")
-        if self.resume and out is not None and Run(out).exists:
-            folder = Run(out)
-            table = folder.options()["graph"]
-            folder.check_same(self.config)
-            self.config = {k: v for k, v in folder.options().items() if k in names}
-            self.graph = Graph.of(table)
-        elif "graph" in values:
-            self.graph = Graph.read(values["graph"])
-            if values.get("nodes", self.graph.nodes) != self.graph.nodes:
-                raise OptionError(f"{values['graph']} has {self.graph.nodes} nodes: no --nodes.")
-        elif "nodes" in values:
-            self.graph = Graph.ring(values["nodes"])
-        else:
-            raise OptionError("name a graph: --graph FILE.toml, or --nodes 8 for a ring.")
+        self.config = {name: value for name, value in values.items() if name in GRAPH_OPTIONS}
+        self.graph = self.read_graph(values)
         self.graph.check()
-        self.config.setdefault("data", "swiss_roll")
-        self.config.setdefault("network", "h2")
-        self.config.setdefault("layers", LAYERS)
-        self.config.setdefault("seed", 0)
+        for name, value in DEFAULTS.items():
+            self.config.setdefault(name, value)
         self.data = self.config["data"]
         self.problem: Problem | None = None
         self.placement: list[int] = []
@@ -120,14 +104,28 @@ class GraphJob:
             self.data = self.config["data"] = os.path.abspath(self.data)
             if not os.path.isdir(self.data):
                 self.read_table()
-        name = (
-            plain_name(Path(values["graph"]).stem)
-            if "graph" in values
-            else f"ring{self.graph.nodes}"
-        )
-        self.folder = Run(out or Path("runs") / self.run_name(name))
+        name = Path(values.get("graph", f"ring{self.graph.nodes}")).stem
+        self.folder = Run(values.get("out") or Path("runs") / self.run_name(plain_name(name)))
         if not (self.resume or self.overwrite):
             self.folder.check_free()
+
+    def read_graph(self, values: Mapping[str, Any]) -> Graph:
+        """The graph of the run to resume, of a file, or a ring."""
+        out = values.get("out")
+        if self.resume and out is not None and Run(out).exists:
+            run = Run(out)
+            run.check_same(self.config)
+            options = run.options()
+            self.config = {name: v for name, v in options.items() if name in GRAPH_OPTIONS}
+            return Graph.of(options["graph"])
+        if "graph" in values:
+            graph = Graph.read(values["graph"])
+            if values.get("nodes", graph.nodes) != graph.nodes:
+                raise OptionError(f"{values['graph']} has {graph.nodes} nodes; leave out --nodes.")
+            return graph
+        if "nodes" in values:
+            return Graph.ring(values["nodes"])
+        raise OptionError("name a graph: --graph FILE.toml, or --nodes 8 for a ring.")
 
     def run_name(self, graph: str) -> str:
         parts = [graph, plain_name(Path(self.data).stem), self.config["network"]]

@@ -38,7 +38,7 @@ def about() -> dict[str, dict[str, str]]:
         devices[f"cuda:{index}"] = torch.cuda.get_device_name(index)
     if len(devices) == 1:
         devices["cuda"] = "none that PyTorch can use"
-    data = dict.fromkeys(PLANAR_SETS, "ready (computed)")
+    data: dict[str, str] = dict.fromkeys(PLANAR_SETS, "ready (computed)")
     for name in IMAGE_SETS:
         data[name] = _image_set(name)
     extras = {extra: _extra(extra) for extra in EXTRAS}

@@ -90,28 +90,31 @@ def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
     first, truth, target = answers[0]
     if any(other[2].classes != target.classes for other in answers):
         raise CheckpointError(f"the runs in {folder} predict different classes; they have no mean.")
-    all_outputs = np.stack([answer for answer, _, _ in answers])
-    mean = all_outputs.mean(0)
-    result: dict[str, Any] = {"rows": len(first), "target": target.name}
-    if target.classes:
-        chosen = mean.argmax(1)
-        result["predictions"] = [target.classes[label] for label in chosen]
-        if proba:
-            result["probabilities"] = dict(zip(target.classes, mean.T.tolist(), strict=True))
-    else:
+    each = np.stack([answer for answer, _, _ in answers])
+    result = {"rows": len(first), "target": target.name, **_combined(each, target, proba)}
+    if truth is not None:
+        common = runs[0].metrics()["common"]
+        result |= evaluate(each.mean(0), truth, target.classes, common)
+    return result
+
+
+def _combined(each: np.ndarray, target: Any, proba: bool) -> dict[str, Any]:
+    """The mean of the outputs of several runs; how far they agree, or how far they spread."""
+    mean = each.mean(0)
+    result: dict[str, Any] = {"runs": len(each)} if len(each) > 1 else {}
+    if not target.classes:
         if proba:
             raise OptionError("the run predicts values, which have no probabilities.")
         result["predictions"] = mean.tolist()
-    if len(runs) > 1:
-        result["runs"] = len(runs)
-        if target.classes:
-            agreement = (all_outputs.argmax(2) == mean.argmax(1)).mean(0)
-            result["agreement"] = agreement.tolist()
-        else:
-            result["spread"] = all_outputs.std(0, ddof=1).tolist()
-    if truth is not None:
-        common = runs[0].metrics()["common"]
-        result |= evaluate(mean, truth, target.classes, common)
+        if len(each) > 1:
+            result["spread"] = each.std(0, ddof=1).tolist()
+        return result
+    chosen = mean.argmax(1)
+    result["predictions"] = [target.classes[label] for label in chosen]
+    if proba:
+        result["probabilities"] = dict(zip(target.classes, mean.T.tolist(), strict=True))
+    if len(each) > 1:
+        result["agreement"] = (each.argmax(2) == chosen).mean(0).tolist()
     return result
 
 

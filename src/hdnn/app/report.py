@@ -136,17 +136,21 @@ def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
     """Mean and spread of runs that differ in nothing but their seed."""
     alike: dict[str, list[RunOnPage]] = {}
     for run in runs:
+        same = {name: value for name, value in run.options.items() if name not in ASIDE}
         if run.measure:
-            same = {name: v for name, v in run.options.items() if name not in ASIDE}
             alike.setdefault(str(same), []).append(run)
-    rows = []
-    for group in alike.values():
-        if len(group) > 1:
-            name = group[0].measure
-            values = [run.metrics[name] for run in group]
-            facts = {"mean": statistics.fmean(values), "std": statistics.stdev(values)}
-            facts |= {"smallest": min(values), "largest": max(values)}
-            shown = {key: score_text(name, value) for key, value in facts.items()}
-            first = Path(group[0].name).name
-            rows.append({"runs": f"{first} and {len(group) - 1} more", "measure": name, **shown})
-    return rows
+    return [_group(group) for group in alike.values() if len(group) > 1]
+
+
+def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
+    name = runs[0].measure
+    values = [run.metrics[name] for run in runs]
+    facts = {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values),
+        "smallest": min(values),
+        "largest": max(values),
+    }
+    shown = {key: score_text(name, value) for key, value in facts.items()}
+    first = Path(runs[0].name).name
+    return {"runs": f"{first} and {len(runs) - 1} more", "measure": name, **shown}

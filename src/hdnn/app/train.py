@@ -75,28 +75,32 @@ def plan(values: Mapping[str, Any]) -> list[tuple[AnyConfig, Run]]:
     if "resume" in options and "overwrite" in options:
         raise OptionError("--resume goes on with a run and --overwrite replaces it; give one.")
     own = {name: value for name, value in options.items() if name not in all_options(RunOptions)}
+    resume = "resume" in options
     out = options.get("out")
     count = options.get("seeds", 1)
     if count < 1:
         raise OptionError(f"seeds must be at least 1, but got {count}.")
-    if out is not None and count == 1 and "resume" in options and Run(out).exists:
+    if resume and out is not None and count == 1 and Run(out).exists:
         Run(out).check_same(own)
         return [(Run(out).config(), Run(out))]
-    if "resume" in options and "data" not in own:
+    if resume and "data" not in own:
         raise CheckpointError(f"there is no run in {out} to go on with.")
-    first = own.get("seed", 0)
-    jobs = []
-    for seed in range(first, first + count):
-        config = config_for({**own, "seed": seed})
-        if out is None:
-            folder = Path("runs") / config.run_name
-        else:
-            folder = Path(out) / f"seed-{seed}" if count > 1 else Path(out)
-        each = Run(folder)
-        if not ("resume" in options or "overwrite" in options):
-            each.check_free()
-        jobs.append((config, each))
+    jobs = [job_of_seed(own, out, seed, count) for seed in range(count)]
+    if not resume and "overwrite" not in options:
+        for _, folder in jobs:
+            folder.check_free()
     return jobs
+
+
+def job_of_seed(
+    options: Mapping[str, Any], out: str | None, number: int, count: int
+) -> tuple[AnyConfig, Run]:
+    """One of several runs: its config, and its folder."""
+    seed = options.get("seed", 0) + number
+    config = config_for({**options, "seed": seed})
+    if out is None:
+        return config, Run(Path("runs") / config.run_name)
+    return config, Run(Path(out) / f"seed-{seed}" if count > 1 else out)
 
 
 def train(
