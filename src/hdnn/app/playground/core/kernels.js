@@ -1,9 +1,4 @@
-/**
- * The loops that everything else is made of.
- *
- * States lie feature by feature: entry c of sample i is at c * B + i. So a weight is read once and
- * used for all samples, in a loop without any other decision.
- */
+/** Loops over states that lie feature by feature: entry c of sample i is at c * B + i. */
 
 /** out += factor M u, where M (rows, cols) has its entry [r, c] at k + r * stride + c * step. */
 export function addProduct(M, k, stride, step, rows, cols, factor, u, from, out, to, B) {

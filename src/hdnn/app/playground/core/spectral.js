@@ -23,14 +23,17 @@ export function spectralNorm(A, n) {
 
 /** Turn the rows p and q until they are orthogonal; false if they are already. */
 function orthogonalised(A, n, p, q) {
-  const [a, b, c] = [dot(A, n, p, p), dot(A, n, q, q), dot(A, n, p, q)];
-  if (Math.abs(c) <= 1e-15 * Math.sqrt(a * b)) return false;
+  const a = dot(A, n, p, p);
+  const b = dot(A, n, q, q);
+  const c = dot(A, n, p, q);
+  if (Math.abs(c) <= 1e-9 * Math.sqrt(a * b)) return false; // the norm is off by its square
   const slope = (b - a) / (2 * c);
   const tan = Math.sign(slope || 1) / (Math.abs(slope) + Math.sqrt(1 + slope * slope));
   const cos = 1 / Math.sqrt(1 + tan * tan);
   const sin = cos * tan;
   for (let i = 0; i < n; i++) {
-    const [x, y] = [A[p * n + i], A[q * n + i]];
+    const x = A[p * n + i];
+    const y = A[q * n + i];
     A[p * n + i] = cos * x - sin * y;
     A[q * n + i] = sin * x + cos * y;
   }
