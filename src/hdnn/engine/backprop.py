@@ -51,9 +51,7 @@ class Definition:
     def _run(self, y: Any, tensors: Any) -> Tensor:
         stack = self.stack
         forces = stack.forces(tensors)
-        return schemes.run(
-            stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse
-        )
+        return schemes.run(stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse)
 
 
 class Stored:

@@ -6,7 +6,8 @@ cache. Tiles are shared out to threads.
 """
 
 # Numba compiles these functions, whose types pyright cannot see.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
 from numba.np.unsafe.ndarray import to_fixed_tuple
 from torch import Tensor
@@ -35,7 +37,7 @@ ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "id
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
 LANES = 16  # a tile is a multiple of this
-PARALLEL_FROM = 1_000_000  # products: below this, waking a thread costs more than it brings
+PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
 
 # Sums in any order, and fused products: what lets a loop over samples become vector instructions.
 inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
@@ -497,7 +499,7 @@ class Kernel:
         out = torch.empty_like(g)
         where = (sums.data_ptr(), self.stack.size, *self.places)
         self._run("backward", 4, g, out, saved, tensors, where)
-        total = sums[0] if groups == 1 else sums.sum(0)
+        total = sums.view(-1) if groups == 1 else sums.sum(0)
         return [out, *self.stack.gradients(total)]
 
     def _groups(self, factor: int) -> int:
@@ -548,22 +550,22 @@ def saved_size(stack: Stack) -> int:
 
 @cache
 def compiled(name: str, dtype: torch.dtype) -> Any:
-    """A kernel as a C function; compiled once, and kept on disk."""
+    """A kernel as a C function; compiled once, and kept on disk where that is possible."""
+    function = {"forward": forward_kernel, "backward": backward_kernel}[name]
     with _compiling:
         try:
-            kernel = _compile(name, dtype)
-        except Exception:  # files of the cache that are damaged: write them anew
-            for path in Path(__file__).parent.glob(f"__pycache__/cpu.{name}_kernel-*.nb*"):
-                path.unlink(missing_ok=True)
-            kernel = _compile(name, dtype)
-    return kernel
+            return _compile(function, dtype, cache=True)
+        except Exception:  # files of the cache are damaged, or there is no folder for them
+            try:
+                FunctionCache(function).flush()
+                return _compile(function, dtype, cache=True)
+            except Exception:
+                return _compile(function, dtype, cache=False)
 
 
-def _compile(name: str, dtype: torch.dtype) -> Any:
+def _compile(function: Any, dtype: torch.dtype, cache: bool) -> Any:
     signature = numba.void(numba.types.CPointer(DTYPES[dtype]))
-    options = {"error_model": "numpy"}
-    function = {"forward": forward_kernel, "backward": backward_kernel}[name]
-    kernel = numba.cfunc(signature, cache=True, **options)(function)
+    kernel = numba.cfunc(signature, cache=cache, error_model="numpy")(function)
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
     call.owner = kernel  # C has its address alone
     return call

@@ -8,6 +8,7 @@ with sums of their own. Triton (extra `gpu`) compiles the kernels.
 
 # Kernels branch on what is known when they are compiled, which pyright cannot follow.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -445,7 +446,13 @@ class Kernel:
         most = max(stack.rows)
         BT, BR, warps = tiling(stack.width, most, self.precision, backward)
         tiles = -(-stack.samples // BT)
-        return tiles, {"BT": BT, "BR": BR, "RB": -(-most // BR), "num_warps": warps, "num_stages": 1}
+        return tiles, {
+            "BT": BT,
+            "BR": BR,
+            "RB": -(-most // BR),
+            "num_warps": warps,
+            "num_stages": 1,
+        }
 
     def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""

@@ -78,14 +78,15 @@ class Stack:
         return -(-(start + math.prod(shape)) // 32) * 32
 
     def gradients(self, buffer: Tensor) -> list[Tensor | None]:
-        """Views of a buffer: the gradient of each tensor, or None."""
+        """Views of a buffer, which begins its storage: the gradient of each tensor, or None."""
         views: list[Tensor | None] = []
         for place in self.places:
             if place is None:
                 views.append(None)
             else:
                 start, shape = place
-                views.append(buffer[start : start + math.prod(shape)].view(shape))
+                strides = (shape[1] * shape[2], shape[2], 1) if len(shape) == 3 else (shape[-1], 1)
+                views.append(buffer.as_strided(shape, strides[-len(shape) :], start))
         return views
 
     def forces(self, tensors: Sequence[Tensor | None]) -> list[Force]:

@@ -21,7 +21,7 @@ from torch.autograd.forward_ad import unpack_dual
 from hdnn import activations, schemes
 from hdnn.activations import Activation
 from hdnn.engine.backprop import METHODS, Checkpoint, Definition, Stored
-from hdnn.engine.memory import Stack, Tensors, device_bytes
+from hdnn.engine.memory import Stack, device_bytes
 from hdnn.engine.settings import Settings, current
 from hdnn.errors import MissingExtraError, OptionError
 from hdnn.schemes import Force, Scheme
@@ -175,9 +175,17 @@ class Plan:
         if torch.is_grad_enabled():
             for t in (y, *tensors):
                 if t is not None and t.requires_grad:
-                    y_N = StackFunction.apply(method, y, *tensors)[0]  # pyright: ignore[reportOptionalSubscript]
-                    return y_N.view(shape)
+                    return _apply(method, y, tensors).view(shape)
         return method.last(y, tuple(tensors)).view(shape)
+
+
+def _apply(method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
+    try:
+        return StackFunction.apply(method, y, *tensors)  # pyright: ignore[reportReturnType]
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        return definition(method.stack, y, *tensors)  # inside a transform of other tensors
 
 
 def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
@@ -193,7 +201,7 @@ def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
                     return False
     except RuntimeError:
         return False
-    return not torch.jit.is_tracing()
+    return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 # Decisions
@@ -331,29 +339,23 @@ def method(stack: Stack, fused: bool, settings: Settings) -> Stored:
 
 
 class StackFunction(torch.autograd.Function):
-    """y_N and what the backward pass needs, from y_0, h and the weights."""
+    """y_N from y_0, h and the weights.
+
+    Without `setup_context`, which would cost as much as a small stack: PyTorch then refuses to run
+    it inside a transform, see `Plan`.
+    """
 
     @staticmethod
-    def forward(method: Stored, y: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return method.forward(y, tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.method, *tensors = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, output[1])
+    def forward(ctx: Any, method: Stored, y: Tensor, *tensors: Tensor | None) -> Tensor:
+        y_N, saved = method.forward(y, tensors)
+        ctx.method = method
+        ctx.save_for_backward(y, saved, *tensors)
+        return y_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        y, *tensors, saved = ctx.saved_tensors
-        if grads[0] is None:
-            return (None,) * (len(tensors) + 2)
+        y, saved, *tensors = ctx.saved_tensors
         return None, *gradients(ctx.method, y, saved, grads[0], tensors)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return StackFunction.apply(*args), (None, None)  # nothing is mapped: see `all_in_memory`
 
 
 def definition(stack: Stack, y: Any, *tensors: Any) -> Tensor:
@@ -410,9 +412,7 @@ def _traced(
     outputs = "learned" if learned else "fixed"
     weights = []
     for force in forces:
-        for t in force:
-            if t is not None:
-                weights.append(t.to(dtype).contiguous())
+        weights += [t.to(dtype).contiguous() for t in force if t is not None]
         V = force.V
         outputs += " same" if V is None else " learned" if V.requires_grad else " fixed"
     moves = []

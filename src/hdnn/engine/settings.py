@@ -40,7 +40,8 @@ class Settings:
             choose(name, getattr(self, name), values)
 
 
-_current: ContextVar[Settings] = ContextVar("hdnn_engine", default=Settings())
+DEFAULT = Settings()
+_current: ContextVar[Settings] = ContextVar("hdnn_engine", default=DEFAULT)
 
 
 def current(engine: str | None = None, backprop: str | None = None) -> Settings:

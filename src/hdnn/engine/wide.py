@@ -2,8 +2,8 @@
 
 Past some width the products take almost all of the time. Bias, activation and slope are Triton
 kernels; the versions of the state are written where the backward pass reads them; and all launches
-of a pass are replayed as one CUDA graph where the same memory is given again. In bf16 the factors of
-products are rounded, and states stay float32.
+of a pass are replayed as one CUDA graph where the same memory is given again. In bf16 the factors
+of products are rounded, and states stay float32.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Kernel:
         out = torch.empty_like(y)
         states, inner = self._room(y, saved)
         z = self._new(y, 1, self.factor)[0]
-        h = tensors[0]
+        h: Any = tensors[0]
         weights = self._weights(tensors)
 
         def launch() -> None:
@@ -126,7 +126,7 @@ class Kernel:
         tiles = -(-stack.samples // ROWS)
         sums = g.new_empty(tiles, max(stack.rows))
         dots = g.new_empty(tiles, -(-max(stack.rows) // COLUMNS))
-        h = tensors[0]
+        h: Any = tensors[0]
         weights = self._weights(tensors)
         sources = self._sources()
 
@@ -284,7 +284,10 @@ _switch = threading.RLock()
 
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
-    """Let cuBLAS take float32 factors as they are, or rounded to tf32: one switch for all threads."""
+    """Let cuBLAS take float32 factors as they are, or rounded to tf32.
+
+    PyTorch has one switch for all threads.
+    """
     matmul: Any = torch.backends.cuda.matmul
     rounding = precision == "tf32"
     with _switch:
