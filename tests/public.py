@@ -12,7 +12,6 @@ MODULES = (
     "hdnn.activations",
     "hdnn.analysis",
     "hdnn.control",
-    "hdnn.control.costs",
     "hdnn.data",
     "hdnn.data.cifar10",
     "hdnn.data.images",

@@ -23,11 +23,11 @@ HELP = "Very deep networks whose gradients provably do not vanish."
 # Each is a file in `commands`, and imported when it is wanted: a list of all must not take long.
 COMMANDS = (
     *("demo", "train", "predict", "certify", "reproduce", "bench", "report", "info", "graph"),
-    *("launch", "play", "control"),
+    *("launch", "play"),
 )
 PASS_ON = ("reproduce", "bench")  # what they do not know
 LIGHT = ("bench", "play")  # do no work of their own
-EXPLAINED = ("control",)  # by themselves: what they do is in the commands under their names
+EXPLAINED = ()  # by themselves: what they do is in the commands under their names
 # Options in which ~ stands for the home folder.
 PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
 PLACES |= {"folder", "links"}

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hdnn.analysis.certificate import number_text
-from hdnn.analysis.words import summary, summary_of_several
+from hdnn.analysis.words import number_text, summary, summary_of_several
 from hdnn.app import terminal
 from hdnn.app.runfiles import SCORES
 

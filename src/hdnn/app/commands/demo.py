@@ -86,7 +86,7 @@ def run(
         "symplectic_defect": certificate.symplectic_defect,
         "bsm_samples": certificate.samples,
         "holds": certificate.holds,
-        "verdict": certificate.verdict,
+        "verdict": certificate.summary,
         "summary": certificate.summary,
         "training_seconds": round(history.seconds, 2),
         "model": str(file),

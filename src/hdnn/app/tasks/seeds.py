@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hdnn.analysis.certificate import Certificate, Several
-from hdnn.analysis.image_certificate import Certificates
+from hdnn.analysis import Certificate
+from hdnn.analysis.image_certificate import Certificates, Several
 from hdnn.analysis.words import summary_of_several
 from hdnn.app import results, terminal
 
