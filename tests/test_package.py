@@ -170,8 +170,8 @@ def test_wheel_is_small_and_holds_nothing_that_was_generated(built: Path):
 def test_wheel_holds_all_that_the_playground_is_made_of(built: Path):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        inside = {name for name in archive.namelist() if name.startswith("hdnn/app/play/")}
-    play = SOURCE / "app" / "play"
+        inside = {name for name in archive.namelist() if name.startswith("hdnn/app/playground/")}
+    play = SOURCE / "app" / "playground"
     needed = [file for kind in ("*.js", "*.css", "*.html") for file in play.rglob(kind)]
     assert len(needed) >= 5
     assert {file.relative_to(SOURCE.parent).as_posix() for file in needed} <= inside
