@@ -20,7 +20,7 @@ from hdnn import analysis, training
 from hdnn.data.tables import Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
 from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
-from hdnn.model import Model
+from hdnn.heads import Model
 from hdnn.networks import BY_NAME
 
 require("sklearn", extra="sklearn")
