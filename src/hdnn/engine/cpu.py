@@ -188,7 +188,7 @@ def slope(code, a, z, d, rows, T):  # pragma: kernel
 
 
 def unrolled(name: str, arguments: str, block: Callable[[int, int], Iterator[str]]) -> Any:
-    """A function that runs a block over all rows, two at a time, and all columns, four at a time."""
+    """A function that runs a block over all rows, by twos, and all columns, by fours."""
     lines = [f"def {name}({arguments}, rows, columns, T):", " i = 0"]
     for R in (2, 1):
         lines += [f" while rows - i >= {R}:", "  k = 0"]
@@ -198,7 +198,7 @@ def unrolled(name: str, arguments: str, block: Callable[[int, int], Iterator[str
             lines.append(f"   k += {C}")
         lines.append(f"  i += {R}")
     scope: dict[str, Any] = {}
-    exec("\n".join(lines), scope)  # noqa: S102  # Python that is written out here
+    exec("\n".join(lines), scope)  # the Python written out here
     return inner(scope[name])
 
 
