@@ -21,6 +21,7 @@ not checked. `hdnn.schemes` defines what is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
@@ -411,7 +412,7 @@ def run(
     _check(scheme, y, forces)
     if inverse and not scheme.invertible:
         raise OptionError(f"{scheme.name} has no inverse; take a scheme with halves, such as h2.")
-    step = _step(h, y, len(forces[0].K))
+    step = h if isinstance(h, float) and 0 < h < math.inf else _step(h, y, len(forces[0].K))
     how = {"trajectory": trajectory, "inverse": inverse}
     if not scheme.moves:  # implicit layers and perceptrons run one by one
         return schemes.run(scheme, y, forces, step, sigma, **how)
@@ -421,29 +422,29 @@ def run(
 def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     """Raise unless the state and all weights fit together."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.ndim < 1:
-        kind = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        kind = getattr(y, "dtype", type(y).__name__)
         raise ShapeError(f"y must be a floating-point tensor (*batch, n), but got {kind}.")
     n = y.shape[-1]
-    if scheme.halves and (n % 2 or n == 0):
+    if scheme.halves and n % 2:
         raise ShapeError(
             f"y is split into halves (p, q), so its number of features must be even, but n = {n}; "
             "augment it by a zero (hdnn.heads.Augment)."
         )
     size = n // 2 if scheme.halves else n
-    N = len(forces[0].K)
-    mixed = torch.is_autocast_enabled(y.device.type) if y.device.type != "meta" else True
+    K = forces[0].K
+    N = len(K)
     for K, b, _ in forces:
-        rows = K.shape[1] if K.ndim == 3 else 0
-        if K.shape != (N, rows, size) or b.shape != (N, rows) or N == 0:
+        if K.shape != (*b.shape, size) or b.shape[:1] != (N or 1,):
             raise ShapeError(
                 f"K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but (N, r, {size}) and "
                 f"(N, r) are needed for states of n = {n} features, with N >= 1 layers."
             )
-        if (K.dtype, K.device) != (y.dtype, y.device) and not (mixed and K.device == y.device):
-            raise ShapeError(
-                f"y is {y.dtype} on {y.device}, but the weights are {K.dtype} on {K.device}; "
-                "use .to(dtype) or .to(device) on one of them."
-            )
+    cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
+    if K.device != y.device or (K.dtype != y.dtype and not cast):
+        raise ShapeError(
+            f"y is {y.dtype} on {y.device}, but the weights are {K.dtype} on {K.device}; "
+            "use .to(dtype) or .to(device) on one of them."
+        )
 
 
 def _step(h: Step, y: Tensor, N: int) -> float | Tensor:

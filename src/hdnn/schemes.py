@@ -21,19 +21,12 @@ from hdnn.activations import Activation
 from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
 
 __all__ = [
-    "FORWARD_EULER",
-    "INTEGRATORS",
-    "MS1",
-    "MS3",
-    "PERCEPTRON",
-    "SEMI_IMPLICIT_EULER",
-    "VERLET",
-    "YOSHIDA4",
     "DiscreteGradient",
     "Force",
     "Implicit",
     "ImplicitEuler",
     "Midpoint",
+    "Perceptron",
     "Scheme",
     "jacobians",
     "run",

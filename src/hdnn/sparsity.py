@@ -8,7 +8,7 @@ graph: S(i, k) = 1 if node i hears node k (eq:sparsity_invariance).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -32,7 +32,7 @@ __all__ = [
     "mask",
 ]
 
-Links = Sequence[Sequence[int]]  # the neighbours of each node, itself among them, in order
+Links = Sequence[Collection[int]]  # the neighbours of each node, itself among them
 
 MOST_PAIRS = 5 * 10**7  # pairs of nodes that rows of R link: more take minutes
 CLIQUE_WORK = 10_000  # cliques that are tried around one node
@@ -91,7 +91,7 @@ def dependency(T: Any, R: Any) -> Tensor:
     """
     T = binary("T", T)
     R = binary("R", R)
-    _check_alike(T=T, R=R)
+    _check_alike("T", T, "R", R)
     near = (R.mT.float() @ R.float() > 0).float()
     return (T.float() @ near > 0) | (near @ T.float() > 0)
 
@@ -107,7 +107,7 @@ def is_local(T: Any, R: Any, S: Any) -> bool:
     """
     needed = dependency(T, R)
     S = binary("S", S)
-    _check_alike(R=needed, S=S)
+    _check_alike("R", needed, "S", S)
     return bool((needed <= S).all())
 
 
@@ -226,9 +226,8 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
         node 2 needs node 1 forward and backward: row 1 of R has 2 and 1
     """
     patterns = [binary(name, A) for name, A in (("T", T), ("R", R), ("S", S))]
-    _check_alike(T=patterns[0], R=patterns[1])
-    _check_alike(R=patterns[1], S=patterns[2])
-    _check_alike(T=patterns[0], S=patterns[2])
+    for (a, A), (b, B) in combinations(zip("TRS", patterns, strict=True), 2):
+        _check_alike(a, A, b, B)
     layered = any(A.ndim == 3 for A in patterns)
     stacks = torch.broadcast_tensors(*(A.reshape(-1, *A.shape[-2:]) for A in patterns))
     result: list[Breach] = []
@@ -251,12 +250,10 @@ def breaches(T: Links, R: Links, S: Links, layer: int | None = None) -> Iterator
         forward = set().union(*(near[a] for a in T[i]))
         backward = set().union(*(T[a] for a in near[i]))
         for k in sorted((forward | backward).difference(linked)):
-            if k in forward:
-                a = i if k in near[i] else min(a for a in T[i] if k in near[a])
-                path = (i, a, min(holding[a] & holding[k]), k)
-            else:
-                a = min(a for a in near[i] if k in T[a])
-                path = (i, min(holding[i] & holding[a]), a, k)
+            between = [a for a in T[i] if k in near[a]] or [a for a in near[i] if k in T[a]]
+            a = i if i in between else min(between)
+            row = min(holding[a] & holding[k if k in forward else i])
+            path = (i, a, row, k) if k in forward else (i, row, a, k)
             yield Breach(i, k, k in forward, k in backward, path, layer)
 
 
@@ -274,9 +271,8 @@ def check_no_breach(found: Sequence[Breach], label: Callable[[int], str] = str) 
     )
 
 
-def _check_alike(**patterns: Tensor) -> None:
+def _check_alike(first: str, a: Tensor, name: str, b: Tensor) -> None:
     """Raise unless two patterns have the same nodes and, where stacked, equally many layers."""
-    (first, a), (name, b) = patterns.items()
     if a.shape[-1] != b.shape[-1]:
         raise OptionError(f"{name} is for {b.shape[-1]} nodes, but {first} is for {a.shape[-1]}.")
     if a.ndim == b.ndim == 3 and len(a) != len(b):
@@ -318,7 +314,7 @@ class Sparsity:
         self.sizes = None if sizes is None else node_sizes(sizes, self.nodes)
         for name, pattern in (("R", self.R), ("T", self.T), ("S", self.S)):
             if pattern is not None:
-                _check_alike(R=self.R, **{name if name != "R" else "itself": pattern})
+                _check_alike("R", self.R, name, pattern)
                 _check_diagonal(name, pattern)
         if self.T is not None:
             if not bool((self.T.mT == self.T).all()):
@@ -473,10 +469,10 @@ class _Search:
         """The R for a T, and the free weights; -1 if it cannot join what S joins."""
         linked = [set.intersection(*(self.S[a] for a in row)) for row in T]
         near = [{v for v in row if a in linked[v]} for a, row in enumerate(linked)]
-        R = [self.clique(near, v, near[v]) for v in range(len(T))]
+        R = [self.clique(near, v) for v in range(len(T))]
         self.join(R, T, near)
         needed = [set().union(*(R[a] | T[a] for a in row)) for row in transposed(R)]
-        if len(groups([sorted(row) for row in needed])) > len(groups(list(map(sorted, self.S)))):
+        if len(groups(needed)) > len(groups(self.S)):
             return -1, R
         return 2 * self.layers * self.entries(R) + self.entries(T), R
 
@@ -487,24 +483,27 @@ class _Search:
     def row_weight(self, v: int, row: set[int]) -> int:
         return self.weight[v] * sum(self.weight[u] for u in row)
 
-    def clique(self, near: Rows, v: int, among: set[int], start: frozenset[int] = frozenset()):
-        """The heaviest clique with v and `start`; of equals, the one with the first nodes."""
-        best = {v} | start
+    def clique(self, near: Rows, v: int, also: int | None = None) -> set[int]:
+        """The heaviest clique with v, and another node; of equals, the one with the first nodes."""
+        best = {v}
+        among = near[v]
+        if also is not None:
+            best = {v, also}
+            among = among & near[also]
         most = sum(self.weight[u] for u in best)
         stack = [(best, sorted(among - best))]
-        for _ in range(CLIQUE_WORK):
-            if not stack:
-                break
+        work = 0
+        while stack and work < CLIQUE_WORK:
+            work += 1
             clique, candidates = stack.pop()
             total = sum(self.weight[u] for u in clique)
-            left = sum(self.weight[u] for u in candidates)
             if total > most:
-                best, most = clique, total
-            if not candidates or total + left <= most:
-                continue
-            u, *others = candidates
-            stack.append((clique, others))
-            stack.append((clique | {u}, [w for w in others if w in near[u]]))
+                best = clique
+                most = total
+            if total + sum(self.weight[u] for u in candidates) > most:
+                u, *others = candidates
+                stack.append((clique, others))
+                stack.append((clique | {u}, [w for w in others if w in near[u]]))
         return set(best)
 
     def join(self, R: Rows, T: Rows, near: Rows) -> None:
@@ -517,7 +516,7 @@ class _Search:
             options = []
             for v in set(range(len(R))) - reached:
                 for u in near[v] & reached:
-                    row = self.clique(near, v, near[v] & near[u], frozenset({u}))
+                    row = self.clique(near, v, u)
                     loss = self.row_weight(v, R[v]) - self.row_weight(v, row)
                     options.append((loss, v, sorted(row)))
             if options:

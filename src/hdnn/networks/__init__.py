@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 
+from hdnn.networks.blocks import Coupling, GradientField, Leapfrog, Reversible
+from hdnn.networks.convert import LeapfrogStack, to_reversible
 from hdnn.networks.earlier import MLP, MS1, MS2, MS3
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
+from hdnn.networks.images import HamiltonianUnit
 from hdnn.networks.network import Guarantee, Network
 
 # By the names that the command line and the estimators use
@@ -23,15 +26,21 @@ BY_NAME: dict[str, Callable[..., Network]] = {
 }
 
 __all__ = [
-    "BY_NAME",
     "H1",
     "H2",
     "MLP",
     "MS1",
     "MS2",
     "MS3",
+    "Coupling",
+    "GradientField",
     "Guarantee",
     "HamiltonianNet",
+    "HamiltonianUnit",
     "ImplicitH2",
+    "Leapfrog",
+    "LeapfrogStack",
     "Network",
+    "Reversible",
+    "to_reversible",
 ]

@@ -33,25 +33,14 @@ class Options(TypedDict, total=False):
     device: torch.device | str | None
 
 
-class OptionsX(Options, total=False):
-    """Options of H2."""
+class HamiltonianOptions(Options, total=False):
+    """Options of Hamiltonian networks: see `HamiltonianNet`."""
 
     X: Tensor | None
     learn_X: bool
-    sparsity: Any
-
-
-class OptionsJ(Options, total=False):
-    """Options of H1."""
-
     J: Tensor | None
     learn_J: bool
     sparsity: Any
-
-
-class OptionsNewton(OptionsX, total=False):
-    """Options of ImplicitH2."""
-
     tol: float | None
     max_iter: int | None
 
@@ -108,10 +97,11 @@ class HamiltonianNet(Network):
         self.newton = _newton(scheme, tol, max_iter)
         if self.newton:
             scheme = replace(scheme, **self.newton)
-        other = (J, learn_J) if scheme.paired else (X, learn_X)
-        if other[0] is not None or other[1]:
-            names = ("X and learn_X", "J") if scheme.paired else ("J and learn_J", "X")
-            raise OptionError(f"integrator {integrator!r} takes {names[0]}, but not {names[1]}.")
+        name, other = ("X", "J") if scheme.paired else ("J", "X")
+        links = {"X": (X, learn_X), "J": (J, learn_J)}
+        if links[other][0] is not None or links[other][1]:
+            raise OptionError(f"integrator {integrator!r} takes {name} and learn_{name} only.")
+        self.stacked = ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
         super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
         self.forward_euler = scheme is schemes.FORWARD_EULER
@@ -119,39 +109,29 @@ class HamiltonianNet(Network):
         self.learn_J = learn_J
         self.linked = ""  # "X" or "J" if one is stored
         self.sparsity = _as_sparsity(sparsity)
-        matrix, size = (X, features // 2) if scheme.paired else (J, features)
         if scheme.paired or J is None:
             self._half("" if scheme.paired else ", or give a skew-symmetric J")
-        matrix = None if matrix is None else self._checked(matrix, size)
-        self._add_link(matrix, learn_X or learn_J)
+        self._add_link(name, *links[name])
         if self.sparsity is not None:
-            for name in self.stacked:
-                if name.startswith("K"):
-                    K = self.weight(name)
-                    self._keep_free(name, K, self._free(self.sparsity.R, K.shape[-1]))
-
-    @property
-    def stacked(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The weights that each layer has."""
-        return ("K_p", "K_q", "b_p", "b_q") if self.scheme.halves else ("K", "b")
+            for stack in self.stacked[: len(self.stacked) // 2]:
+                K = self.weight(stack)
+                self._keep_free(stack, K, self._free(self.sparsity.R, K.shape[-1]))
 
     # X and J
 
-    def _checked(self, matrix: Tensor, size: int) -> Tensor:
-        name = "X" if self.scheme.paired else "J"
-        if not isinstance(matrix, Tensor) or matrix.is_complex():
-            raise ShapeError(f"{name} must be a torch.Tensor of real numbers.")
-        if matrix.shape not in ((size, size), (self.layers, size, size)):
+    def _checked(self, name: str, matrix: Tensor, size: int) -> Tensor:
+        shapes = ((size, size), (self.layers, size, size))
+        if not isinstance(matrix, Tensor) or matrix.is_complex() or matrix.shape not in shapes:
             raise ShapeError(
-                f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed for "
-                f"{self.features} features, or ({self.layers}, {size}, {size}) for one a layer."
+                f"{name} must be a real tensor of shape {shapes[0]} for {self.features} features, "
+                f"or {shapes[1]} for one a layer, but got {getattr(matrix, 'shape', matrix)}."
             )
-        like = next(self.parameters())
-        matrix = matrix.detach().to("cpu", like.dtype)
+        dtype = next(self.parameters()).dtype
+        matrix = matrix.detach().to("cpu", dtype)
         if not bool(matrix.isfinite().all()):
-            raise OptionError(f"{name} has an entry that is NaN or infinite in {like.dtype}.")
+            raise OptionError(f"{name} has an entry that is NaN or infinite in {dtype}.")
         defect = (matrix + matrix.mT).abs().amax((-2, -1))
-        rounding = 8 * torch.finfo(like.dtype).eps * matrix.abs().amax((-2, -1))
+        rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
         if name == "J" and not bool((defect <= rounding).all()):
             raise OptionError(
                 f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; "
@@ -159,42 +139,35 @@ class HamiltonianNet(Network):
             )
         return matrix
 
-    def _add_link(self, matrix: Tensor | None, learn: bool) -> None:
+    def _add_link(self, name: str, matrix: Tensor | None, learn: bool) -> None:
         """Store X or J if it is not the default, or if it is learned."""
-        name = "X" if self.scheme.paired else "J"
-        if matrix is None and not learn and self.sparsity is None:
-            return
-        eye = torch.eye(self.features // 2, device="cpu")
-        default = eye if name == "X" else functional.from_X(eye)
-        value = default if matrix is None else matrix
+        value = torch.eye(self.features // 2, device="cpu")
+        if name == "J":
+            value = functional.from_X(value)
+        if matrix is not None:
+            value = self._checked(name, matrix, self.features if name == "J" else len(value))
         free = torch.ones_like(value, dtype=torch.bool)
         if self.sparsity is not None:
-            self.sparsity = self._with_T(self.sparsity, value)
+            self.sparsity = self._with_T(self.sparsity, name, value)
             assert self.sparsity.T is not None
             free = self._free(self.sparsity.T, value.shape[-1])
         if matrix is None and not learn:
             return
         self.linked = name
-        like = next(self.parameters())
-        if name == "J":
-            self._keep_free(name, value, free, skew=True, learn=learn)
-        elif learn and self.sparsity is not None:
-            self._keep_free(name, value, free)
+        start = value.to(next(self.parameters()), copy=True)
+        if name == "J" or (learn and self.sparsity is not None):
+            self._keep_free(name, value, free, skew=name == "J", learn=learn)
         elif learn:
-            self.X = nn.Parameter(value.to(like, copy=True))
+            self.X = nn.Parameter(start.clone())
         else:
-            self.register_buffer("X", value.to(like, copy=True))
+            self.register_buffer("X", start)
         if learn:
-            self.register_buffer("_first_link", value.to(like, copy=True))
+            self.register_buffer("_first_link", start)
 
     def __getattr__(self, name: str) -> Any:
         if name == "X" and self.__dict__.get("linked") == "":
             return None  # the identity
         return super().__getattr__(name)
-
-    def _link(self) -> Tensor | None:
-        """X or J; None for the identity, or the canonical J."""
-        return self.weight(self.linked) if self.linked else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights again; learned steps and a learned X or J go back to the first."""
@@ -229,7 +202,7 @@ class HamiltonianNet(Network):
         owners = self._owners(rows)
         return owners @ pattern.float() @ owners.mT > 0
 
-    def _with_T(self, sparsity: Sparsity, link: Tensor) -> Sparsity:
+    def _with_T(self, sparsity: Sparsity, name: str, link: Tensor) -> Sparsity:
         """The patterns with a T that fits X or J, checked against this network."""
         stored = 1 if self.tied else self.layers
         if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
@@ -240,15 +213,15 @@ class HamiltonianNet(Network):
                 "so it is not local to any graph S; give no S, or use H1 or H2."
             )
         owners = self._owners(link.shape[-1])
-        used = (owners.mT @ link.ne(0).float() @ owners > 0).reshape(-1, *(2 * [owners.shape[1]]))
-        used = used.any(0)
+        used = owners.mT @ link.ne(0).float() @ owners > 0
+        used = used.view(-1, *used.shape[-2:]).any(0)
         if sparsity.T is None:
             T = used | used.mT | torch.eye(len(used), dtype=torch.bool, device="cpu")
             return Sparsity(sparsity.R, T, sparsity.S, sparsity.sizes)
         if bool((used & ~sparsity.T).any()):
             i, k = (used & ~sparsity.T).nonzero()[0].tolist()
             raise OptionError(
-                f"{'X' if self.scheme.paired else 'J'} links nodes {i} and {k}, but T does not; "
+                f"{name} links nodes {i} and {k}, but T does not; "
                 "add that link to T, or make that block zero."
             )
         return sparsity
@@ -268,11 +241,9 @@ class HamiltonianNet(Network):
 
     def weights(self) -> dict[str, Any]:
         """All weights by name, X or J (None for the default), and the step."""
-        return {
-            **super().weights(),
-            "X" if self.scheme.paired else "J": self._link(),
-            **self.newton,
-        }
+        name = "X" if self.scheme.paired else "J"
+        link = self.weight(name) if self.linked else None
+        return {**super().weights(), name: link, **self.newton}
 
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, n, n)` and b `(N, n)` of the ODE `y' = J K^T sigma(K y + b)`."""
@@ -284,11 +255,12 @@ class HamiltonianNet(Network):
             b = torch.cat([b_p, b_q], -1)
         else:
             K, b = stacks
-        link = self._link()
-        if link is None:
+        if self.linked:
+            link = self.weight(self.linked)
+        else:
             link = torch.eye(self.features // 2, dtype=b.dtype, device=b.device)
-        square = link.shape[-1] == self.features
-        return {"J": link if square else functional.from_X(link), "K": K, "b": b}
+        J = link if self.linked == "J" else functional.from_X(link)
+        return {"J": J, "K": K, "b": b}
 
     # Implicit layers
 
@@ -385,7 +357,7 @@ class H1(HamiltonianNet):
         (True, False)
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsJ]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "forward_euler", **options)
 
 
@@ -411,7 +383,7 @@ class H2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsX]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
@@ -435,7 +407,7 @@ class ImplicitH2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[OptionsNewton]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler_full", **options)
 
 

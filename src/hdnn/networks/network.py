@@ -255,8 +255,11 @@ class Network(nn.Module):
 
     def stacks(self) -> list[Tensor]:
         """All stacked weights, `(N, ...)`."""
-        plain: Any = self._parameters  # not by attribute, which is slower
-        values = [plain[name] if name in plain else self.weight(name) for name in self.stacked]
+        if self._shapes or self._modules:  # free entries, or parametrisations
+            values = [self.weight(name) for name in self.stacked]
+        else:
+            plain: Any = self._parameters
+            values = list(map(plain.__getitem__, self.stacked))
         if self.tied:
             return [value.expand(self.layers, *value.shape[1:]) for value in values]
         return values
