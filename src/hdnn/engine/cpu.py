@@ -34,7 +34,6 @@ from torch import Tensor
 from hdnn.engine import memory
 from hdnn.engine.memory import Stack, Tensors
 
-ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
 LANES = 16  # a tile is a multiple of this
@@ -112,76 +111,44 @@ def _(x):
     return rational
 
 
-@inner
-def value(code, a, z, rows, T):  # pragma: kernel
-    """z = sigma(a)."""
-    real = a.dtype.type
-    zero = real(0)
-    half = real(0.5)
-    root = real(0.7071067811865476)
-    for i in range(rows):
-        if code == 0:
-            for t in range(T):
-                z[i, t] = fast_tanh(a[i, t])
-        elif code == 1:
-            for t in range(T):
-                z[i, t] = max(a[i, t], zero)
-        elif code == 2:
-            for t in range(T):
-                z[i, t] = half + half * fast_tanh(half * a[i, t])
-        elif code == 3:
-            for t in range(T):
-                z[i, t] = max(a[i, t], zero) + math.log1p(math.exp(-abs(a[i, t])))
-        elif code == 4:
-            for t in range(T):
-                z[i, t] = a[i, t] * half * math.erfc(-a[i, t] * root)
-        elif code == 5:
-            for t in range(T):
-                z[i, t] = a[i, t] * (half + half * fast_tanh(half * a[i, t]))
-        elif code == 6:
-            for t in range(T):
-                z[i, t] = math.sin(a[i, t])
-        else:
-            for t in range(T):
-                z[i, t] = a[i, t]
+SIGMOID = "half + half * tanh(half * x)"
+SIGMAS = {  # sigma(x), and its slope where z = sigma(x)
+    "tanh": ("tanh(x)", "one - z * z"),
+    "relu": ("max(x, zero)", "one if x > zero else zero"),
+    "sigmoid": (SIGMOID, "z * (one - z)"),
+    "softplus": ("max(x, zero) + log1p(exp(-abs(x)))", SIGMOID),
+    "gelu": (
+        "x * half * erfc(-x * root)",
+        "half * erfc(-x * root) + x * bell * exp(-half * x * x)",
+    ),
+    "silu": (f"x * ({SIGMOID})", f"({SIGMOID}) * (one + x - z)"),
+    "sin": ("sin(x)", "cos(x)"),
+    "identity": ("x", "one"),
+}
+CONSTANTS = {"zero": 0.0, "one": 1.0, "half": 0.5, "root": math.sqrt(0.5)}
+CONSTANTS["bell"] = 1 / math.sqrt(2 * math.pi)
 
 
-@inner
-def slope(code, a, z, d, rows, T):  # pragma: kernel
-    """d = sigma'(a), where z = sigma(a)."""
-    real = a.dtype.type
-    zero = real(0)
-    one = real(1)
-    half = real(0.5)
-    root = real(0.7071067811865476)
-    bell = real(0.3989422804014327)
-    for i in range(rows):
-        if code == 0:
-            for t in range(T):
-                d[i, t] = one - z[i, t] * z[i, t]
-        elif code == 1:
-            for t in range(T):
-                d[i, t] = one if a[i, t] > zero else zero
-        elif code == 2:
-            for t in range(T):
-                d[i, t] = z[i, t] * (one - z[i, t])
-        elif code == 3:
-            for t in range(T):
-                d[i, t] = half + half * fast_tanh(half * a[i, t])
-        elif code == 4:
-            for t in range(T):
-                x = a[i, t]
-                d[i, t] = half * math.erfc(-x * root) + x * bell * math.exp(-half * x * x)
-        elif code == 5:
-            for t in range(T):
-                s = half + half * fast_tanh(half * a[i, t])
-                d[i, t] = s + a[i, t] * s * (one - s)
-        elif code == 6:
-            for t in range(T):
-                d[i, t] = math.cos(a[i, t])
-        else:
-            for t in range(T):
-                d[i, t] = one
+def python(name: str, lines: list[str]) -> Any:
+    """The function of that name, written out in lines of Python, for numba."""
+    scope: dict[str, Any] = vars(math) | {"tanh": fast_tanh}
+    exec("\n".join(lines), scope)
+    return inner(scope[name])
+
+
+def pointwise(name: str, arrays: str, which: int) -> Any:
+    """A function that fills the last array with sigma (0) or its slope (1), by number of sigma."""
+    lines = [f"def {name}(code, {arrays}, rows, T):"]
+    lines += [f" {constant} = A.dtype.type({value!r})" for constant, value in CONSTANTS.items()]
+    for code, sigma in enumerate(SIGMAS.values()):
+        lines += [f" if code == {code}:", "  for i in range(rows):", "   for t in range(T):"]
+        lines += ["    x = A[i, t]", "    z = Z[i, t]" if which else "    pass"]
+        lines.append(f"    {arrays[-1]}[i, t] = {sigma[which]}")
+    return python(name, lines)
+
+
+value = pointwise("value", "A, Z", 0)
+slope = pointwise("slope", "A, Z, D", 1)
 
 
 # Products, in blocks of rows and columns whose weights or sums stay in registers
@@ -197,9 +164,7 @@ def unrolled(name: str, arguments: str, block: Callable[[int, int], Iterator[str
             lines += ["   " + line for line in block(R, C)]
             lines.append(f"   k += {C}")
         lines.append(f"  i += {R}")
-    scope: dict[str, Any] = {}
-    exec("\n".join(lines), scope)  # the Python written out here
-    return inner(scope[name])
+    return python(name, lines)
 
 
 def product_block(R: int, C: int) -> Iterator[str]:
@@ -435,7 +400,7 @@ class Kernel:
         self.order = torch.cat([order.flatten().view(torch.uint8), fractions.view(torch.uint8)])
         self.products = stack.samples * M * m * R
         self.room = (stack.features + 3 * R) * self.length
-        code = ACTIVATIONS.index(stack.sigma.name)
+        code = list(SIGMAS).index(stack.sigma.name)
         sizes = (self.length, stack.samples, stack.features, m, R, M, code)
         self.sizes = (*sizes, stack.dtype.itemsize)
         places = [NONE if place is None else place[0] for place in stack.places]
