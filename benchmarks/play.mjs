@@ -8,9 +8,10 @@
 
 import os from "node:os";
 
-import {
-  createNetwork, createTrainer, datasets, norms,
-} from "../src/hdnn/app/play/core/index.js";
+import { datasets } from "../src/hdnn/app/playground/core/data.js";
+import { createNetwork } from "../src/hdnn/app/playground/core/networks.js";
+import { norms } from "../src/hdnn/app/playground/core/norms.js";
+import { createTrainer } from "../src/hdnn/app/playground/core/training.js";
 
 const LAYERS = 64;
 const BATCH = 125;

@@ -5,7 +5,7 @@
 
 Each cell is trained by eight processes and by one that owns all nodes, in float64 and from the same
 weights. A long training magnifies rounding, so the loss is compared after the first epoch as well.
-While the eight are at work, their TCP connections are read from /proc: there may be those to the two
+While the eight are at work, their TCP connections are read from /proc: there may be those to two
 neighbours on the ring, and one to the store.
 """
 

@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from hdnn.app.play import build
+from hdnn.app import play
 
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 FRAME = """
@@ -29,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(root / source)))
-    files.append(File.generated(config, "playground.html", content=build.page()))
+    files.append(File.generated(config, "playground.html", content=play.page()))
     return files
 
 

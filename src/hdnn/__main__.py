@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hdnn.base import interrupted, launched
 from hdnn.errors import MissingExtraError, require
 
 
@@ -13,22 +12,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it worked, 2 if the input was wrong, 130 if it was interrupted."""
     try:
         require("typer", extra="cli")
-        require("rich", extra="cli")
         from hdnn.app import cli
 
-        code = cli.main(arguments)
-        if launched.several():
-            from hdnn.training.processes import torchrun
-
-            return torchrun.leave(code)
-        return code
+        return cli.run(sys.argv[1:] if arguments is None else arguments)
     except MissingExtraError as error:
-        interrupted.say(str(error))
+        sys.stderr.write(f"hdnn: {error}\n")
         return 2
     except KeyboardInterrupt:
-        return interrupted.exit_code()
-    finally:
-        interrupted.ended()
+        return 130
 
 
 if __name__ == "__main__":

@@ -458,7 +458,7 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
     ("make", "error", "text"),
     [
         (lambda: Leapfrog(None), OptionError, "F must be an nn.Module"),
-        (lambda: Leapfrog(nn.Linear(2, 2), h=0.0), ValueError, "h must be finite and > 0"),
+        (lambda: Leapfrog(nn.Linear(2, 2), h=0.0), ValueError, "h must be .*> 0"),
         (lambda: GradientField(nn.Linear(2, 1), scale=float("nan")), OptionError, "finite"),
         (lambda: Reversible([nn.Linear(2, 2)]), OptionError, "block 0 is a Linear"),
         (lambda: Reversible([], backprop="fast"), OptionError, "'fast' is not known"),

@@ -1,1 +1,1 @@
-"""The program: what a person runs."""
+"""The program `hdnn`."""

@@ -1,228 +1,298 @@
-"""The program `hdnn`, of the files in `commands`; mistakes become one sentence and exit code 2."""
+"""The commands of `hdnn` and their options; a mistake becomes one sentence and exit code 2.
+
+Commands import what they need when they run, so that the help is there at once.
+"""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
-import os
-import re
+import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from inspect import Parameter, Signature
 from typing import Annotated, Any
 
+import typer
+from typer import Argument, Option
+
 from hdnn import __version__
-from hdnn.app import commands, options, terminal
-from hdnn.app.options import typer
-from hdnn.base import interrupted, launched
+from hdnn.app.config import (
+    GRAPH_OPTIONS,
+    ImageConfig,
+    LaunchOptions,
+    RunOptions,
+    TableConfig,
+    all_options,
+)
 from hdnn.errors import HDNNError
 
-HELP = "Very deep networks whose gradients provably do not vanish."
-# Each is a file in `commands`, and imported when it is wanted: a list of all must not take long.
-COMMANDS = (
-    *("demo", "train", "predict", "certify", "reproduce", "bench", "report", "info", "graph"),
-    *("launch", "play"),
+EXPERIMENTS = (
+    *("table-planar", "table-distributed", "table-mnist", "table-cifar"),
+    *("fig-planar", "fig-distributed", "fig-gradients", "fig-exploding", "fig-cifar"),
 )
-PASS_ON = ("reproduce", "bench")  # what they do not know
-LIGHT = ("bench", "play")  # do no work of their own
-EXPLAINED = ()  # by themselves: what they do is in the commands under their names
-# Options in which ~ stands for the home folder.
-PLACES = {"out", "data", "run", "config", "checkpoint", "folders", "results", "graph", "file"}
-PLACES |= {"folder", "links"}
+
+# The base class of errors about options, of the click that typer needs or brings.
+WRONG_OPTION: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
+
+JsonFlag = Annotated[bool, Option("--json", help="print one JSON object")]
+OverwriteFlag = Annotated[bool, Option("--overwrite", help="replace the file")]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it worked, 2 if the input was wrong, 130 if it was interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if len(given) == 1 and given[0] in EXPLAINED:
-        given.append("--help")
-    with suppress(AttributeError, ValueError):  # the name of a file may be no valid text
-        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    # The base class of typer's errors about flags, from the click that it depends on or bundles.
-    wrong_flags: type[Exception] = typer.BadParameter.__mro__[2]  # pyright: ignore[reportAssignmentType]
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code."""
     with warnings.catch_warnings():
-        if launched.is_first():
-            warnings.showwarning = lambda message, *_: terminal.say(f"warning: {message}")
-        else:
-            warnings.showwarning = lambda *_: None
+        warnings.showwarning = lambda message, *_: say(f"note: {message}")
         try:
-            code = program().main(given, "hdnn", standalone_mode=False)
-            _flush()
-        except wrong_flags as error:
-            if given[0] == "train":
-                launched.speak_as_one()
-            context = getattr(error, "ctx", None)
-            hint = f"see {context.command_path} --help" if context else "see hdnn --help"
-            message = error.format_message().strip()  # pyright: ignore[reportAttributeAccessIssue]
-            said = f"{message.rstrip('.')}; {hint}." if message[-1:] != "?" else message
-            return terminal.fail(said)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            return _explained(error)
-    return code or 0
+            return app(list(arguments), prog_name="hdnn", standalone_mode=False) or 0
+        except HDNNError as error:
+            return say(error, 2)
+        except WRONG_OPTION as error:
+            message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+            return say(f"{message.rstrip('.')}; see hdnn --help.", 2)
+        except typer.Abort:
+            return say("interrupted", 130)
+        except KeyboardInterrupt as error:
+            return say(str(error) or "interrupted", 130)
+        except BrokenPipeError:
+            sys.stderr.close()  # Python would complain about the closed pipe
+            return 0
+        except OSError as error:
+            return say(f"{error.filename or 'output'}: {error.strerror or error}.", 2)
 
 
-def _import_all() -> None:
-    """Import what commands work with, before Ctrl-C may interrupt them in between."""
-    from hdnn.app.tasks import kinds as kinds
+def say(message: object, code: int = 0) -> int:
+    """Print one line on stderr; return the exit code."""
+    sys.stderr.write(f"hdnn: {' '.join(str(message).split())}\n")
+    return code
 
 
-def _flush() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
+def show(result: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print a result for programs or for people."""
+    if as_json:
+        finite = json.loads(json.dumps(result), parse_constant=lambda _: None)  # no NaN
+        text = json.dumps(finite, indent=1)
+    sys.stdout.write(text.rstrip("\n") + "\n")
 
 
-def _explained(error: BaseException) -> int:
-    """Tell in one sentence why a command failed; the exit code."""
-    # rich raises SystemExit when the reader of the pipe is gone.
-    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-        error = error.__context__
-    if isinstance(error, HDNNError):
-        return terminal.fail(error)
-    if isinstance(error, terminal.StoppedError):
-        return terminal.fail(error, error.code)
-    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return terminal.fail("interrupted", 130)
-    if isinstance(error, OSError):
-        return terminal.fail_on_file(error)
-    if os.environ.get("HDNN_TRACEBACK") or isinstance(error, SystemExit):
-        raise error
-    if isinstance(error, MemoryError) or re.search("allocate memory|out of memory", str(error)):
-        return terminal.fail("there is not enough memory; take fewer layers, features or rows.")
-    return terminal.fail(
-        f"a mistake in hdnn itself, {type(error).__name__}: {error} (please report it; with "
-        "HDNN_TRACEBACK=1 it shows where).",
-        1,
-    )
+def command(
+    *examples: str,
+    configs: Sequence[type] = (),
+    names: Sequence[str] | None = None,
+    passes_on: bool = False,
+) -> Any:
+    """A command with examples; the fields of `configs`, or those named, become its options."""
+
+    def register(function: Any) -> Any:
+        if configs:
+            function.__signature__ = signature(configs, names)
+        settings = {"allow_extra_args": passes_on, "ignore_unknown_options": passes_on}
+        epilog = "\b\nExamples:\n" + "\n".join(f"  hdnn {example}" for example in examples)
+        return app.command(epilog=epilog, context_settings=settings)(function)
+
+    return register
 
 
-def program() -> Any:
-    """The program, of all commands."""
-    app = typer.Typer(
-        cls=_group(),
-        epilog=_examples("hdnn demo", "hdnn train --data swiss_roll --network h2 --layers 64"),
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback(help=HELP)(_program)
-    found: Any = typer.main.get_command(app)
-    found.commands = Commands.fromkeys(COMMANDS)
-    return found
+def signature(configs: Sequence[type], names: Sequence[str] | None = None) -> Signature:
+    """An option for each field of dataclasses; None or False if it is not given."""
+    parameters = []
+    for name, (annotation, about) in all_options(*configs).items():
+        if names is not None and name not in names:
+            continue
+        is_flag = annotation is bool
+        flag = Option(f"--{name.replace('_', '-')}", help=about)
+        kind = Annotated[annotation if is_flag else annotation | None, flag]
+        default = False if is_flag else None
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    return Signature(parameters)
 
 
-class Commands(dict[str, Any]):
-    """Commands by their names, made when they are first asked for."""
-
-    def __getitem__(self, name: str) -> Any:
-        if super().__getitem__(name) is None:
-            self[name] = _command(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; a 0 is one of them."""
+    return {name: v for name, v in options.items() if v is not None and v is not False and v != []}
 
 
-def _group() -> Any:
-    """The class of the program, which lists its commands without importing them."""
-
-    from typer import core
-
-    class Program(core.TyperGroup):
-        listing = False
-
-        def format_help(self, ctx: Any, formatter: Any) -> None:
-            self.listing = True
-            super().format_help(ctx, formatter)
-            self.listing = False
-
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            if self.listing:
-                return core.TyperCommand(cmd_name, help=_about(cmd_name))
-            return super().get_command(ctx, cmd_name)
-
-    return Program
-
-
-def _about(name: str) -> str:
-    """What a command says of itself, read from its file."""
-    found: Any = importlib.util.find_spec(f"{commands.__name__}.{name}")
-    for node in ast.parse(found.loader.get_source(found.name)).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node) or ""
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HELP":
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"the command {name} says nothing of itself")
-
-
-def _command(name: str) -> Any:
-    """A command, with the examples in its file under its help.
-
-    Where its module names configs, their fields are its options.
-    """
-    module = __import__(f"{commands.__name__}.{name}", fromlist=[name])
-    plain: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False}
-    if hasattr(module, "EXAMPLES_OF"):  # several commands under one name
-        about = {"help": module.HELP, "epilog": _examples(*module.EXAMPLES)}
-        app = typer.Typer(name=name, **about, **plain, no_args_is_help=False)
-        for function, examples in module.EXAMPLES_OF.items():
-            command = _guarded(function)
-            if function in (configs := getattr(module, "CONFIGS_OF", {})):
-                fields = options.with_fields(function, *configs[function])
-                command.__signature__ = fields  # pyright: ignore
-            app.command(epilog=_examples(*examples))(command)
-        return typer.main.get_group(app)
-    app = typer.Typer(**plain)
-    command = _guarded(getattr(module, name))
-    if hasattr(module, "CONFIGS"):
-        command.__signature__ = options.signature(*module.CONFIGS)  # pyright: ignore
-    passes_on = {"allow_extra_args": True, "ignore_unknown_options": True}
-    settings = passes_on if name in PASS_ON else {}
-    app.command(name, epilog=_examples(*module.EXAMPLES), context_settings=settings)(command)
-    return typer.main.get_command(app)
-
-
-def _examples(*examples: str) -> str:
-    return "\n\n".join(["examples:", *examples])
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
+@app.callback()
+def program(
+    version: Annotated[bool, Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:
+    """Very deep networks whose gradients provably do not vanish."""
+    if version:
         print(f"hdnn {__version__}")
         raise typer.Exit
 
 
-def _program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
-    ] = False,
+@command("demo", "demo --layers 128 --seed 3")
+def demo(
+    layers: Annotated[int, Option(help="number of layers")] = 64,
+    epochs: Annotated[int | None, Option(help="passes over the data (default: 50)")] = None,
+    seed: Annotated[int, Option(help="of weights and order of the data")] = 0,
+    out: Annotated[str, Option(help="folder to write to")] = "runs/demo",
+    as_json: JsonFlag = False,
 ) -> None:
-    """Options of the program itself, before any command."""
+    """Train a deep H2 on the Swiss roll; print its accuracy and gradient norms."""
+    from hdnn.app import demo
+
+    result = demo.run(layers=layers, epochs=epochs, seed=seed, out=out)
+    show(result, demo.text(result), as_json)
 
 
-def _guarded(function: Callable[..., int | None]) -> Callable[..., int]:
-    """The same command with an exit code, however it ends, and with ~ for the home folder.
+@command(
+    "train --data swiss_roll --network h2 --layers 64",
+    "train --data iris.csv --target species --seeds 5",
+    "train --data mnist --network h1 --layers 8",
+    "train --resume --out runs/swiss_roll-h2-64-0",
+    configs=(TableConfig, ImageConfig, RunOptions),
+)
+def train(**options: Any) -> None:
+    """Train a network on a data set or a table; keep everything in a folder of its own."""
+    from hdnn.app import graph, train
 
-    Typer must not see what a command raises: it has answers of its own to some of it.
-    """
+    values = chosen(options)
+    module = graph if graph.is_asked_for(values) else train
+    result = module.run(values)
+    if result:  # of several processes, the first one has it
+        show(result, module.text(result), "json" in values)
 
-    @functools.wraps(function)
-    def command(*args: Any, **given: Any) -> int:
-        try:
-            if function.__name__ not in LIGHT:
-                _import_all()
-            interrupted.imported()
-            for name in given.keys() & PLACES:
-                given[name] = terminal.at_home(given[name])
-            code = function(*args, **given) or 0
-            _flush()
-            return code
-        except (Exception, KeyboardInterrupt) as error:
-            return _explained(error)
 
-    return command
+@command(
+    "launch --nodes 8 --data swiss_roll --layers 4",
+    "launch --graph plant.toml",
+    "launch --graph plant.toml --data log.csv --target fault",
+    configs=(LaunchOptions, TableConfig),
+    names=(*all_options(LaunchOptions), *GRAPH_OPTIONS),
+)
+def launch(**options: Any) -> None:
+    """Train on a graph by processes that talk to neighbours only; or say what a graph needs."""
+    from hdnn.app import graph
+
+    values = chosen(options)
+    result = graph.launch(values)
+    show(result, graph.text(result), "json" in values)
+
+
+@command(
+    "predict --run runs/iris-species-h2-4-0 --data new.csv --out answers.csv",
+    "predict --run runs/mnist-h1-8-0 --data mnist",
+)
+def predict(
+    run: Annotated[str, Option(help="folder of a run, or of the runs of --seeds: their mean")],
+    data: Annotated[str, Option(help="a file with the same columns, or the name of a data set")],
+    out: Annotated[str | None, Option(help="CSV file to write (default: print it)")] = None,
+    proba: Annotated[bool, Option("--proba", help="probability of each class")] = False,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Predict the target of each row of a table, or test image, as CSV in their order."""
+    from hdnn.app import predict
+
+    file = None if out is None else new_file(out, overwrite)
+    result = predict.run(run, data, proba=proba)
+    csv = predict.csv_text(result)
+    if file is not None:
+        from hdnn.io import write_atomically
+
+        write_atomically(file, csv)
+        result = {**predict.summary(result), "out": out}
+        show(result, predict.text(result), as_json)
+    else:
+        show(result, csv, as_json)
+
+
+@command(
+    "certify runs/swiss_roll-h2-64-0",
+    "certify model.safetensors --data double_moons",
+)
+def certify(
+    run: Annotated[str, Argument(help="folder of a run, or a saved model")],
+    data: Annotated[str | None, Option(help="points to look at (default: test points)")] = None,
+    samples: Annotated[int, Option(help="the most points")] = 1000,
+    as_json: JsonFlag = False,
+) -> int:
+    """Measure the gradient norms of a trained network; exit code 1 if a guarantee is not seen."""
+    from hdnn.app import predict
+
+    certificate = predict.certify(run, data, samples=samples)
+    show({"run": run, **certificate.to_dict()}, str(certificate), as_json)
+    return 1 if certificate.guaranteed and certificate.status != "holds" else 0
+
+
+@command("reproduce table-planar", "reproduce fig-exploding --out results", passes_on=True)
+def reproduce(
+    context: typer.Context,
+    name: Annotated[str, Argument(help=f"all, or one of {', '.join(EXPERIMENTS)}")],
+    out: Annotated[str, Option(help="folder for the results")] = "runs/reproduced",
+) -> int:
+    """Run an experiment of the paper; other options go to it."""
+    from hdnn import experiments
+    from hdnn.errors import choose
+
+    names = EXPERIMENTS if name == "all" else [choose("experiment", name, EXPERIMENTS)]
+    return max(experiments.main(each, ["--out", out, *context.args]) for each in names)
+
+
+@command("report", "report runs/iris-species-h2-4-0 runs/iris-species-mlp-4-0 --out iris.html")
+def report(
+    folders: Annotated[list[str] | None, Argument(help="runs, or folders of runs")] = None,
+    out: Annotated[str, Option(help="HTML file to write")] = "report.html",
+    overwrite: OverwriteFlag = False,
+) -> None:
+    """Make one HTML page of runs: tables, curves, certificates; it needs no network."""
+    from hdnn.app import report
+    from hdnn.io import write_atomically
+
+    own = report.is_report(out)
+    file = new_file(out, overwrite or own)
+    page, count = report.page(folders or ["runs"])
+    write_atomically(file, page)
+    print(f"{count} {'run' if count == 1 else 'runs'} in {file}")
+
+
+@command("play", "play --port 8080 --no-browser", "play --out playground.html")
+def play(
+    port: Annotated[int, Option(help="port to serve the page on (default: a free one)")] = 0,
+    no_browser: Annotated[bool, Option("--no-browser", help="only print the address")] = False,
+    out: Annotated[str | None, Option(help="write the page to this file instead")] = None,
+    overwrite: OverwriteFlag = False,
+) -> None:
+    """Open a page where an H2 and a perceptron learn side by side; it needs no network."""
+    from hdnn.app import play
+
+    if out is None:
+        play.serve(port, browser=not no_browser)
+    else:
+        from hdnn.io import write_atomically
+
+        write_atomically(new_file(out, overwrite), play.page())
+        print(out)
+
+
+@command("info", "info --json")
+def info(as_json: JsonFlag = False) -> None:
+    """Show versions, devices, extras and data: what is here and what is missing."""
+    from hdnn.app import info
+
+    result = info.about()
+    show(result, info.text(result), as_json)
+
+
+def new_file(out: str, overwrite: bool) -> str:
+    """The path of a file that may be written."""
+    import os
+
+    from hdnn.errors import CheckpointError
+
+    if os.path.isdir(out):
+        raise CheckpointError(f"{out} is a folder; name a file in it with --out.")
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(f"{out} exists; choose another name, or replace it (--overwrite).")
+    if not os.path.isdir(os.path.dirname(out) or "."):
+        raise CheckpointError(f"there is no folder {os.path.dirname(out)} for {out}.")
+    return out

@@ -1,203 +1,156 @@
-"""One HTML page of runs: scores, tables, curves and certificates, with nothing outside of the file.
-
-What the page says of each run is in `onpage`; here is what it says of all of them. How it looks is
-in `report.html.jinja`.
-"""
+"""One HTML page of runs: scores, tables, pictures and certificates, with nothing outside of it."""
 
 from __future__ import annotations
 
-import os
-import re
+import base64
+import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hdnn
-from hdnn.app import reproduced, results
-from hdnn.app.onpage.run import RunOnPage
-from hdnn.app.onpage.values import NONE, score, text
-from hdnn.app.runs import Run
-from hdnn.app.runs import find_runs as find_runs
-from hdnn.errors import require
+from hdnn import __version__
+from hdnn.app.predict import score_text
+from hdnn.app.runs import Run, find_runs
+from hdnn.errors import HDNNError, require
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
-TESTED = ("test_accuracy", "test_r2", "test_rmse")  # the first that there is compares runs
-NAMED = {"test_accuracy": "test accuracy", "test_r2": "test R²", "test_rmse": "test RMSE"}
-# Options that say what a run is, which come first; and those that are no column of their own,
-# because they say nothing of the result or follow from the target.
-FIRST = ("data", "target", "network", "layers")
-COMMON = (*FIRST, "features", "epochs")
-ASIDE = ("device", "task")
-
-
-def page(runs: Sequence[Run], folder: Path | None = None) -> str:
-    """The whole page, with what a folder of results has of the paper's tables and figures."""
-    shown = [
-        RunOnPage(run, f"run-{index}", short)
-        for index, (run, short) in enumerate(zip(runs, short_names(runs), strict=True))
-    ]
-    return template(TEMPLATE).render(
-        version=hdnn.__version__,
-        runs=shown,
-        title=_title(shown),
-        overview=Overview(shown),
-        over_seeds=OverSeeds(shown),
-        pages=[] if folder is None else reproduced.pages(folder),
-        pictures=[] if folder is None else reproduced.pictures(folder),
-    )
+MARK = "<!-- a report of hdnn -->"
+TESTED = ("test_accuracy", "test_r2", "test_rmse")
+ASIDE = ("seed", "device", "out")  # options that say nothing about the problem
+PICTURES = {
+    "decision_regions": "Decision regions and test points.",
+    "training": "The training, epoch by epoch.",
+    "norms": "Norm of dy_N/dy_j over the layers: below 1, a gradient shrinks in every direction.",
+    "predictions": "Predicted against true values of the test rows.",
+}
+MOST_CLASSES = 30  # of a confusion table
 
 
-def template(file: Path) -> Any:
-    """A page to be rendered, with the macros and looks that all pages share."""
+def is_report(path: str | Path) -> bool:
+    """True for a page that `hdnn report` wrote."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return MARK in file.read(200)
+    except (OSError, ValueError):
+        return False
+
+
+def page(folders: Sequence[str]) -> tuple[str, int]:
+    """The page of all runs in these folders, and their number."""
     jinja2 = require("jinja2", extra="cli")
+    runs = [RunOnPage(run) for run in find_runs(folders)]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([file.parent, TEMPLATE.parent], encoding="utf-8"),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(file.name)
+    names = differing([run.options for run in runs])
+    text = environment.get_template("report.html.jinja").render(
+        mark=MARK,
+        version=__version__,
+        runs=runs,
+        differing=names,
+        groups=groups(runs),
+    )
+    return text, len(runs)
 
 
-def faults(runs: Sequence[Run]) -> list[str]:
-    """What is wrong with the files of each run that is damaged."""
-    return [fault for run in runs for fault in RunOnPage(run).faults]
+class RunOnPage:
+    """What the page says of one run; a damaged file becomes a sentence."""
 
-
-def short_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the folders, without what all of them begin with."""
-    folders = [run.folder for run in runs]
-    try:
-        common = os.path.commonpath([folder.parent for folder in folders])
-    except ValueError:  # some are absolute, some are not
-        return [str(folder) for folder in folders]
-    return [os.path.relpath(folder, common or ".") for folder in folders]
-
-
-class Overview:
-    """The table of all runs: the score first, then the options in which they differ."""
-
-    def __init__(self, runs: list[RunOnPage]) -> None:
-        options = [_options(one) for one in runs]
-        self.differing = differing(options)
-        self.head = ["run", _measure(runs), *map(_words, self.differing)]
-        self.head += ["on training rows", "smallest norm", "seconds"]
-        self.rows = [
-            (
-                one,
-                one.test or NONE,
-                [
-                    *(text(given.get(name)) for name in self.differing),
-                    score(one.metrics, "train"),
-                    one.smallest,
-                    text(one.metrics.get("training_seconds")),
-                ],
-            )
-            for one, given in zip(runs, options, strict=True)
+    def __init__(self, run: Run) -> None:
+        self.name = str(run.folder)
+        self.options: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
+        self.fault = "" if run.complete else "This run has not ended."
+        try:
+            self.options = run.options()
+            if run.complete:
+                self.metrics = run.metrics()
+        except HDNNError as error:
+            self.fault = str(error)
+        self.pictures = [
+            (PICTURES.get(path.stem, path.stem), base64.b64encode(path.read_bytes()).decode())
+            for path in sorted(run.folder.glob("*.png"))
         ]
-        columns = zip(*(rest for _, _, rest in self.rows), strict=True)
-        self.wordy = [any(map(_is_words, column)) for column in columns]
-        known = [given for given in options if given]
-        values = {name: {text(given.get(name)) for given in known} for name in COMMON}
-        self.common = [
-            (_words(name), value)
-            for name in COMMON
-            if len(values[name]) == 1 and (value := values[name].pop())
-        ]
+        self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
+        self.parts: dict[str, Any] = self.certificate.get("parts") or {}
 
+    @property
+    def score(self) -> str:
+        """The score on test rows that compares runs."""
+        name = self.measure
+        return score_text(name, self.metrics[name]) if name else ""
 
-class OverSeeds:
-    """Mean and spread of runs that differ in nothing but their seed."""
+    @property
+    def measure(self) -> str:
+        """The name of that score."""
+        return next((name for name in TESTED if self.metrics.get(name) is not None), "")
 
-    def __init__(self, runs: list[RunOnPage]) -> None:
-        groups: dict[tuple[Any, ...], list[RunOnPage]] = {}
-        for one in runs:
-            if one.metrics and one.options:
-                alike = {k: v for k, v in one.options.items() if k not in ("seed", *ASIDE)}
-                groups.setdefault(tuple((k, str(v)) for k, v in alike.items()), []).append(one)
-        found = []
-        for group in groups.values():
-            summary = results.spread([one.metrics for one in group])
-            name = next((name for name in TESTED if name in summary), None)
-            if name is not None and summary[name]["runs"] >= 2:
-                found.append((group, name, summary[name]))
-        options = [
-            {k: v for k, v in _options(group[0]).items() if k != "seed"} for group, _, _ in found
-        ]
-        self.differing = differing(options)
-        self.head = ["runs", "mean", "std", "smallest", "largest", "measure", "seeds"]
-        self.head += map(_words, self.differing)
-        self.rows = [
-            [
-                _group_name(group),
-                *(results.measure_text(name, spread[key]) for key in ("mean", "std")),
-                *(results.measure_text(name, spread[key]) for key in ("smallest", "largest")),
-                NAMED[name],
-                text(spread["runs"]),
-                *(text(given.get(option)) for option in self.differing),
-            ]
-            for (group, name, spread), given in zip(found, options, strict=True)
-        ]
+    @property
+    def scores(self) -> list[tuple[str, str]]:
+        """All scores, with those of the simplest answer."""
+        rows = []
+        for name, value in self.metrics.items():
+            measured = name.startswith(("test_", "train_", "validation_", "baseline_"))
+            if measured and isinstance(value, float):
+                rows.append((name.replace("_", " "), score_text(name, value)))
+        return rows
+
+    @property
+    def smallest_norm(self) -> str:
+        norm = self.certificate.get("smallest_norm")
+        return "" if norm is None else f"{int(norm * 1e4) / 1e4:g}"  # never rounded up to 1
+
+    @property
+    def confusion(self) -> dict[str, Any] | None:
+        """Classes and counts, a row for each true class; None for many classes."""
+        table = self.metrics.get("confusion")
+        if not table or len(table["classes"]) > MOST_CLASSES:
+            return None
+        return table
+
+    @property
+    def command(self) -> str:
+        """The command that trains the same again."""
+        words = ["hdnn", "launch" if "nodes" in self.metrics else "train"]
+        for name, value in self.options.items():
+            values = value if isinstance(value, list) else [value]
+            flag = f"--{name.replace('_', '-')}"
+            words += [f"{flag} {shlex.quote(str(each))}" for each in values]
+        return " ".join(words)
 
 
 def differing(options: Sequence[dict[str, Any]]) -> list[str]:
-    """The options that tell runs apart.
-
-    Data, target, network and layers count wherever they differ; all others where they do among
-    runs for the same target of the same data, because defaults depend on the data.
-    """
-    names = dict.fromkeys([*FIRST, *(name for given in options for name in given)])
-    same: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for given in options:
-        problem = tuple(text(given.get(name)) for name in FIRST[:2])
-        same.setdefault((*problem, *given), []).append(given)  # of one kind, by names of options
-
-    def differs(name: str, runs: Sequence[dict[str, Any]]) -> bool:
-        return len({text(given[name]) for given in runs if name in given}) > 1
-
-    return [
-        name
-        for name in names
-        if name not in ASIDE
-        and any(differs(name, runs) for runs in ([options] if name in FIRST else same.values()))
-    ]
+    """The options in which runs differ."""
+    names: dict[str, set[str]] = {}
+    for values in options:
+        for name in values:
+            names.setdefault(name, {str(each.get(name, "")) for each in options})
+    return [name for name, values in names.items() if len(values) > 1]
 
 
-def _options(run: RunOnPage) -> dict[str, Any]:
-    """The options of a run, with the name of the data for their path."""
-    given = dict(run.options)
-    if "data" in given:
-        given["data"] = run.data
-    return given
+def groups(runs: Sequence[RunOnPage]) -> list[dict[str, Any]]:
+    """Mean and spread of runs that differ in nothing but their seed."""
+    alike: dict[str, list[RunOnPage]] = {}
+    for run in runs:
+        same = {name: value for name, value in run.options.items() if name not in ASIDE}
+        if run.measure:
+            alike.setdefault(str(same), []).append(run)
+    return [_group(group) for group in alike.values() if len(group) > 1]
 
 
-def _measure(runs: list[RunOnPage]) -> str:
-    """The name of the score that compares runs, if it is the same for all."""
-    names = {next((m for m in TESTED if one.metrics.get(m) is not None), None) for one in runs}
-    names -= {None}
-    return NAMED[names.pop() or ""] if len(names) == 1 else "test"
-
-
-def _is_words(cell: str) -> bool:
-    return re.match(r"[A-Za-z]", cell) is not None and not cell.startswith(("R²", "RMSE"))
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _title(runs: list[RunOnPage]) -> str:
-    """What the page is about: the data and the target, if these are the same for all."""
-    about = {(one.data, one.target) for one in runs if one.options}
-    if len(about) != 1:
-        return "Runs"
-    data, target = about.pop()
-    many = "Runs" if len(runs) > 1 else "A run"
-    return f"{many} on {data}" + (f": {target}" if target else "")
-
-
-def _group_name(group: list[RunOnPage]) -> str:
-    """What the names of runs that differ in their seed have in common."""
-    common = os.path.commonprefix([one.short for one in group])
-    return re.sub(r"[-/_]*(seed-)?\d*$", "", common) or common or group[0].data
+def _group(runs: Sequence[RunOnPage]) -> dict[str, Any]:
+    name = runs[0].measure
+    values = [run.metrics[name] for run in runs]
+    facts = {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values),
+        "smallest": min(values),
+        "largest": max(values),
+    }
+    shown = {key: score_text(name, value) for key, value in facts.items()}
+    first = Path(runs[0].name).name
+    return {"runs": f"{first} and {len(runs) - 1} more", "measure": name, **shown}

@@ -58,7 +58,7 @@ def balance(
     after = loop.energy(states[1:], t)
 
     rows = plant.rows(first[..., :p]), plant.rows(second[..., :p])
-    chords = plant.weights.to(states) * implicit.chord(implicit.Rows(plant.activation), *rows)
+    chords = plant.weights.to(states) * implicit.chord(activations.by_row(plant.activation), *rows)
     f = _times(plant.A.mT.to(states), chords)
     tanh = activations.get("tanh")
     rows = controller.rows(first[..., p:], t), controller.rows(second[..., p:], t)
@@ -94,7 +94,7 @@ def _terms(loop: ClosedLoop, y: Tensor, t: Tensor) -> Tensor:
     plant = loop.plant
     z = y[..., :p]
     rows = plant.rows(z)
-    sigma = implicit.Rows(plant.activation)
+    sigma = activations.by_row(plant.activation)
     inside = _times(plant.A.to(y).abs(), z.abs()) + plant.a.to(y).abs()
     energies = sigma.integral(rows).abs() + sigma(rows).abs() * inside
     controllers = loop.controller.rows(y[..., p:], t)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hdnn import activations
 from hdnn.errors import OptionError, ShapeError
-from hdnn.implicit import Rows
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -134,13 +133,13 @@ class Plant(nn.Module):
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
-        energies = self.weights.to(z) * Rows(self.activation).integral(self.rows(z))
+        energies = self.weights.to(z) * activations.by_row(self.activation).integral(self.rows(z))
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
         """States `(N, p)` in which no agent is moved by its own energy."""
         z = -(torch.linalg.pinv(self.A) @ self.a.unsqueeze(-1)).squeeze(-1)
-        forces = self.weights * Rows(self.activation)(self.rows(z))
+        forces = self.weights * activations.by_row(self.activation)(self.rows(z))
         slope = (self.A.mT @ forces.unsqueeze(-1)).squeeze(-1)
         size = self.A.abs().sum((-2, -1)) * (1 + self.a.abs().sum(-1))
         if bool((slope.abs().amax(-1) > 1e-9 * size).any()):

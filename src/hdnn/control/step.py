@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hdnn import implicit
+from hdnn import activations, implicit
 from hdnn.control.plant import colours
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Substeps(NamedTuple):
                 self.B[t, group],
                 self.A[t, group],
                 self.a[t, group],
-                implicit.Rows(self.rows),
+                activations.by_row(self.rows),
                 c=None if push is None else start + push[:, index],
                 max_iter=1000,
                 where=f"step {t} of a closed loop",

@@ -347,36 +347,45 @@ def _from_images(path: Path, progress: bool) -> ImageData:
     return ImageData(**tensors, **about)
 
 
-def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All images in the order of their names, by part and class."""
-    pillow = require("PIL.Image", extra="images")
+def _image_files(path: Path) -> dict[tuple[str, str], dict[str, bytes]]:
+    """The contents of image files, by part and class, then by name."""
     files: dict[tuple[str, str], dict[str, bytes]] = {}
     for name, content in _members(path):
         parts = PurePosixPath(name).parts[-3:]
         if len(parts) == 3 and parts[0] in COUNTS and parts[1] in CLASSES:
             files.setdefault((parts[0], parts[1]), {})[parts[2]] = content
+    return files
+
+
+def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All images in the order of their names, by part and class."""
+    files = _image_files(path)
+    pillow = require("PIL.Image", extra="images")
+    pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
+    formats: set[str] = set()
+    folders = [(part, label) for part in COUNTS for label in CLASSES]
+    with Progress(f"decoding {path.name}", len(folders) if progress else 0) as line:
+        for number, (part, label) in enumerate(folders, 1):
+            members = files.get((part, label), {})
+            if len(members) != COUNTS[part]:
+                raise DataError(
+                    f"{path} has {len(members)} images in {part}/{label}, but CIFAR-10 has "
+                    f"{COUNTS[part]}; get the complete set."
+                )
+            pixels[part] += [_pixels(pillow, members[name], formats) for name in sorted(members)]
+            line.update(number)
     tensors = {}
-    formats = set()
-    total = len(CLASSES) * len(COUNTS)
-    with Progress(f"decoding {path.name}", total if progress else 0) as line:
-        for part, count in COUNTS.items():
-            pixels = []
-            for label in CLASSES:
-                members = files.get((part, label), {})
-                if len(members) != count:
-                    raise DataError(
-                        f"{path} has {len(members)} images in {part}/{label}, but CIFAR-10 has "
-                        f"{count}; get the complete set."
-                    )
-                for name in sorted(members):
-                    with pillow.open(io.BytesIO(members[name]), formats=("JPEG", "PNG")) as image:
-                        formats.add(image.format)
-                        pixels.append(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
-                line.update(len(pixels) // count, part)
-            tensors[f"images_{part}"] = torch.from_numpy(np.stack(pixels))
-            tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(count)
+    for part, count in COUNTS.items():
+        tensors[f"images_{part}"] = torch.from_numpy(np.stack(pixels[part]))
+        tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(count)
     kind = "JPEG" if "JPEG" in formats else "PNG"
     remark = f"decoded from {kind} images"
     if kind == "JPEG":
         remark += "; the pixels are not the original ones: report results under this name"
     return tensors, {"name": f"CIFAR-10 ({kind})", "remark": remark}
+
+
+def _pixels(pillow: Any, content: bytes, formats: set[str]) -> np.ndarray:
+    with pillow.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+        formats.add(image.format)
+        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)

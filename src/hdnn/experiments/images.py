@@ -107,16 +107,23 @@ TABLE_III = {  # network, layers: while training, in the test
 CONVOLUTION = 99.4  # the accuracy that K as a convolution should reach
 
 
+def jobs_three(by: str, options: Any) -> list[Job]:
+    kinds = [*TABLE_III, *(("h2", layers) for layers in (2, 4, 6, 8))]
+    if by == "ours":
+        kinds.append(("conv", 8))
+    jobs = []
+    for network, layers in kinds:
+        settings = {} if network in ("none", "conv") else {"layers": layers}
+        for seed in range(options.seeds):
+            job = job_of("mnist", network, seed, options.epochs, by, **settings)
+            jobs.append({**job, "layers": layers})
+    return jobs
+
+
 def table_three(options: Any) -> dict[str, Any]:
-    rows = [*TABLE_III, *(("h2", layers) for layers in (2, 4, 6, 8))]
     jobs = []
     for by in options.recipes:
-        kinds = [*rows, ("conv", 8)] if by == "ours" else rows
-        for network, layers in kinds:
-            settings = {} if network in ("none", "conv") else {"layers": layers}
-            for seed in range(options.seeds):
-                job = job_of("mnist", network, seed, options.epochs, by, **settings)
-                jobs.append({**job, "layers": layers})
+        jobs += jobs_three(by, options)
     data = load_mnist().to(options.device)
     with engine.use(precision="tf32"):
         results = run_images(jobs, data, options)
@@ -294,12 +301,12 @@ def draw_extremes(rows: list[dict[str, Any]]) -> Any:
     networks = list(dict.fromkeys(row["network"] for row in rows))
     for row in rows:
         ax = panels[row["stage"] - 1]
-        style = STYLES[networks.index(row["network"])]
+        colour = STYLES[networks.index(row["network"])]["color"]
         for key, line in (("largest", "-"), ("smallest", "--")):
-            means = [sum(values) / len(values) for values in row[key]]
-            shown = [mean if mean > 0 else math.nan for mean in means]
+            means = torch.tensor(row[key]).mean(1)
+            means[means <= 0] = torch.nan
             label = f"{TITLES[row['network']]}, {key}"
-            ax.plot(shown, color=style["color"], linestyle=line, label=label)
+            ax.plot(means.tolist(), color=colour, linestyle=line, label=label)
     for number, ax in enumerate(panels, 1):
         level_one(ax)
         ax.set_yscale("log")

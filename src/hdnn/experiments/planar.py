@@ -161,28 +161,35 @@ def places() -> list[tuple[str, str, int]]:
     return [(network, data, layers) for data, layers in TABLE_I for network in NETWORKS]
 
 
+def ranked(scores: dict[float, list[float]]) -> list[float]:
+    """The T with the most runs, and of these the one whose best three runs did best, first."""
+
+    def quality(T: float) -> tuple[int, float, float]:
+        runs = sorted(scores[T], reverse=True)
+        return len(runs), sum(runs[:3]), sum(runs)
+
+    return sorted(scores, key=quality, reverse=True)
+
+
+def jobs_of_cell(cell: tuple[str, str, int], times: list[float], seeds: range) -> list[Job]:
+    """Trainings with each T, tested on points that are held out."""
+    jobs = [job_one(*cell, seed, T) for T in times for seed in seeds]
+    return [{**job, "validation": True} for job in jobs]
+
+
 def choose_T(options: Any) -> dict[tuple[str, str, int], float]:
-    """For each cell, the T whose best three runs did best on points that were held out."""
+    """For each cell, the T that did best on points that were held out."""
     scores: dict[Any, dict[float, list[float]]] = {}
     for cell in places():
         scores[cell] = {T: [] for T in TRIED}
-
-    def ranked(cell: Any) -> list[float]:
-        def quality(T: float) -> tuple[int, float, float]:
-            runs = sorted(scores[cell][T], reverse=True)
-            return len(runs), sum(runs[:3]), sum(runs)
-
-        return sorted(TRIED, key=quality, reverse=True)
-
     for count, seeds in ROUNDS:
         jobs = []
         for cell in places():
-            for T in ranked(cell)[:count]:
-                jobs += [{**job_one(*cell, seed, T), "validation": True} for seed in seeds]
+            jobs += jobs_of_cell(cell, ranked(scores[cell])[:count], seeds)
         for job, result in runner.run_jobs(jobs, measure, options.runs, options.processes):
             cell = (job["network"], job["data"], job["layers"])
             scores[cell][job["T"]].append(result["accuracy"])
-    return {cell: ranked(cell)[0] for cell in places()}
+    return {cell: ranked(scores[cell])[0] for cell in places()}
 
 
 def table_one(options: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hdnn.engine import rebuild
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float
-from hdnn.networks.promise import Guarantee
+from hdnn.networks.network import Guarantee
 
 VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
 GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"

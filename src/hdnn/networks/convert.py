@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hdnn.errors import OptionError
 from hdnn.networks.blocks import Leapfrog, Reversible
-from hdnn.networks.promise import Guarantee
+from hdnn.networks.network import Guarantee
 
 Model = TypeVar("Model", bound=nn.Module)
 KNOWN = (

@@ -20,7 +20,7 @@ from hdnn import activations
 from hdnn.engine import current, rebuild
 from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
-from hdnn.networks.promise import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
+from hdnn.networks.network import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
 from hdnn.sparsity import Sparsity
 
 DEFAULT_T = 2.4
@@ -408,9 +408,10 @@ class HamiltonianUnit(nn.Module):
         options: dict[str, Any] = {"padding": self.padding, "groups": self.groups}
         x = F.conv2d(s.to(shear.A.dtype), shear.A, shear.a, **options)
         if shear.gamma is not None:
-            running: list[Any] = [None, None]
+            running: tuple[Any, Any] = (None, None)
             if counts or not self.training:
-                running = [self.get_buffer(named(name, half))[j] for name in ("mean", "var")]
+                mean = self.get_buffer(named("mean", half))
+                running = (mean[j], self.get_buffer(named("var", half))[j])
             x = F.batch_norm(x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS)
         z = activations.get(self.activation)(x)
         f = F.conv_transpose2d(z, shear.B, **options)

@@ -95,26 +95,28 @@ def training_history(
     """
     ax = axes_or_new(ax)
     best = history.best_epoch
+    _epochs(ax, history.loss, label="loss", color=BLUE)
+    label = f"held-out loss (lowest in epoch {best})"
+    _epochs(ax, history.validation_loss, label=label, color=BLACK)
     wrong = [1 - accuracy for accuracy in history.accuracy]
-    wrong_test = [1 - accuracy for accuracy in test]
-    for values, label, color, line in (
-        (history.loss, "loss", BLUE, "-"),
-        (history.validation_loss, f"held-out loss (lowest in epoch {best})", BLACK, "-"),
-        (wrong, "wrong labels", RED, "--"),
-        (wrong_test, "wrong labels, test", GREEN, "-."),
-    ):
-        shown = [value if value > 0 else math.nan for value in values]  # zero has no logarithm
-        if any(map(math.isfinite, shown)):
-            marker = "o" if len(values) < 3 else ""
-            epochs = range(1, len(values) + 1)
-            ax.plot(epochs, shown, color=color, linestyle=line, marker=marker, label=label)
-    if best and len(history.validation_loss) >= best:
+    _epochs(ax, wrong, label="wrong labels", color=RED, linestyle="--")
+    wrong = [1 - accuracy for accuracy in test]
+    _epochs(ax, wrong, label="wrong labels, test", color=GREEN, linestyle="-.")
+    if best:
         ax.plot([best], [history.validation_loss[best - 1]], color=BLACK, marker="o")
     if ax.lines:
         ax.set_yscale("log")
     ax.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
     ax.grid(alpha=0.3)
     return finish(ax, 2, xlabel="epoch", ylabel="mean over minibatches", title="Training")
+
+
+def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
+    """A curve over the epochs; zero has no logarithm, and is left out."""
+    shown = [value if value > 0 else math.nan for value in values]
+    if any(map(math.isfinite, shown)):
+        marker = "o" if len(values) < 3 else ""
+        ax.plot(range(1, len(values) + 1), shown, marker=marker, **style)
 
 
 def sensitivity_norms(norms: Tensor, ax: Axes | None = None) -> Axes:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
-from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.model import Model
+from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
@@ -512,12 +511,14 @@ def check_data(model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix
             f"{prefix}t must be whole-number labels from 0 to {max(head.outputs, 2) - 1}, but is "
             f"{t.dtype} from {t.min()} to {t.max()}."
         )
-    if weight is None:
-        return
-    if weight.shape != x.shape[:1] or not bool(weight.isfinite().all() and weight.any()):
-        raise DataError(f"{prefix}weight must be ({len(x)},), finite, and not all zero.")
-    if weight.min() < 0:
-        raise DataError(f"{prefix}weight must not be negative, but has {weight.min():g}.")
+    if weight is not None and (weight.shape != x.shape[:1] or not _is_weight(weight)):
+        raise DataError(
+            f"{prefix}weight must be ({len(x)},), finite, not negative and not all zero."
+        )
+
+
+def _is_weight(weight: Tensor) -> bool:
+    return bool(weight.isfinite().all() and weight.min() >= 0 and weight.any())
 
 
 def fit_multilevel(

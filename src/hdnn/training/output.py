@@ -244,22 +244,22 @@ def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
         except np.linalg.LinAlgError:  # rounding must not stop a training
             break
         step = step.reshape(W.shape)
-        decrease = float((gradient * step).sum())
+        decrease = np.vdot(gradient, step)
         if not decrease > ENOUGH:
             break
         move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
         size = 1.0
         while size > 1e-9:
-            trial = problem.loss(S - size * move) + 0.5 * ridge * ((W - size * step) ** 2).sum()
+            W_new = W - size * step
+            S_new = S - size * move
+            trial = problem.loss(S_new) + 0.5 * ridge * np.vdot(W_new, W_new)
             if trial <= value - 1e-4 * size * decrease:
                 break
             size *= 0.5
         else:
             break
-        W = W - size * step
-        S = S - size * move
-        value = trial
+        W, S, value = W_new, S_new, trial
     return W
 
 

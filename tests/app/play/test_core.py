@@ -1,135 +1,103 @@
-"""The arithmetic of the playground is that of hdnn: outputs, gradients and norms, in float64."""
+"""The arithmetic of the playground against hdnn: outputs, gradients, norms, files, training."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import hdnn
-from hdnn import analysis
-from hdnn.networks import BY_NAME
+from hdnn.app import play
+from hdnn.app.play import HERE
 from node import run_node
 
-HERE = Path(__file__).parent
-CORE = Path(hdnn.__file__).parent / "app" / "play" / "core" / "index.js"
-NETWORKS = ("h2", "h1", "verlet", "ms1", "ms2", "ms3", "mlp")
-ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin")
-SIZES = [(2, 1, 3), (4, 2, 5), (8, 7, 2), (6, 20, 3), (4, 64, 7)]  # features, layers, samples
-ODD = [(1, 3, 2), (3, 5, 4), (5, 33, 3), (7, 2, 5)]  # where the state is not split
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vectors")
+    script = folder / "vectors.mjs"
+    source = Path(__file__).with_name("vectors.mjs").read_text("utf-8")
+    script.write_text(source.replace("PLAYGROUND", HERE.as_uri()), encoding="utf-8")
+    return folder, json.loads(run_node(script, folder))
 
 
-def network(name: str, n: int, N: int, activation: str, T: float) -> Any:
-    options = {} if name == "mlp" else {"T": T}
-    g = torch.Generator().manual_seed(17 * n + N)
-    net = BY_NAME[name](
-        n, N, activation=activation, dtype=torch.float64, init="scaled", generator=g, **options
-    )
-    scale = 1.0 if name == "mlp" else 1.5
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.copy_(scale * torch.randn(weight.shape, generator=g).double() / n**0.5)
-    return net
+NAMES = [
+    f"{network}-{activation}"
+    for network in ("h2", "h1", "verlet", "mlp")
+    for activation in ("tanh", "relu", "sigmoid", "softplus", "silu", "sin")
+]
 
 
-def sizes(name: str) -> list[tuple[int, int, int]]:
-    return SIZES + (ODD if name in ("ms2", "mlp") else [])
+@pytest.mark.parametrize("name", NAMES)
+def test_hdnn_loads_a_download_and_computes_the_same(results, name):
+    folder, found = results
+    values = {
+        key: torch.tensor(v, dtype=torch.float64)
+        for key, v in found[name].items()
+        if key != "weights"
+    }
+    model = hdnn.io.load(folder / f"{name}.safetensors")
+    x = values["x"].reshape(-1, 2)
+    probabilities = model.head.probabilities(model(x))[:, 1].detach()
+    torch.testing.assert_close(probabilities, values["probabilities"], rtol=0, atol=1e-12)
+    net = model.net
+    y = values["Y"].reshape(-1, 4).requires_grad_()
+    end = net(y)
+    torch.testing.assert_close(end.T.flatten(), values["end"], rtol=1e-12, atol=1e-12)
+    end.sum().backward()
+    torch.testing.assert_close(y.grad.T.flatten(), values["start"], rtol=1e-11, atol=1e-11)
+    for weight, gradient in found[name]["weights"].items():
+        expected = net.get_parameter(weight).grad.flatten()
+        torch.testing.assert_close(
+            torch.tensor(gradient, dtype=torch.float64), expected, rtol=1e-10, atol=1e-10
+        )
+    norms = hdnn.analysis.norms(hdnn.analysis.backward_sensitivity(net, y.detach()))[:-1]
+    torch.testing.assert_close(values["norms"].view(5, -1), norms, rtol=1e-9, atol=1e-12)
 
 
-def cases(name: str) -> list[tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]]:
-    made = []
-    for activation in ACTIVATIONS:
-        for n, N, B in sizes(name):
-            T = 1.7
-            net = network(name, n, N, activation, T)
-            g = torch.Generator().manual_seed(N)
-            y, G = torch.randn(2, B, n, generator=g, dtype=torch.float64)
-            asked = {"network": name, "features": n, "layers": N, "activation": activation, "T": T}
-            asked |= {"Y": y.flatten().tolist(), "G": G.flatten().tolist(), "B": B}
-            state = net.state_dict()
-            asked["weights"] = {k: v.flatten().tolist() for k, v in state.items()}
-            made.append((net, y, G, asked))
-    return made
+def test_h2_learns_the_swiss_roll_and_gradients_of_the_mlp_vanish(results):
+    _, found = results
+    assert found["learned"]["accuracy"] > 0.95
+    assert found["smallest"][0] >= 1
+    assert found["smallest"][1] < 1e-5
 
 
-def check_close(found: list[float], expected: torch.Tensor, what: str) -> None:
-    """To 1e-9 of the largest entry."""
-    wanted = expected.detach().numpy().ravel()
-    given = np.array(found, dtype=float)
-    assert given.shape == wanted.shape, what
-    size = max(1.0, float(np.abs(wanted).max(initial=0)))
-    assert float(np.abs(given - wanted).max(initial=0)) <= 1e-9 * size, what
+def test_a_file_of_hdnn_opens_and_a_damaged_one_is_refused(tmp_path):
+    model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 3), hdnn.SigmoidHead(4))
+    hdnn.io.save(model, tmp_path / "good.safetensors")
+    content = (tmp_path / "good.safetensors").read_bytes()
+    (tmp_path / "flipped.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (tmp_path / "cut.safetensors").write_bytes(content[:-3])
+    many = hdnn.Model(hdnn.Augment(3, 4), hdnn.H2(4, 3), hdnn.SigmoidHead(4))
+    hdnn.io.save(many, tmp_path / "many.safetensors")
+    implicit = hdnn.Model(hdnn.Augment(2, 4), hdnn.ImplicitH2(4, 3), hdnn.SigmoidHead(4))
+    hdnn.io.save(implicit, tmp_path / "implicit.safetensors")
+    script = tmp_path / "open.mjs"
+    script.write_text(f"""
+        import fs from "node:fs";
+        import {{ fromSafetensors }} from "{HERE.as_uri()}/core/safetensors.js";
+        const said = {{}};
+        for (const name of ["good", "flipped", "cut", "many", "implicit"]) {{
+          try {{
+            const model = fromSafetensors(fs.readFileSync("{tmp_path}/" + name + ".safetensors"));
+            said[name] = model.net.network;
+          }} catch (error) {{ said[name] = error.message; }}
+        }}
+        process.stdout.write(JSON.stringify(said));
+    """)
+    said = json.loads(run_node(script))
+    assert said["good"] == "h2"
+    assert "checksum" in said["flipped"]
+    assert "damaged" in said["cut"]
+    assert "2 inputs" in said["many"]
+    assert "does not offer" in said["implicit"]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_gradients_and_norms_are_those_of_hdnn(name, tmp_path):
-    made = cases(name)
-    file = tmp_path / "cases.json"
-    file.write_text(json.dumps([asked for *_, asked in made]))
-    results = json.loads(run_node(HERE / "core_vectors.mjs", CORE, file))
-    assert len(results) == len(made)
-    for (net, y, G, asked), found in zip(made, results, strict=True):
-        what = f"{net!r}"
-        y = y.clone().requires_grad_()
-        out = net(y)
-        out.backward(G)
-        shapes = {k: list(v.shape) for k, v in net.state_dict().items()}
-        assert found["shapes"] == shapes, what
-        check_close(found["forward"], out, what)
-        check_close(found["trajectory"], net.trajectory(y), what)
-        check_close(found["y0"], y.grad, what)
-        for weight, parameter in net.named_parameters():
-            check_close(found["weights"][weight], parameter.grad, f"{what} {weight}")
-        norms = analysis.norms(analysis.backward_sensitivity(net, y.detach())[:-1])
-        expected = norms.amin(-1), norms.median(-1).values, norms.amax(-1)
-        for given, wanted in zip(found["norms"], expected, strict=True):
-            assert np.allclose(given, wanted, rtol=1e-9, atol=0), what
-        assert np.allclose(found["single"], norms[:, 0], rtol=1e-9, atol=0), what
-        assert len(found["single"]) == asked["layers"]
-
-
-def test_norms_are_never_below_1_where_that_is_promised_and_vanish_in_a_perceptron():
-    smallest = json.loads(run_node(HERE / "core_promises.mjs", CORE))
-    for name in NETWORKS:
-        for activation in ACTIVATIONS:
-            least = smallest[f"{name} {activation}"]
-            promise = BY_NAME[name](4, 2, activation=activation).guarantee()
-            assert least["promised"] == promise.holds, (name, activation)
-            if promise.holds:
-                assert float(least["norm"]) >= 1 - 1e-9, (name, activation)
-    assert float(smallest["mlp tanh"]["norm"]) < 1e-6
-
-
-SPECTRAL = """
-import { pathToFileURL } from "node:url";
-import { readFileSync } from "node:fs";
-const { spectralNorm } = await import(pathToFileURL(process.argv[1]).href);
-const matrices = JSON.parse(readFileSync(process.argv[2], "utf8"));
-const special = [[NaN, 1, 1, 1], [0, Infinity, 0, 0], [0, 0, 0, 0], [0, 5e-324, 0, 0]];
-process.stdout.write(JSON.stringify({
-  norms: matrices.map((A) => spectralNorm(Float64Array.from(A.flat()), A.length)),
-  special: special.map((A) => String(spectralNorm(Float64Array.from(A), 2))),
-}));
-"""
-
-
-def test_spectral_norms_are_exact_for_matrices_of_all_kinds(tmp_path):
-    rng = np.random.default_rng(0)
-    matrices = []
-    for n in range(1, 9):
-        A, B = rng.standard_normal((2, n, n))
-        orthogonal = np.linalg.qr(A)[0]
-        matrices += [A, 1e-200 * A, 1e150 * A, A * np.exp(10 * B), np.diag(np.exp(20 * A[0]))]
-        matrices += [orthogonal, np.eye(n), np.eye(n) + 1e-9 * A, np.outer(A[0], B[0])]
-        matrices += [np.eye(n) + 1e-5 * np.triu(A, 1), orthogonal + 1e-12 * B]
-    file = tmp_path / "matrices.json"
-    file.write_text(json.dumps([A.tolist() for A in matrices]))
-    place = CORE.parent / "spectral.js"
-    found = json.loads(run_node("--input-type=module", "--eval", SPECTRAL, place, file))
-    expected = [np.linalg.norm(A, 2) for A in matrices]
-    assert np.allclose(found["norms"], expected, rtol=1e-14, atol=0)
-    assert found["special"] == ["NaN", "Infinity", "0", "5e-324"]
+def test_no_name_is_declared_by_two_joined_scripts(tmp_path):
+    """One scope holds all scripts of a bundle: a name that is declared twice is a syntax error."""
+    for name in ("ui/main.js", "worker.js"):
+        script = tmp_path / "joined.js"
+        script.write_text(play.join(HERE / name), encoding="utf-8")
+        run_node("--check", script)

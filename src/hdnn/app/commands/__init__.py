@@ -1,1 +1,0 @@
-"""The commands of `hdnn`, a file each; `hdnn.app.cli` puts them together."""

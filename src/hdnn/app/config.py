@@ -1,0 +1,284 @@
+"""Options of trainings: a dataclass each for tables, images and graphs, and TOML files of them.
+
+Fields with a help text are options of the command line. None means: chosen for the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+
+from hdnn.errors import CheckpointError, OptionError, choose, positive_int
+
+PLANAR_SETS = ("swiss_roll", "double_moons", "double_circles")
+IMAGE_SETS = ("mnist", "cifar10")
+TASKS = ("auto", "classification", "regression")
+SOLVERS = ("newton", "adam", "joint")
+SEEDS = 2**32
+GRAPH_OPTIONS = (  # of a training on a graph
+    *("data", "target", "drop", "categorical", "task", "test_fraction", "network", "layers", "T"),
+    *("activation", "epochs", "batch", "learning_rate", "weight_decay", "solver", "ridge"),
+    *("smoothness", "seed"),
+)
+LAYERS = {"swiss_roll": 64, "double_moons": 64, "double_circles": 64, "mnist": 8}
+
+
+def option(help: str, default: Any = None) -> Any:
+    """A field that is an option of the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+def many(help: str) -> Any:
+    """An option that may be repeated."""
+    return field(default_factory=list, metadata={"help": f"{help} (may be repeated)"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of all trainings."""
+
+    kind: ClassVar[str]
+
+    data: str = option(
+        "swiss_roll, double_moons, double_circles, mnist, cifar10, FILE.csv or FILE.parquet",
+        MISSING,
+    )
+    network: str = option(
+        "h2 (default), h1, verlet, yoshida4, implicit_h2, midpoint, discrete_gradient, ms1, ms2, "
+        "ms3, mlp; for images also h1_paper, resnet56, alexnet",
+        "h2",
+    )
+    layers: int | None = option(
+        "number of layers (default: 64; for a file 4, for images as in the paper)"
+    )
+    T: float | None = option("time that all layers span; a step is T / layers")
+    activation: str | None = option("tanh, relu, sigmoid, softplus, gelu, silu, sin ..")
+    epochs: int | None = option("passes over the data (default: 50; for a file and images 40)")
+    batch: int | None = option("samples in a minibatch")
+    learning_rate: float | None = option("of the first step; it falls to zero as a cosine")
+    weight_decay: float | None = option("of the hidden layers")
+    smoothness: float | None = option("penalty on differences between neighbouring layers")
+    seed: int = option("of split, weights and order of the data (default: 0)", 0)
+    device: str = option("cpu (default), cuda or auto", "cpu")
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any]) -> Self:
+        """The config of these options, checked as far as no data are needed."""
+        if not values.get("data"):
+            raise OptionError("--data is missing; give a data set or a file: --data swiss_roll.")
+        types = get_type_hints(cls)
+        for name, value in values.items():
+            if name not in types or name == "kind":
+                raise OptionError(
+                    f"--{name.replace('_', '-')} does not apply to {cls.kind} data such as "
+                    f"{values['data']}; leave it out."
+                )
+            if not _fits(value, types[name]):
+                raise OptionError(f"{name} cannot be {value!r}.")
+        config = cls(**values)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Refuse numbers out of range; the layers and the training check their own."""
+        for name in ("layers", "epochs", "batch"):
+            number = getattr(self, name)
+            if number is not None:
+                positive_int(name, number)
+        if not 0 <= self.seed < SEEDS:
+            raise OptionError(f"seed must be from 0 to 2^32 - 1, but got {self.seed}.")
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-4-0."""
+        parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
+        layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 4)
+        parts += [self.network, layers, self.seed]
+        return "-".join(plain_name(str(part)) for part in parts if part is not None)
+
+    def options(self) -> dict[str, Any]:
+        """All options that have a value."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, [])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig(Config):
+    """A training on a table, or on points of the plane."""
+
+    kind: ClassVar[str] = "table"
+
+    target: str | None = option("column of the file to predict")
+    drop: list[str] = many("column to leave out")  # noqa: RUF009
+    categorical: list[str] = many("column whose numbers are categories")  # noqa: RUF009
+    task: str = option("auto (default), classification or regression", "auto")
+    class_weight: str | None = option("balanced, or a weight for each class: yes=2,no=1")
+    test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
+    validation: float | None = option("fraction of the other rows to measure after each epoch")
+    patience: int | None = option(
+        "end after this many epochs without a lower loss (of the held-out rows, with --validation)"
+    )
+    features: int | None = option("size of a state (default: 4; for a file, from its columns)")
+    solver: str | None = option("of the output layer: newton, adam or joint")
+    ridge: float | None = option("penalty on the output layer")
+
+    @property
+    def is_file(self) -> bool:
+        """True for a table, False for points of the plane."""
+        return self.data not in PLANAR_SETS
+
+    def check(self) -> None:
+        super().check()
+        choose("task", self.task, TASKS)
+        if self.solver is not None:
+            choose("solver", self.solver, SOLVERS)
+        for name in ("test_fraction", "validation"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share < 1:
+                raise OptionError(f"{name} must be at least 0 and below 1, but got {share}.")
+        if not self.is_file:
+            for name in ("target", "drop", "categorical", "test_fraction"):
+                if getattr(self, name):
+                    raise OptionError(f"--{name.replace('_', '-')} is for files, not {self.data}.")
+        elif not Path(self.data).suffix:
+            choose("data (or a file)", self.data, (*PLANAR_SETS, *IMAGE_SETS))
+        elif self.target is None:
+            raise OptionError(f"--target is missing; name the column of {self.data} to predict.")
+        elif self.target in self.drop:
+            raise OptionError(f"--drop {self.target} would leave out the target.")
+
+    def weights(self) -> str | dict[str, float] | None:
+        """The class weights as a word, or a number for each name."""
+        if self.class_weight is None or "=" not in self.class_weight:
+            return self.class_weight
+        weights = {}
+        for entry in self.class_weight.split(","):
+            name, _, number = entry.rpartition("=")
+            try:
+                weights[name] = float(number)
+            except ValueError as error:
+                raise OptionError(
+                    f"class-weight must be balanced, or like yes=2,no=1, but got {entry!r}."
+                ) from error
+        return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(Config):
+    """A training on the images of mnist or cifar10, by the recipes of the paper."""
+
+    kind: ClassVar[str] = "images"
+
+    images: int | None = option("use only this many training and test images, for a quick look")
+
+    def check(self) -> None:
+        super().check()
+        if self.images is not None:
+            positive_int("images", self.images)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that say where results go and what is shown."""
+
+    graph: str | None = option("TOML file: train on its nodes (see hdnn launch)")
+    config: str | None = option("TOML file with options under [train]; flags overrule it")
+    seeds: int | None = option("train this many runs: seed, seed + 1 ..")
+    out: str | None = option("folder of the run (default: runs/DATA-NETWORK-LAYERS-SEED)")
+    resume: bool = option("go on with the run in the folder", False)
+    overwrite: bool = option("replace the run in the folder", False)
+    json: bool = option("print one JSON object", False)
+    quiet: bool = option("show no progress", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options that say on what graph, by how many processes, and where results go."""
+
+    graph: str | None = option("TOML file with nodes and edges; without --data: what it needs")
+    nodes: int | None = option("train on a ring of this many nodes")
+    parts: int | None = option("processes that share the nodes (default: one for each node)")
+    restarts: int | None = option("start again this many times after a process is lost")
+    out: str | None = option("folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)")
+    resume: bool = option("go on with the run in the folder", False)
+    overwrite: bool = option("replace the run in the folder", False)
+    json: bool = option("print one JSON object", False)
+    quiet: bool = option("show no progress", False)
+
+
+def config_for(values: Mapping[str, Any]) -> TableConfig | ImageConfig:
+    """The config of a training on a table or on images, by the name of its data."""
+    kind = ImageConfig if values.get("data") in IMAGE_SETS else TableConfig
+    return kind.build(values)
+
+
+def all_options(*configs: type) -> dict[str, tuple[Any, str]]:
+    """The type and the help of each option of these dataclasses, by name."""
+    options = {}
+    for config in configs:
+        types = get_type_hints(config)
+        for entry in fields(config):
+            if "help" in entry.metadata and entry.name not in options:
+                options[entry.name] = (types[entry.name], entry.metadata["help"])
+    return options
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """True if a value of a TOML file has the type of an option."""
+    if get_origin(annotation) is list:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    kinds = get_args(annotation) or (annotation,)
+    if float in kinds and type(value) is int:
+        return True
+    if type(value) is float and not math.isfinite(value):
+        return False
+    return type(value) in kinds
+
+
+def plain_name(text: str) -> str:
+    """A text without letters that a folder's name should not have."""
+    return re.sub(r"[^\w.-]+", "_", text).strip("._-")[:64] or "data"
+
+
+# Files
+
+
+def read_options(path: str | os.PathLike[str], table: str = "train") -> dict[str, Any]:
+    """The options in a TOML file, under the name of a table."""
+    try:
+        content = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a TOML file: {error}.") from error
+    options = content.get(table)
+    if not isinstance(options, dict):
+        raise OptionError(f"{path} has no table [{table}]; write the options below that line.")
+    return {name.replace("-", "_"): value for name, value in options.items()}
+
+
+def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
+    """Write options as a TOML file with one table."""
+    from hdnn.io import write_atomically  # it imports torch, which the help need not wait for
+
+    lines = [f"[{table}]"]
+    for name, value in options.items():
+        lines.append(f"{name} = {_toml(value)}")
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        entries = [f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(entry) for entry in value) + "]"
+    if isinstance(value, float):
+        return repr(value)  # JSON has no name for infinity
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,1 +1,0 @@
-"""Configs of trainings: on tables, on images, on graphs."""

@@ -1,0 +1,247 @@
+"""Answers of trained models, and scores: never alone, but beside what is easy to reach."""
+
+from __future__ import annotations
+
+import csv
+import io as text_io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdnn import analysis, io
+from hdnn.app.config import IMAGE_SETS, PLANAR_SETS
+from hdnn.app.runs import Run, members
+from hdnn.errors import CheckpointError, DataError, OptionError
+from hdnn.heads import RegressionHead
+
+CHUNK = 4096  # samples that go through a model at once
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that begins so
+ANSWERS = ("predictions", "probabilities", "agreement", "spread")
+
+
+@torch.no_grad()
+def outputs(model: Any, x: Tensor) -> np.ndarray:
+    """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
+    model.eval()
+    scores = torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
+    head: Any = getattr(model, "head", None)
+    if isinstance(head, RegressionHead):
+        return scores[:, 0].numpy()
+    if hasattr(head, "probabilities"):
+        return head.probabilities(scores).numpy()
+    return scores.softmax(1).numpy()
+
+
+def evaluate(
+    answers: np.ndarray, truth: np.ndarray, classes: Sequence[str], common: int | float
+) -> dict[str, Any]:
+    """Scores of answers, beside those of always giving the commonest class, or the mean.
+
+    Args:
+        answers: probabilities (rows, classes), or values (rows,).
+        truth: labels, or values.
+        classes: their names; none for values.
+        common: the commonest label of the training rows, or their mean value.
+    """
+    if not classes:
+        errors = answers - truth
+        spread = float(((truth - truth.mean()) ** 2).sum())
+        rmse = float(np.sqrt((errors**2).mean()))
+        plain = float(np.sqrt(((truth - common) ** 2).mean()))
+        r2 = 1 - float((errors**2).sum()) / spread if spread else float("nan")
+        text = f"always answering the mean, {common:.4g}, would give an RMSE of {plain:.4g}"
+        return {"rmse": rmse, "r2": r2, "baseline_rmse": plain, "baseline": text}
+    chosen = answers.argmax(1)
+    counts = np.zeros((len(classes), len(classes)), int)
+    np.add.at(counts, (truth, chosen), 1)
+    plain = float((truth == common).mean())
+    missed = (counts.sum(0) == 0) & (counts.sum(1) > 0)
+    never = [name for name, is_missed in zip(classes, missed, strict=True) if is_missed]
+    return {
+        "accuracy": float((chosen == truth).mean()),
+        "baseline_accuracy": plain,
+        "baseline": f"always answering {classes[int(common)]} would give {plain:.2%}",
+        "never_predicted": never,
+        "confusion": {"classes": list(classes), "counts": counts.tolist()},
+    }
+
+
+def score_text(name: str, value: float) -> str:
+    """A score with as many digits as people read; nothing below 100% is shown as 100%."""
+    if not name.endswith("accuracy"):
+        return f"{value:.4g}"
+    return f"{min(value, 0.9999) if value < 1 else 1:.2%}"
+
+
+# Prediction
+
+
+def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
+    """Predictions of a run for data; of several seeds, their mean and how far they agree."""
+    runs = members(folder)
+    answers = []
+    for each in runs:
+        each.check_complete()
+        answers.append(_answers(each, data))
+    first, truth, target = answers[0]
+    if any(other[2].classes != target.classes for other in answers):
+        raise CheckpointError(f"the runs in {folder} predict different classes; they have no mean.")
+    each = np.stack([answer for answer, _, _ in answers])
+    result = {"rows": len(first), "target": target.name, **_combined(each, target, proba)}
+    if truth is not None:
+        common = runs[0].metrics()["common"]
+        result |= evaluate(each.mean(0), truth, target.classes, common)
+    return result
+
+
+def _combined(each: np.ndarray, target: Any, proba: bool) -> dict[str, Any]:
+    """The mean of the outputs of several runs; how far they agree, or how far they spread."""
+    mean = each.mean(0)
+    result: dict[str, Any] = {"runs": len(each)} if len(each) > 1 else {}
+    if not target.classes:
+        if proba:
+            raise OptionError("the run predicts values, which have no probabilities.")
+        result["predictions"] = mean.tolist()
+        if len(each) > 1:
+            result["spread"] = each.std(0, ddof=1).tolist()
+        return result
+    chosen = mean.argmax(1)
+    result["predictions"] = [target.classes[label] for label in chosen]
+    if proba:
+        result["probabilities"] = dict(zip(target.classes, mean.T.tolist(), strict=True))
+    if len(each) > 1:
+        result["agreement"] = (each.argmax(2) == chosen).mean(0).tolist()
+    return result
+
+
+def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
+    """Outputs of one run in units of the target, the truth if it is known, and the target."""
+    model = run.model()
+    if run.options()["data"] in IMAGE_SETS:
+        from hdnn.app.train import image_target, load_images
+
+        if data not in IMAGE_SETS:
+            raise OptionError(f"the run is about images; give mnist or cifar10, not {data}.")
+        images = load_images(data)
+        dtype = next(model.parameters()).dtype
+        x = images.normalised(images.images_test, dtype)
+        return outputs(model, x), images.t_test.numpy(), image_target(images)
+    encoder, target = run.columns()
+    frame = read_rows(data, run.options().get("seed", 0))
+    x = torch.from_numpy(encoder.transform(frame)).to(next(model.parameters()).dtype)
+    answers = outputs(model, x)
+    if not target.classes:
+        answers = target.decode(answers)
+    try:
+        truth = target.encode(frame)
+    except DataError:  # the column is missing, or has gaps or other classes
+        return answers, None, target
+    return answers, truth if target.classes else target.decode(truth), target
+
+
+def read_rows(data: str, seed: int) -> Any:
+    """The rows of a file, or the test points of a planar set, as a data frame."""
+    from hdnn.data import planar, tables
+
+    if data not in PLANAR_SETS:
+        return tables.read(data)
+    points = planar.load(data, seed=seed)
+    x = points.x_test.double()
+    columns = {"x1": x[:, 0].numpy(), "x2": x[:, 1].numpy(), "class": points.t_test.numpy()}
+    return tables.pd.DataFrame(columns)
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without its long lists."""
+    return {name: value for name, value in result.items() if name not in ANSWERS}
+
+
+def text(result: dict[str, Any]) -> str:
+    """One or two lines for people."""
+    by = f" by {result['runs']} runs together" if "runs" in result else ""
+    lines = [f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"]
+    lines += score_lines(result)
+    return "\n".join(lines)
+
+
+def score_lines(result: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The score, what is easy, and which classes are never predicted."""
+    lines = []
+    for name in ("accuracy", "rmse", "r2"):
+        if result.get(prefix + name) is not None:
+            label = (prefix + name).replace("_", " ")
+            lines.append(f"{label:<16} {score_text(name, result[prefix + name])}")
+    if lines and "baseline" in result:
+        lines[0] += f" ({result['baseline']})"
+    if result.get("never_predicted"):
+        lines.append(f"{'never predicted':<16} {', '.join(result['never_predicted'][:20])}")
+    return lines
+
+
+def csv_text(result: dict[str, Any]) -> str:
+    """A CSV table with a row for each prediction."""
+    target = result["target"]
+    columns = {target: result["predictions"]}
+    for name, column in (("agreement", "agreement"), ("spread", "std")):
+        if name in result:
+            columns[f"{column}({target})"] = result[name]
+    for name, chances in result.get("probabilities", {}).items():
+        columns[f"p({name})"] = chances
+    file = text_io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([_safe(name) for name in columns])
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow([_safe(cell) for cell in row])
+    return file.getvalue()
+
+
+def _safe(cell: Any) -> Any:
+    """A text that a spreadsheet takes as text, also where it looks like a formula."""
+    if not isinstance(cell, str) or not cell.startswith(FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return "'" + cell
+    return cell  # a number such as -1 is harmless
+
+
+# Certificates
+
+
+def certify(place: str, data: str | None, *, samples: int) -> Any:
+    """The certificate of a run or a saved model: at named points, else at its own test points."""
+    from hdnn.app import train
+
+    run = None if Path(place).is_file() else members(place)[0]
+    model = io.load(place) if run is None else run.model()
+    source = data
+    if run is not None and data is None:
+        source = run.options()["data"]
+    if source is None:
+        return analysis.certify(model, samples=samples)
+    where = f"rows of {source}"
+    dtype = next(model.parameters()).dtype
+    if source in IMAGE_SETS:
+        images = train.load_images(source)
+        x = images.normalised(images.images_test[:samples], dtype)
+        where = f"test images of {source}"
+    elif run is not None and data is None and not run.of_graph:
+        x = train.load(run.config()).points  # pyright: ignore[reportArgumentType]
+        where = "test points"
+    else:
+        x = torch.from_numpy(_inputs(source, run))
+    return analysis.certify(model, x.to(dtype), samples=samples, points=where)
+
+
+def _inputs(data: str, run: Run | None) -> np.ndarray:
+    """Inputs of a model: by the columns of a run, else all numbers of a table."""
+    if run is not None:
+        encoder, _ = run.columns()
+        return encoder.transform(read_rows(data, run.options().get("seed", 0)))
+    frame = read_rows(data, 0).select_dtypes("number").drop(columns="class", errors="ignore")
+    return frame.to_numpy("float64", copy=True)

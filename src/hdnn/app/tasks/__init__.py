@@ -1,1 +1,0 @@
-"""Trainings, from the config to the finished folder: on tables, on images, on graphs."""

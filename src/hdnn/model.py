@@ -1,3 +1,0 @@
-"""Until all users of `hdnn.model` are rewritten."""
-
-from hdnn.heads import Model as Model

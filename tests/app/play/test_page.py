@@ -1,0 +1,165 @@
+"""The playground as one page: how it is served, and what it does in a browser."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+import hdnn
+from chromium import browser as browser
+from chromium import needs_chromium, visits
+from hdnn.app import play
+
+QUICK = "layers=4&points=400&seed=1"
+
+
+def test_page_is_one_small_file_that_asks_for_nothing_else():
+    page = play.page()
+    assert len(page.encode()) <= 200_000
+    assert not re.search(r'(src|href)\s*=\s*["\'](?!data:)', page)
+    assert not re.search(r"^(import|export)\b", page, re.MULTILINE)
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|https?://", page)
+    assert not re.search(r"\{\{(style|script|worker)\}\}", page)
+
+
+@pytest.fixture
+def server():
+    with play.PageServer(0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+
+
+def test_the_page_is_served_on_the_loopback_only(server):
+    assert server.server_address[0] == "127.0.0.1"
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request("GET", "/?x=1")
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.read() == play.page().encode()
+    connection.request("GET", "/etc/passwd")
+    assert connection.getresponse().status == 404
+
+
+def test_a_client_that_sends_nothing_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(play.PageHandler, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as client:
+        start = time.monotonic()
+        client.sendall(b"GET / HT")
+        assert client.recv(100) == b""
+        assert time.monotonic() - start < 5
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    path = tmp_path_factory.mktemp("play") / "page.html"
+    path.write_text(play.page(), encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """A function that opens the page with settings; complaints of the page are failures."""
+    with visits(browser, address) as opens:
+        yield lambda settings="", **options: opens(f"{address}#{settings}", **options)
+
+
+def wait_for_text(page, place: str, words: str) -> None:
+    inside = "([s, w]) => document.querySelector(s).textContent.includes(w)"
+    page.wait_for_function(inside, arg=[place, words])
+
+
+def number(page, place: str) -> float:
+    return float(page.inner_text(place).rstrip("%"))
+
+
+def drop(page, name: str, text: str) -> None:
+    made = """([name, text]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([text], name));
+        return data;
+    }"""
+    page.dispatch_event("body", "drop", {"dataTransfer": page.evaluate_handle(made, [name, text])})
+
+
+@needs_chromium
+def test_h2_learns_while_the_gradients_of_the_mlp_vanish(visit):
+    page = visit("layers=48")
+    page.click("#start")
+    wait_for_text(page, "#start", "Pause")
+    wait_for_text(page, "#left-accuracy", "100.0%")
+    page.click("#start")
+    wait_for_text(page, "#status", "paused")
+    assert number(page, "#left-smallest") >= 1
+    assert number(page, "#right-smallest") < 1e-6
+    page.hover("#norms")
+    wait_for_text(page, "#norms-read", "Layer")
+    assert "Proved" in page.inner_text("#left-theorem")
+
+
+@needs_chromium
+def test_a_download_gives_the_same_answers_in_python(visit, tmp_path):
+    page = visit(QUICK)
+    page.click("#once")
+    wait_for_text(page, "#status", "Step 1")
+    with page.expect_download() as download:
+        page.click("#left-download")
+    path = tmp_path / "h2.safetensors"
+    download.value.save_as(path)
+    model = hdnn.io.load(path)
+    canvas = page.locator("#left-regions")
+    width, height = canvas.evaluate("c => [c.clientWidth, c.clientHeight]")
+    canvas.hover(position={"x": width / 4, "y": height / 4})
+    wait_for_text(page, "#regions-read", "probability")
+    shown = re.search(r"H2 ([\d.]+)%", page.inner_text("#regions-read"))
+    edge = 1.2 * 1.08
+    x = torch.tensor([[-edge / 2, edge / 2]], dtype=torch.float64)
+    probability = float(model.head.probabilities(model(x)).detach()[0, 1])
+    assert float(shown[1]) == pytest.approx(100 * probability, abs=3)  # of a cell nearby
+    page.set_input_files("#file", str(path))
+    wait_for_text(page, "#notice", "as it was saved")
+
+
+@needs_chromium
+def test_a_table_is_learned_and_a_wrong_one_is_explained(visit):
+    page = visit(QUICK)
+    rows = [f"{i / 10},{(i * 7 % 11) / 10},{'a' if i % 2 else 'b'}" for i in range(60)]
+    drop(page, "mine.csv", "\n".join(["x,y,class", *rows]))
+    wait_for_text(page, "#notice", "60 rows")
+    drop(page, "wrong.csv", "x,y,class\n1,two,a\n")
+    wait_for_text(page, "#notice", "must be a number")
+
+
+@needs_chromium
+def test_a_link_brings_all_settings_and_drawn_points_back(visit):
+    page = visit("data=drawn&layers=3")
+    picture = page.locator("#left-regions")
+    picture.focus()
+    for key in ("Enter", "ArrowRight", "ArrowRight", "1", "Enter"):
+        picture.press(key)
+    wait_for_text(page, "#status", "2 points to learn")
+    link = page.input_value("#link")
+    again = visit(link.partition("#")[2])
+    wait_for_text(again, "#status", "2 points to learn")
+    assert again.input_value("#layers") == "3"
+
+
+@needs_chromium
+def test_wrong_settings_are_explained_and_nothing_breaks(visit):
+    page = visit(QUICK)
+    page.fill("#rate", "-1")
+    wait_for_text(page, "#notice", "Rate must be")
+    page.fill("#rate", "0.05")
+    page.click("#start")
+    wait_for_text(page, "#start", "Pause")
+    page.select_option("#left", "verlet")
+    wait_for_text(page, "#key-left", "Verlet")
+    strange = visit("network=h9&layers=9999&left=h7")
+    wait_for_text(strange, "#notice", "This link")
