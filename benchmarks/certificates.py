@@ -1,7 +1,7 @@
 """Random networks of all kinds: does any certificate promise what its own numbers violate?
 
-    python benchmarks/certificates.py
-    python benchmarks/certificates.py --count 500 --seed 7
+    python benchmarks/certificates.py --out docs/results
+    python benchmarks/certificates.py --quick
 
 Features from 2 to 64, layers from 1 to 512, all activations, weights and steps from tiny to large,
 random X, a layer's own X, singular X, random skew J with an odd number of features, tied layers,
@@ -11,27 +11,23 @@ bound that is exceeded, beyond rounding, where the certificate guarantees otherw
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import sys
-import time
 from collections import Counter
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
-from report import keep
+from report import command, on_one_line, table
 
 import hdnn
 from hdnn import activations
 from hdnn.errors import ConvergenceError
-from hdnn.experiments import runner
 
 KINDS = ("H1", "H2", "ImplicitH2", "verlet", "yoshida4", "midpoint", "MS1", "MS2", "MS3", "MLP")
 IMPLICIT = ("ImplicitH2", "midpoint")
 SAMPLES = 4
-PART = 25  # networks of one job
+SIZES = {"full": {"networks": 10_000}, "quick": {"networks": 300}}
+CHUNK = 25  # networks of one job
 
 
 def drawn(seed: int) -> tuple[str, hdnn.networks.Network, torch.Tensor]:
@@ -71,80 +67,56 @@ def drawn(seed: int) -> tuple[str, hdnn.networks.Network, torch.Tensor]:
     return kind, net, 10 ** dice.uniform(-1, 1) * normal(SAMPLES, n)
 
 
-def look(job: runner.Job) -> runner.Job:
-    """Certify some networks; return what is promised, and what is violated."""
+def certified(first: int) -> tuple[Counter[str], list[str], float]:
+    """Certify some networks: counts, violations, and the smallest norm of a guaranteed one."""
+    torch.set_num_threads(1)
     counts: Counter[str] = Counter()
-    broken, smallest = [], float("inf")
-    for seed in range(job["first"], job["first"] + job["count"]):
+    violations, smallest = [], float("inf")
+    for seed in range(first, first + CHUNK):
         kind, net, y = drawn(seed)
         try:
             certificate = hdnn.analysis.certify(net, y)
         except ConvergenceError:  # no step, so nothing to certify
             counts[f"{kind}, without a solution"] += 1
             continue
-        promise = "guaranteed" if certificate.guaranteed else "not guaranteed"
-        counts[f"{kind}, {promise}"] += 1
+        counts[f"{kind}, {certificate.status}"] += 1
         if certificate.guaranteed:
             smallest = min(smallest, certificate.smallest_norm)
         elif certificate.smallest_norm < 1:
-            counts[f"{kind}, not guaranteed, norm below 1"] += 1
-        if certificate.broken:
-            broken.append([seed, repr(net), list(certificate.broken)])
-    return {"counts": dict(counts), "broken": broken, "smallest": smallest}
+            counts[f"{kind}, norm below 1"] += 1
+        violations += [f"seed {seed}: {net!r}: {fact}" for fact in certificate.violations]
+    return counts, violations, smallest
 
 
-def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Certificates of random networks", "", f"`{result['command']}`", ""]
-    lines += [
-        f"{result['networks']} networks, {result['guaranteed']} with a guarantee: "
-        f"{len(result['broken'])} violations. The smallest norm(dy_N/dy_j) of a guaranteed one is "
-        f"{result['smallest']:.12f}.",
+def run(size: dict[str, int], device: str) -> dict[str, Any]:
+    with ProcessPoolExecutor() as pool:
+        results = list(pool.map(certified, range(0, size["networks"], CHUNK)))
+    counts = sum((counts for counts, _, _ in results), Counter())
+    return {
+        "networks": size["networks"],
+        "counts": dict(sorted(counts.items())),
+        "violations": [fact for _, facts, _ in results for fact in facts],
+        "smallest": min(smallest for _, _, smallest in results),
+    }
+
+
+def page(result: dict[str, Any]) -> str:
+    names = ("holds", "not known", "not guaranteed", "norm below 1", "without a solution")
+    lines = [
+        "# Certificates of random networks",
         "",
-        "| kind | guaranteed | not guaranteed | with a norm below 1 | without a solution |",
-        "| --- | --- | --- | --- | --- |",
+        f"`{result['command']}`, {on_one_line(result['machine'])}",
+        "",
+        f"{result['networks']} networks: {len(result['violations'])} violations. The smallest "
+        f"norm(dy_N/dy_j) of a guaranteed one is {result['smallest']:.12f}.",
     ]
-    names = ("guaranteed", "not guaranteed", "not guaranteed, norm below 1", "without a solution")
-    for kind in KINDS:
-        counts = [result["counts"].get(f"{kind}, {name}", 0) for name in names]
-        lines.append(f"| {kind} | " + " | ".join(map(str, counts)) + " |")
-    lines += ["", *(f"- seed {seed}: {net}: {what}" for seed, net, what in result["broken"])]
+    rows = [
+        [kind, *(result["counts"].get(f"{kind}, {name}", 0) for name in names)] for kind in KINDS
+    ]
+    lines += table("kind | " + " | ".join(names), rows)
+    lines += ["", *(f"- {fact}" for fact in result["violations"])]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0, help="the first network's; others follow")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--runs", type=Path, default=Path("runs") / "certificates")
-    parser.add_argument("--out", type=Path, help="folder for certificates.json and .md")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    torch.set_num_threads(1)
-    ends = range(options.seed, options.seed + options.count, PART)
-    last = options.seed + options.count
-    jobs = [{"first": first, "count": min(PART, last - first)} for first in ends]
-    path = options.runs / f"results-{hdnn.__version__}.jsonl"
-    results = runner.run_all(jobs, look, path, processes=options.processes)
-    counts: Counter[str] = Counter()
-    for found in results:
-        counts.update(found["counts"])
-    result = {
-        "command": f"python benchmarks/certificates.py --count {options.count} "
-        f"--seed {options.seed}",
-        "networks": options.count,
-        "guaranteed": sum(v for k, v in counts.items() if k.endswith(", guaranteed")),
-        "smallest": min(found["smallest"] for found in results),
-        "counts": dict(sorted(counts.items())),
-        "broken": [entry for found in results for entry in found["broken"]],
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    print(markdown(result))
-    keep(result, markdown(result), "certificates", options.out)
-    return 1 if result["broken"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(command("certificates", __doc__, SIZES, run, page))

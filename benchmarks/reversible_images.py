@@ -29,7 +29,6 @@ from torch import Tensor, nn
 import hdnn
 from hdnn.data import cifar10
 from hdnn.data.images import ImageData
-from hdnn.networks.norm import BatchNorm
 from hdnn.training.images import ImageTraining, recipes
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,13 +42,17 @@ SHAPES = {  # channels of half a state, and blocks, for each of the three stages
 TOGETHER = 3  # trainings at a time on a GPU
 
 
+def normalised(channels: int) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.GELU())
+
+
 class Residual(nn.Sequential):
     """What a pre-activation ResNet adds to its input; it starts at 0."""
 
     def __init__(self, channels: int) -> None:
         first, last = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
         nn.init.zeros_(last.weight)
-        norms = [BatchNorm(channels, "gelu") for _ in range(2)]
+        norms = [normalised(channels) for _ in range(2)]
         super().__init__(norms[0], first, norms[1], last)
 
 
@@ -68,7 +71,7 @@ class ReversibleResNet(nn.Module):
             nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(2 * a, 2 * b, 1, bias=False))
             for a, b in pairwise(channels)
         )
-        self.norm = BatchNorm(2 * channels[-1], "gelu")
+        self.norm = normalised(2 * channels[-1])
         self.linear = nn.Linear(2 * channels[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -58,14 +58,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-@pytest.fixture(scope="session")
-def stem():
-    """A process with PyTorch in it, which starts others in no time."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("forks a process that has PyTorch in it: needs Linux")
-    from graph_runs import Stem
-
-    with Stem() as stem:
-        yield stem

@@ -1,8 +1,8 @@
-"""The size of the package, which may not rise unnoticed: `python tests/size.py` compares it with BUDGET.
+"""The size of the package, which may not rise unnoticed: `python tests/size.py` compares it.
 
-A token of code is what Python's tokenizer gives, without comments, docstrings and line breaks, so that
-neither packing lines nor cutting documentation changes the count. Whoever raises a number below says why
-in the same commit.
+A token of code is what Python's tokenizer gives, without comments, docstrings and line breaks, so
+that neither packing lines nor cutting documentation changes the count. Whoever raises a number of
+BUDGET says why in the same commit.
 """
 
 from __future__ import annotations

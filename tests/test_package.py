@@ -106,30 +106,12 @@ def test_public_names_exist_once_each():
     assert [name for name in hdnn.__all__ if not hasattr(hdnn, name)] == []
 
 
-def test_dir_lists_the_estimators_and_the_public_submodules(monkeypatch):
-    late = {"HDNNClassifier", "HDNNRegressor", "estimators"}
-    submodules = {"control", "distributed", "errors", "networks", "plotting"}
-    submodules |= {"reference", "serialization"}
-    assert {*hdnn.__all__, *late, *submodules} <= {*dir(hdnn)}
+def test_dir_lists_the_estimators_and_the_public_submodules():
+    late = {"HDNNClassifier", "HDNNRegressor", "diagnose", "analysis", "control", "training"}
+    assert {*hdnn.__all__, *late, "errors", "networks"} <= {*dir(hdnn)}
     assert [name for name in dir(hdnn) if not hasattr(hdnn, name)] == []
-    assert not [name for name in dir(hdnn) if name in ("gc", "sys", "importlib", "interrupted")]
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert not late & {*dir(hdnn)}
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("h2", "did you mean 'H2'?"),
-        ("HDNNClasifier", "did you mean 'HDNNClassifier'?"),
-        ("certify", "it is hdnn.analysis.certify"),
-        ("qwerty", "dir(hdnn) lists what there is"),
-    ],
-)
-def test_a_name_that_is_not_there_says_where_to_look(name, hint):
-    with pytest.raises(AttributeError) as raised:
-        getattr(hdnn, name)
-    assert str(raised.value) == f"module 'hdnn' has no attribute {name!r}; {hint}"
+    with pytest.raises(AttributeError, match="no attribute 'qwerty'; dir"):
+        _ = hdnn.qwerty
 
 
 def test_import_loads_no_optional_dependency_and_nothing_that_few_programs_need():

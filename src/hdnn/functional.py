@@ -1,37 +1,40 @@
-"""The paper's layer equations, one function each, with checked arguments.
+"""The paper's layer equations, one function each: shapes are checked, then the stack runs.
 
-Every function runs a whole stack of N layers and is pure, differentiable and batched over any
-leading axes: y is `(*batch, n)`, weights lead with the layer: K is `(N, r, n)`. The halves of
-`y = (p, q)` have `m = n/2` features. A layer acts on column vectors as `K^T sigma(K y + b)`; for
-row vectors that is `sigma(y K^T + b) K`. `h` is a float, or a tensor `(N,)` with a step for each
-layer. `trajectory=True` returns all states `y_0 .. y_N` as `(N+1, *batch, n)`. Where a scheme can
-be undone, `inverse=True` takes `y_N` back to `y_0`, and a trajectory still comes in forward order.
+Every function is pure, differentiable and runs N layers on states y `(*batch, n)`; the halves of
+`y = (p, q)` have m = n/2 features. Arguments that they share:
 
-Shapes are always checked, values of tensors never (the networks do that once, when made), so that
-`torch.compile` and `vmap` see through every function. `hdnn.reference` defines what is computed;
-`engine` and `backprop` only say how explicit stacks run (see `hdnn.engine`). A call with the shapes
-and options of an earlier one needs no new check and goes straight to its kernels.
+- `K ..`, `b ..`: weights `(N, r, n)` and biases `(N, r)`, with m in the place of n where they act
+  on a half.
+- `h`: the step, a number or one for each layer, as a list or a tensor `(N,)`.
+- `X`: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
+- `J`: skew-symmetric, `(n, n)` or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
+- `activation`: a name such as "tanh" (the default), or a `hdnn.activations.Activation`.
+- `trajectory`: return all states `y_0 .. y_N` as `(N+1, *batch, n)`, in forward order.
+- `inverse`: take `y_N` back to `y_0`; not for `h1`, `ms2` and `mlp`.
+- `engine`, `backprop`: how an explicit stack runs; by default what `hdnn.engine.use` says.
+- `tol`, `max_iter`: of an implicit layer; see `hdnn.implicit.solve`.
+
+They return `y_N` as `(*batch, n)` and raise a `ShapeError` or an `OptionError` for arguments that
+do not fit; implicit ones raise a `ConvergenceError` if a layer has no solution. Values are
+not checked. `hdnn.schemes` defines what is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
-from hdnn import activations, reference
+from hdnn import activations, schemes
 from hdnn.activations import Activation
-from hdnn.base.shapes import Shapes, Step, check_tolerance
-from hdnn.engine import prepared
-from hdnn.engine.call import Call
-from hdnn.integrators import implicit, splitting
-from hdnn.integrators.implicit import SeveralSolutionsWarning
-from hdnn.reference import partial_H
+from hdnn.engine import run as run_fast
+from hdnn.errors import OptionError, ShapeError, positive_float, positive_int
+from hdnn.schemes import Force, Scheme
 
 __all__ = [
-    "SeveralSolutionsWarning",
     "discrete_gradient",
     "energy",
     "h1",
@@ -44,27 +47,40 @@ __all__ = [
     "ms2",
     "ms3",
     "partial_H",
+    "run",
     "split",
     "verlet",
     "yoshida4",
 ]
 
+Step = float | Tensor | Sequence[float]
+
+
+class How(TypedDict, total=False):
+    """Options of every stack."""
+
+    activation: str | Activation
+    trajectory: bool
+    inverse: bool
+    engine: str | None
+    backprop: str | None
+
+
+class Newton(How, total=False):
+    """Options of an implicit stack."""
+
+    tol: float | None
+    max_iter: int
+
 
 def energy(y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "tanh") -> Tensor:
-    """The energy of one layer: `H(y) = sum_i s(K y + b)_i` with `s' = sigma`, `s(0) = 0` (eq:nlH).
+    """The energy of one layer: `H(y) = sum_i s(K y + b)_i` with `s' = sigma`, `s(0) = 0`.
 
     Args:
         y: states `(*batch, n)`.
         K: weights `(r, n)`.
         b: biases `(r,)`.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-
-    Returns:
-        The energy of each state, `(*batch,)`.
-
-    Raises:
-        ShapeError: if y, K or b has the wrong shape, dtype or device.
-        OptionError: if the activation is not known.
+        activation: sigma.
 
     Examples:
         >>> import torch
@@ -73,48 +89,26 @@ def energy(y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "t
         >>> functional.energy(y, K, b, activation="identity")  # half the square of each entry
         tensor([2.])
     """
-    sigma = activations.get(activation)
-    _check("energy", y, {"K": "r n", "b": "r"}, (K, b))
-    return sigma.integral(y @ K.mT + b).sum(-1)
+    if K.shape != (*b.shape, y.shape[-1]):
+        raise ShapeError(
+            f"energy: K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but (r, n) and (r,) are "
+            f"needed with n = {y.shape[-1]}."
+        )
+    return activations.get(activation).integral(y @ K.mT + b).sum(-1)
+
+
+def partial_H(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
+    """The gradient of the energy of one layer: `dH/dy = K^T sigma(K y + b)`."""
+    return Force(K, b)(y, sigma)
 
 
 # Forward Euler
 
 
 def h1(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    *,
-    J: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[How]
 ) -> Tensor:
-    """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)` (eq:H-DNN_fE).
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, r, n)`.
-        b: biases `(N, r)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
-            `[[0, -I], [I, 0]]`, for an even n.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored" or "checkpoint"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
-            J.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+    """Forward Euler: `y_{j+1} = y_j + h J K^T sigma(K y_j + b)`.
 
     Examples:
         >>> import torch
@@ -125,160 +119,20 @@ def h1(
         >>> functional.h1(y, K, b, h=0.1, trajectory=True).shape
         torch.Size([9, 32, 4])
     """
-    sigma, kind = activations.get(activation), "canonical" if J is None else "general"
-    call = Call(None, kind, False, y, (K, b), J, h, sigma)
-    return _run(call, "h1", FULL, reference.h1, trajectory, engine, backprop)
+    return run(schemes.FORWARD_EULER, y, turned(K, b, J), h, **how)
 
 
-def ms2(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    *,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
-) -> Tensor:
-    """The network MS2: `y_{j+1} = y_j + h sigma(K_j y_j + b_j)`, each K skew-symmetric (eq:MS2).
-
-    That K is skew-symmetric is up to you: values are not checked.
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, n, n)`, each `-K^T`.
-        b: biases `(N, n)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored" or "checkpoint"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, K or b has the wrong shape, dtype or device.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> A = torch.randn(8, 3, 3)
-        >>> functional.ms2(torch.randn(32, 3), A - A.mT, torch.zeros(8, 3), h=0.1).shape
-        torch.Size([32, 3])
-    """
-    sigma = activations.get(activation)
-    call = Call(None, "identity", False, y, (K, b), None, h, sigma)
-    return _run(call, "ms2", SQUARE, reference.ms2, trajectory, engine, backprop)
+def ms2(y: Tensor, K: Tensor, b: Tensor, h: Step, **how: Unpack[How]) -> Tensor:
+    """The network MS2: `y_{j+1} = y_j + h sigma(K y_j + b)`, each K skew-symmetric, `(N, n, n)`."""
+    return run(schemes.FORWARD_EULER, y, bare(K, b), h, **how)
 
 
-def mlp(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    *,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-) -> Tensor:
-    """A multilayer perceptron: `y_{j+1} = sigma(K_j y_j + b_j)`, whose gradients vanish.
-
-    It is what the paper compares with (fig:gradients).
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, n, n)`.
-        b: biases `(N, n)`.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-
-    Returns:
-        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, K or b has the wrong shape, dtype or device.
-        OptionError: if the activation is not known.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y = torch.ones(1, 2, requires_grad=True)
-        >>> K, b = 0.5 * torch.eye(2).expand(64, 2, 2), torch.zeros(64, 2)
-        >>> functional.mlp(y, K, b).sum().backward()
-        >>> bool(y.grad.norm() < 1e-15)  # after 64 layers nothing is left of the gradient
-        True
-    """
-    sigma = activations.get(activation)
-    _check("mlp", y, SQUARE, (K, b))
-    return reference.run(reference.mlp, y, (K, b), 1.0, None, sigma, trajectory=trajectory)
+def mlp(y: Tensor, K: Tensor, b: Tensor, **how: Unpack[How]) -> Tensor:
+    """A multilayer perceptron: `y_{j+1} = sigma(K y_j + b)`, whose gradients vanish."""
+    return run(schemes.PERCEPTRON, y, bare(K, b), 1.0, **how)
 
 
-# Semi-implicit Euler and its relatives: p and q take turns
-
-
-def split(
-    y: Tensor,
-    K_p: Tensor,
-    K_q: Tensor,
-    b_p: Tensor,
-    b_q: Tensor,
-    h: Step,
-    *,
-    shears: tuple[splitting.Shear, ...],
-    X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
-) -> Tensor:
-    """Any sequence of p- and q-updates as one layer, each by a fraction of the step.
-
-    `h2`, `verlet` and `yoshida4` are such sequences. Any of them is symplectic, explicit and
-    invertible. An update of p or q by a fraction c is
-
-        p <- p - c h X^T K_q^T sigma(K_q q + b_q)
-        q <- q + c h X K_p^T sigma(K_p p + b_p)
-
-    Args:
-        y: states `(*batch, n)`.
-        K_p: weights of p, `(N, r_p, m)`.
-        K_q: weights of q, `(N, r_q, m)`.
-        b_p: biases `(N, r_p)`.
-        b_q: biases `(N, r_q)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        shears: a tuple of pairs: which half moves, "p" or "q", and its fraction c of h.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if shears are no such pairs, or activation, engine or backprop is not known, or
-            cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
-        >>> q_first = (("q", 0.5), ("p", 1.0), ("q", 0.5))  # Verlet with the halves swapped
-        >>> z = functional.split(y, K, K, b, b, h=0.1, shears=q_first)
-        >>> back = functional.split(z, K, K, b, b, h=0.1, shears=q_first, inverse=True)
-        >>> torch.allclose(back, y, atol=1e-5)
-        True
-    """
-    weights = (K_p, K_q, b_p, b_q)
-    return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
+# p and q take turns
 
 
 def h2(
@@ -290,36 +144,12 @@ def h2(
     h: Step,
     *,
     X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
     """Semi-implicit Euler with a block-diagonal K: explicit, symplectic, never vanishing gradients.
 
-        p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q)        (eq:p_update), then
-        q_{j+1} = q_j + h X K_p^T sigma(K_p p_{j+1} + b_p)      (eq:q_update)
-
-    Args:
-        y: states `(*batch, n)`.
-        K_p: weights of p, `(N, r_p, m)`.
-        K_q: weights of q, `(N, r_q, m)`.
-        b_p: biases `(N, r_p)`.
-        b_q: biases `(N, r_q)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+        p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q), then
+        q_{j+1} = q_j + h X K_p^T sigma(K_p p_{j+1} + b_p)
 
     Examples:
         >>> import torch
@@ -331,8 +161,7 @@ def h2(
         >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
         True
     """
-    weights, shears = (K_p, K_q, b_p, b_q), splitting.SEMI_IMPLICIT_EULER
-    return _split(y, weights, X, h, shears, activation, trajectory, False, engine, backprop)
+    return run(schemes.SEMI_IMPLICIT_EULER, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
 
 
 def h2_inverse(
@@ -344,44 +173,10 @@ def h2_inverse(
     h: Step,
     *,
     X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
-    """The exact inverse of `h2`: `y_0` from `y_N`.
-
-    Args:
-        y: the last states `(*batch, n)`.
-        K_p: weights of p, `(N, r_p, m)`.
-        K_q: weights of q, `(N, r_q, m)`.
-        b_p: biases `(N, r_p)`.
-        b_q: biases `(N, r_q)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_0` as `(*batch, n)`, or with `trajectory` all states as `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
-        >>> z = functional.h2(y, K, K, b, b, h=0.1)
-        >>> torch.allclose(functional.h2_inverse(z, K, K, b, b, h=0.1), y, atol=1e-5)
-        True
-    """
-    weights, shears = (K_p, K_q, b_p, b_q), splitting.SEMI_IMPLICIT_EULER
-    return _split(y, weights, X, h, shears, activation, trajectory, True, engine, backprop)
+    """The exact inverse of `h2`: `y_0` from `y_N`."""
+    return h2(y, K_p, K_q, b_p, b_q, h, X=X, **{**how, "inverse": True})
 
 
 def verlet(
@@ -393,53 +188,10 @@ def verlet(
     h: Step,
     *,
     X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
-    """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic.
-
-    The updates are those of `split`, which has their equations.
-
-    Args:
-        y: states `(*batch, n)`.
-        K_p: weights of p, `(N, r_p, m)`.
-        K_q: weights of q, `(N, r_q, m)`.
-        b_p: biases `(N, r_p)`.
-        b_q: biases `(N, r_q)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K, b = torch.ones(1, 2).double(), torch.ones(1, 1).double(), torch.zeros(1).double()
-        >>> def stack(N, scheme):  # N layers with the same weights, up to the time 1
-        ...     K_N, b_N = K.expand(N, 1, 1), b.expand(N, 1)
-        ...     return scheme(y, K_N, K_N, b_N, b_N, h=1 / N)
-        >>> exact = stack(1000, functional.yoshida4)
-        >>> error = [float((stack(N, functional.verlet) - exact).norm()) for N in (16, 32)]
-        >>> round(error[0] / error[1])  # twice as many layers
-        4
-    """
-    weights, shears = (K_p, K_q, b_p, b_q), splitting.VERLET
-    return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
+    """Stoermer-Verlet: half a step of p, one of q, half a step of p. Order 2, symplectic."""
+    return run(schemes.VERLET, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
 
 
 def yoshida4(
@@ -451,326 +203,99 @@ def yoshida4(
     h: Step,
     *,
     X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
-    """Yoshida's composition of three Verlet steps, the middle one backwards. Order 4, symplectic.
-
-    The updates are those of `split`, which has their equations.
-
-    Args:
-        y: states `(*batch, n)`.
-        K_p: weights of p, `(N, r_p, m)`.
-        K_q: weights of q, `(N, r_q, m)`.
-        b_p: biases `(N, r_p)`.
-        b_q: biases `(N, r_q)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K, b = torch.ones(1, 2).double(), torch.ones(1, 1).double(), torch.zeros(1).double()
-        >>> def stack(N, scheme):  # N layers with the same weights, up to the time 1
-        ...     K_N, b_N = K.expand(N, 1, 1), b.expand(N, 1)
-        ...     return scheme(y, K_N, K_N, b_N, b_N, h=1 / N)
-        >>> exact = stack(1000, functional.yoshida4)
-        >>> error = [float((stack(N, functional.yoshida4) - exact).norm()) for N in (16, 32)]
-        >>> round(error[0] / error[1])  # twice as many layers
-        16
-    """
-    weights, shears = (K_p, K_q, b_p, b_q), splitting.YOSHIDA4
-    return _split(y, weights, X, h, shears, activation, trajectory, inverse, engine, backprop)
+    """Yoshida's three Verlet steps, the middle one backwards in time. Order 4, symplectic."""
+    return run(schemes.YOSHIDA4, y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
 
 
-def ms3(
+def split(
     y: Tensor,
-    K_1: Tensor,
-    K_2: Tensor,
-    b_1: Tensor,
-    b_2: Tensor,
+    K_p: Tensor,
+    K_q: Tensor,
+    b_p: Tensor,
+    b_q: Tensor,
     h: Step,
     *,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+    shears: tuple[tuple[str, float], ...],
+    X: Tensor | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
-    """The network MS3: H2 with both signs changed (eq:MS3).
+    """Any sequence of p- and q-updates as one layer, each by a fraction of the step.
 
-        p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
-        q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
+    `shears` lists pairs of the half that moves, "p" or "q", and its fraction c:
 
-    Args:
-        y: states `(*batch, n)`.
-        K_1: weights of q, `(N, r_1, m)`.
-        K_2: weights of p, `(N, r_2, m)`.
-        b_1: biases `(N, r_1)`.
-        b_2: biases `(N, r_2)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
+        p <- p - c h X^T K_q^T sigma(K_q q + b_q)
+        q <- q + c h X K_p^T sigma(K_p p + b_p)
 
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
+    Any such sequence is symplectic, explicit and invertible.
 
     Examples:
         >>> import torch
         >>> from hdnn import functional
         >>> y, K, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
-        >>> z = functional.ms3(y, K, K, b, b, h=0.1)
-        >>> torch.allclose(functional.ms3(z, K, K, b, b, h=0.1, inverse=True), y, atol=1e-5)
+        >>> q_first = (("q", 0.5), ("p", 1.0), ("q", 0.5))  # Verlet with the halves swapped
+        >>> z = functional.split(y, K, K, b, b, h=0.1, shears=q_first)
+        >>> back = functional.split(z, K, K, b, b, h=0.1, shears=q_first, inverse=True)
+        >>> torch.allclose(back, y, atol=1e-5)
         True
     """
-    weights, shears = (K_2, K_1, b_2, b_1), splitting.MS3
-    return _split(y, weights, None, h, shears, activation, trajectory, inverse, engine, backprop)
+    moves = tuple((1, -fraction) if half == "p" else (0, fraction) for half, fraction in shears)
+    return run(Scheme("split", 1, moves), y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
 
 
-def ms1(
-    y: Tensor,
-    K_0: Tensor,
-    b_1: Tensor,
-    b_2: Tensor,
-    h: Step,
-    *,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    engine: str | None = None,
-    backprop: str | None = None,
+def ms3(
+    y: Tensor, K_1: Tensor, K_2: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]
 ) -> Tensor:
-    """The network MS1: q moves first, and there is no `K^T` outside of sigma (eq:MS1).
+    """The network MS3: H2 with both signs changed.
 
-        q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
-        p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
-
-    Args:
-        y: states `(*batch, n)`.
-        K_0: weights `(N, m, m)`.
-        b_1: biases of the first update, `(N, m)`.
-        b_2: biases of the second, `(N, m)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        engine: "auto", "fused" or "reference"; by default what `hdnn.engine.use` says.
-        backprop: "auto", "stored", "checkpoint" or "reversible"; by default as above.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y or a weight has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, or there is not one for each layer.
-        OptionError: if activation, engine or backprop is not known, or cannot run these layers.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K_0, b = torch.randn(32, 4), torch.randn(8, 2, 2), torch.zeros(8, 2)
-        >>> functional.ms1(y, K_0, b, b, h=0.1).shape
-        torch.Size([32, 4])
+    p_{j+1} = p_j + h K_1^T sigma(K_1 q_j + b_1), then
+    q_{j+1} = q_j - h K_2^T sigma(K_2 p_{j+1} + b_2)
     """
-    sigma = activations.get(activation)
-    call = Call(splitting.MS1, "identity", inverse, y, (K_0, b_1, b_2), None, h, sigma)
-    return _run(call, "ms1", OF_MS1, reference.ms1, trajectory, engine, backprop)
+    return run(schemes.MS3, y, coupled(K_2, K_1, b_2, b_1), h, **how)
+
+
+def ms1(y: Tensor, K_0: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]) -> Tensor:
+    """The network MS1: q moves first, and there is no `K^T` outside of sigma; K_0 is `(N, m, m)`.
+
+    q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
+    p_{j+1} = p_j + h sigma(K_0 q_{j+1} + b_2)
+    """
+    return run(schemes.MS1, y, bare(K_0.mT, b_1) + bare(K_0, b_2), h, **how)
 
 
 # Implicit schemes: each layer is solved by Newton's method
 
 
 def implicit_h2(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    *,
-    X: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    tol: float | None = None,
-    max_iter: int = implicit.MAX_ITER,
+    y: Tensor, K: Tensor, b: Tensor, h: Step, *, X: Tensor | None = None, **how: Unpack[Newton]
 ) -> Tensor:
-    """Semi-implicit Euler with a full K, solved by Newton's method (eq:implicit_euler).
+    """Semi-implicit Euler with a full K: symplectic.
 
-        y_{j+1} = y_j + h J K^T sigma(K (p_{j+1}, q_j) + b),        J = [[0, -X^T], [X, 0]]
-
-    The first half of the equation is solved for `p_{j+1}`; the second is then explicit. Gradients
-    come from the solution itself, not through the iterations.
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, r, n)`.
-        b: biases `(N, r)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        X: `(m, m)`, or `(N, m, m)` for one a layer; by default the identity.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        tol: the largest error of an equation that counts as solved; by default near rounding.
-        max_iter: the most Newton iterations that a layer may take.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or X has the wrong shape, dtype or device, or n is odd.
-        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
-            max_iter is below 1.
-        OptionError: if the activation is not known, or not registered.
-        ConvergenceError: if the equation of a layer has no solution that could be found.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> y, K, b = torch.randn(4), torch.randn(8, 4, 4), torch.zeros(8, 4)
-        >>> Phi = torch.autograd.functional.jacobian(
-        ...     lambda y: functional.implicit_h2(y, K, b, h=0.1), y
-        ... )
-        >>> bool(torch.linalg.matrix_norm(Phi, 2) >= 1)  # norm(dy_N/dy_0)
-        True
+    y_{j+1} = y_j + h J K^T sigma(K (p_{j+1}, q_j) + b),        J = [[0, -X^T], [X, 0]]
     """
-    sigma = activations.get(activation)
-    _check("implicit_h2", y, FULL, (K, b), split=True, X=X).steps(h)
-    check_tolerance("implicit_h2", tol, max_iter)
-    layer = partial(reference.implicit_h2, inverse=inverse, tol=tol, max_iter=max_iter)
-    stack, how = (range(len(K)), K, b), {"trajectory": trajectory, "inverse": inverse}
-    return reference.run(layer, y, stack, h, X, sigma, halves=True, **how)
+    J = None if X is None else from_X(X)
+    return _solved(schemes.ImplicitEuler, y, turned(K, b, J), h, **how)
 
 
 def midpoint(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    *,
-    J: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    tol: float | None = None,
-    max_iter: int = implicit.MAX_ITER,
+    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[Newton]
 ) -> Tensor:
     """The implicit midpoint rule: `y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b)`.
 
-    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew-symmetric J: full K, odd n and singular J
-    included. Each layer is solved by Newton's method.
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, r, n)`.
-        b: biases `(N, r)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
-            `[[0, -I], [I, 0]]`, for an even n.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        tol: the largest error of an equation that counts as solved; by default near rounding.
-        max_iter: the most Newton iterations that a layer may take.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
-            J.
-        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
-            max_iter is below 1.
-        OptionError: if the activation is not known, or not registered.
-        ConvergenceError: if the equation of a layer has no solution that could be found.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn import functional
-        >>> J = torch.tensor([[0.0, 1.0, 2.0], [-1.0, 0.0, 3.0], [-2.0, -3.0, 0.0]])
-        >>> y, K, b = torch.randn(32, 3), torch.randn(8, 3, 3), torch.zeros(8, 3)
-        >>> z = functional.midpoint(y, K, b, h=0.1, J=J)
-        >>> torch.allclose(functional.midpoint(z, K, b, h=0.1, J=J, inverse=True), y, atol=1e-4)
-        True
+    Order 2, and Poisson (`Phi^T J Phi = J`) for any skew-symmetric J, of odd n or singular too.
     """
-    newton = {"tol": tol, "max_iter": max_iter}
-    rule = reference.midpoint
-    return _solved("midpoint", rule, y, (K, b), h, J, activation, trajectory, inverse, newton)
+    return _solved(schemes.Midpoint, y, turned(K, b, J), h, **how)
 
 
 def discrete_gradient(
-    y: Tensor,
-    K: Tensor,
-    b: Tensor,
-    h: Step,
-    *,
-    J: Tensor | None = None,
-    activation: str | Activation = "tanh",
-    trajectory: bool = False,
-    inverse: bool = False,
-    tol: float | None = None,
-    max_iter: int = implicit.MAX_ITER,
+    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[Newton]
 ) -> Tensor:
-    """Layers that each keep their energy `H_j(y) = sum s(K_j y + b_j)` to rounding.
+    """Layers that each keep their energy `H(y) = sum s(K y + b)` to rounding, for any h.
 
         y_{j+1} = y_j + h J K^T (s(K y_{j+1} + b) - s(K y_j + b)) / (K (y_{j+1} - y_j))
 
-    The quotient, entry by entry, makes the average discrete gradient of H, whose product with
-    `y_{j+1} - y_j` is the change of H. As J is skew-symmetric, that is 0, for any weights and any
-    h. Order 2 and symmetric, but not symplectic: `norm(dy_N/dy_j) >= 1` is not promised. Each layer
-    is solved by Newton's method; for a monotone activation there is exactly one solution.
-
-    Args:
-        y: states `(*batch, n)`.
-        K: weights `(N, r, n)`.
-        b: biases `(N, r)`.
-        h: the step: one number for all layers, or one for each as a tensor `(N,)` or a list.
-        J: a skew-symmetric `(n, n)`, or `(N, n, n)` for one a layer; by default the canonical
-            `[[0, -I], [I, 0]]`, for an even n.
-        activation: its name, such as "tanh", or an `hdnn.activations.Activation`.
-        trajectory: return all states `y_0 .. y_N` rather than the last.
-        inverse: take `y_N` back to `y_0`; a trajectory still comes in forward order.
-        tol: the largest error of an equation that counts as solved; by default near rounding.
-        max_iter: the most Newton iterations that a layer may take.
-
-    Returns:
-        `y_N` as `(*batch, n)` (`y_0` with `inverse`), or with `trajectory` all states as
-        `(N+1, *batch, n)`.
-
-    Raises:
-        ShapeError: if y, a weight or J has the wrong shape, dtype or device, or n is odd without a
-            J.
-        StepError: if h is no number > 0, there is not one for each layer, tol is not > 0 or
-            max_iter is below 1.
-        OptionError: if the activation is not known, or not registered.
-        ConvergenceError: if the equation of a layer has no solution that could be found.
+    Order 2, but not symplectic: `norm(dy_N/dy_j) >= 1` is not promised.
 
     Examples:
         >>> import torch
@@ -781,98 +306,153 @@ def discrete_gradient(
         >>> torch.allclose(H, H[0], rtol=1e-12)
         True
     """
-    newton = {"tol": tol, "max_iter": max_iter}
-    name, rule = "discrete_gradient", reference.discrete_gradient
-    return _solved(name, rule, y, (K, b), h, J, activation, trajectory, inverse, newton)
+    return _solved(schemes.DiscreteGradient, y, turned(K, b, J), h, **how)
+
+
+# Forces: X and J are folded into V
+
+
+def coupled(
+    K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, X: Tensor | None = None
+) -> tuple[Force, ...]:
+    """The forces `X K_p^T sigma(K_p p + b_p)` on q and `X^T K_q^T sigma(K_q q + b_q)` on p."""
+    if X is None:
+        return Force(K_p, b_p), Force(K_q, b_q)
+    _check_square("X", X, K_p)
+    return Force(K_p, b_p, _product(K_p, X.mT)), Force(K_q, b_q, _product(K_q, X))
+
+
+def turned(K: Tensor, b: Tensor, J: Tensor | None = None) -> tuple[Force, ...]:
+    """The force `J K^T sigma(K y + b)` on the whole state."""
+    if J is not None:
+        _check_square("J", J, K)
+        return (Force(K, b, _product(K, J.mT)),)
+    if K.shape[-1] % 2:
+        raise ShapeError(
+            f"the canonical J needs an even number of features, but n = {K.shape[-1]}; augment "
+            "them by a zero (hdnn.heads.Augment), or give a skew-symmetric J."
+        )
+    K_p, K_q = K.chunk(2, -1)
+    return (Force(K, b, torch.cat([-K_q, K_p], -1)),)
+
+
+def bare(K: Tensor, b: Tensor) -> tuple[Force, ...]:
+    """The force `sigma(K y + b)`: V is the identity."""
+    eye = torch.eye(K.shape[-2], dtype=K.dtype, device=K.device)
+    return (Force(K, b, eye.expand(len(K), -1, -1)),)
+
+
+def from_X(X: Tensor) -> Tensor:
+    """The skew-symmetric `J = [[0, -X^T], [X, 0]]`."""
+    zero = torch.zeros_like(X)
+    return torch.cat([torch.cat([zero, -X.mT], -1), torch.cat([X, zero], -1)], -2)
+
+
+def _product(A: Tensor, B: Tensor) -> Tensor:
+    """A B, in full precision under autocast too."""
+    if A.is_meta:  # which has no autocast
+        return A @ B
+    with torch.autocast(A.device.type, enabled=False):
+        return A @ B
+
+
+def _check_square(name: str, matrix: Tensor, K: Tensor) -> None:
+    N, _, size = K.shape
+    if matrix.shape not in ((size, size), (N, size, size)):
+        raise ShapeError(
+            f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed, or "
+            f"({N}, {size}, {size}) for one a layer."
+        )
 
 
 # What all of them share
 
 
 def _solved(
-    name: str,
-    rule: Callable[..., Tensor],
+    rule: type[schemes.Implicit],
     y: Tensor,
-    weights: tuple[Tensor, Tensor],
+    forces: tuple[Force, ...],
     h: Step,
-    J: Tensor | None,
-    activation: str | Activation,
-    trajectory: bool,
-    inverse: bool,
-    newton: dict[str, Any],
-) -> Tensor:
-    """Implicit layers with a full K and any J."""
-    sigma = activations.get(activation)
-    _check(name, y, FULL, weights, split=J is None, J=J).steps(h)
-    check_tolerance(name, **newton)
-    layer, stack = partial(rule, inverse=inverse, **newton), (range(len(weights[0])), *weights)
-    how = {"trajectory": trajectory, "inverse": inverse}
-    return reference.run(layer, y, stack, h, J, sigma, **how)
-
-
-FULL, SQUARE = {"K": "N r n", "b": "N r"}, {"K": "N n n", "b": "N n"}
-OF_MS1 = {"K_0": "N m m", "b_1": "N m", "b_2": "N m"}
-LINKS = {"J": ("n n", "N n n"), "X": ("m m", "N m m")}
-
-
-def _split(
-    y: Tensor,
-    weights: tuple[Tensor, ...],
-    X: Tensor | None,
-    h: Step,
-    shears: tuple[splitting.Shear, ...],
-    activation: str | Activation,
-    trajectory: bool,
-    inverse: bool,
-    engine: str | None,
-    backprop: str | None,
-) -> Tensor:
-    sigma, kind = activations.get(activation), "same" if X is None else "general"
-    call = Call(shears, kind, inverse, y, weights, X, h, sigma)
-    return _run(call, "", None, reference.split, trajectory, engine, backprop)
-
-
-def _run(
-    call: Call,
-    name: str,
-    specs: dict[str, str] | None,
-    layer: Callable[..., Any],
-    trajectory: bool,
-    engine: str | None,
-    backprop: str | None,
-) -> Tensor:
-    """An explicit stack: by kernels, or layer by layer, as is always so for a trajectory."""
-    if not trajectory and (run := prepared.known(call, engine, backprop)):
-        return run(call)
-    shears, kind, inverse, y, weights, link, h, sigma = call
-    halves = shears is not None
-    if specs is None:
-        name, specs = splitting.named(shears)  # pyright: ignore  # which refuses None
-        name += "_inverse" * inverse
-    links = {"X" if halves else "J": link}
-    _check(name, y, specs, weights, split=halves or kind == "canonical", **links).steps(h)
-    if not trajectory and (run := prepared.choose(call, engine, backprop)):
-        return run(call)
-    if shears is not None:
-        layer = partial(layer, shears=splitting.inverse(shears) if inverse else shears)
-    how = {"trajectory": trajectory, "inverse": inverse, "halves": halves}
-    return reference.run(layer, y, weights, h, link, sigma, **how)
-
-
-def _check(
-    where: str,
-    y: Tensor,
-    specs: dict[str, str],
-    weights: Sequence[Tensor],
     *,
-    split: bool = False,
-    **links: Tensor | None,
-) -> Shapes:
-    """Check the shapes of all tensors; those of weights are in the order of `specs`."""
-    shapes, given = Shapes(where, y, split=split), dict(zip(specs, weights, strict=True))
-    for letter in sorted(specs):  # as users give them
-        shapes.check(letter, given[letter], specs[letter])
-    for letter, link in links.items():
-        if link is not None:
-            shapes.check(letter, link, *LINKS[letter])
-    return shapes
+    tol: float | None = None,
+    max_iter: int = schemes.MAX_ITER,
+    **how: Unpack[How],
+) -> Tensor:
+    tol = None if tol is None else positive_float("tol", tol)
+    scheme = rule(tol=tol, max_iter=positive_int("max_iter", max_iter))
+    return run(scheme, y, forces, h, **how)
+
+
+def run(
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    h: Step,
+    *,
+    activation: str | Activation = "tanh",
+    trajectory: bool = False,
+    inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
+) -> Tensor:
+    """A stack of any scheme, checked and run by an engine.
+
+    Args:
+        scheme: how a layer steps.
+        y: states `(*batch, n)`.
+        forces: of all layers; `forces[i]` reads half i.
+        h: the step.
+        activation: sigma.
+        trajectory: return all states.
+        inverse: take the last state back to the first.
+        engine: what runs the layers.
+        backprop: what the backward pass starts from.
+    """
+    sigma = activations.get(activation)
+    _check(scheme, y, forces)
+    if inverse and not scheme.invertible:
+        raise OptionError(f"{scheme.name} has no inverse; take a scheme with halves, such as h2.")
+    step = h if isinstance(h, float) and 0 < h < math.inf else _step(h, y, len(forces[0].K))
+    how = {"trajectory": trajectory, "inverse": inverse}
+    if not scheme.moves:  # implicit layers and perceptrons run one by one
+        return schemes.run(scheme, y, forces, step, sigma, **how)
+    return run_fast(scheme, y, forces, step, sigma, engine=engine, backprop=backprop, **how)
+
+
+def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
+    """Raise unless the state and all weights fit together."""
+    if not isinstance(y, Tensor) or not y.is_floating_point() or y.ndim < 1:
+        kind = getattr(y, "dtype", type(y).__name__)
+        raise ShapeError(f"y must be a floating-point tensor (*batch, n), but got {kind}.")
+    n = y.shape[-1]
+    if scheme.halves and n % 2:
+        raise ShapeError(
+            f"y is split into halves (p, q), so its number of features must be even, but n = {n}; "
+            "augment it by a zero (hdnn.heads.Augment)."
+        )
+    size = n // 2 if scheme.halves else n
+    K = forces[0].K
+    N = len(K)
+    for K, b, _ in forces:
+        if K.shape != (*b.shape, size) or b.shape[:1] != (N or 1,):
+            raise ShapeError(
+                f"K has shape {tuple(K.shape)} and b {tuple(b.shape)}, but (N, r, {size}) and "
+                f"(N, r) are needed for states of n = {n} features, with N >= 1 layers."
+            )
+    cast = y.is_meta or torch.is_autocast_enabled(y.device.type)
+    if K.device != y.device or (K.dtype != y.dtype and not cast):
+        raise ShapeError(
+            f"y is {y.dtype} on {y.device}, but the weights are {K.dtype} on {K.device}; "
+            "use .to(dtype) or .to(device) on one of them."
+        )
+
+
+def _step(h: Step, y: Tensor, N: int) -> float | Tensor:
+    """The step as one number, or as a tensor of one a layer."""
+    if isinstance(h, (list, tuple)):
+        h = torch.tensor([positive_float("h", step) for step in h], dtype=y.dtype, device=y.device)
+    if not isinstance(h, Tensor):
+        return positive_float("h", h)
+    if h.shape not in ((), (N,)):
+        raise ShapeError(f"h must be one number or have shape ({N},), but has {tuple(h.shape)}.")
+    return h

@@ -1,24 +1,21 @@
-"""What stands before and after the stack: feature augmentation and output layers."""
+"""Augmentation before a network, output layers after it, and `Model`, which joins the three."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hdnn.errors import DataError, ShapeError, choose, positive_int
-from hdnn.networks.initial import Initial
-from hdnn.networks.options import describes_options
-from hdnn.networks.weights import KeepsConstants, overwrite
+from hdnn.errors import DataError, OptionError, ShapeError, choose, positive_int
+from hdnn.networks import Network
 
 __all__ = [
     "Augment",
     "LinearHead",
+    "Model",
     "RegressionHead",
     "SigmoidHead",
     "SoftmaxHead",
@@ -26,11 +23,11 @@ __all__ = [
 ]
 
 
-class Augment(KeepsConstants):
+class Augment(nn.Module):
     """The first state, `y_0`: x placed among zeros, `(*batch, inputs)` to `(*batch, features)`.
 
     Args:
-        inputs: how many features x has.
+        inputs: the number of features of x.
         features: n of the network that follows; at least `inputs`.
         placement: "split" puts the first half of x at the start of p and the second half at the
             end of q (x1 into the first p-entry, x2 into the last q-entry: the published
@@ -38,9 +35,8 @@ class Augment(KeepsConstants):
             positions themselves.
 
     Raises:
-        ShapeError: if a size is no whole number >= 1, there are fewer features than inputs, or the
-            positions are not one for each input, all different and among the features.
-        OptionError: if `placement` is another word.
+        ShapeError: if there are fewer features than inputs, or the positions are not one for each
+            input, all different and among the features.
 
     Examples:
         >>> import torch
@@ -64,17 +60,31 @@ class Augment(KeepsConstants):
             raise ShapeError(
                 f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
             )
-        self.placement = placement if isinstance(placement, str) else _listed(placement)
-        positions = _positions(self.placement, inputs, features)
-        positions = torch.tensor(positions, device="cpu")
-        self.add_constant("positions", positions, torch.empty(()), persistent=False)
+        self.placement = placement if isinstance(placement, str) else [int(i) for i in placement]
+        positions = self._positions()
+        if len(set(positions)) != inputs or not set(positions) <= set(range(features)):
+            raise ShapeError(
+                f"placement must be {inputs} different positions in 0 .. {features - 1}, but got "
+                f"{positions}."
+            )
+        self.register_buffer("positions", torch.tensor(positions), persistent=False)
+
+    def _positions(self) -> list[int]:
+        if not isinstance(self.placement, str):
+            return self.placement
+        last = self.inputs // 2
+        if choose("placement", self.placement, ("split", "first")) == "first":
+            last = 0
+        return [*range(self.inputs - last), *range(self.features - last, self.features)]
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Nothing: there is nothing to draw. FSDP asks each part of a model for it.
+        """Restore the positions, for a module that was made on the meta device.
 
         Args:
-            generator: is not used.
+            generator: is not used, as there is nothing to draw.
         """
+        if not self.positions.is_meta:
+            self.positions.copy_(torch.tensor(self._positions()))
 
     def forward(self, x: Tensor) -> Tensor:
         """The first state, `(*batch, features)`.
@@ -89,78 +99,30 @@ class Augment(KeepsConstants):
         zeros = x.new_zeros(*x.shape[:-1], self.features)
         return zeros.index_copy(-1, self.positions, x)
 
-    def config(self) -> dict[str, object]:
-        """The arguments that make this augmentation again, as JSON can hold them."""
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this augmentation again."""
         return {"inputs": self.inputs, "features": self.features, "placement": self.placement}
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
 
 
-LEAST_FEATURES, MORE_FEATURES = 16, 24
-WIDE_FEATURES = 128  # the limit of earlier versions, for those who import it
-
-
 def roomy_width(inputs: int) -> int:
-    """How many features suit so many inputs: the width of networks that are made for a table.
+    """A number of features that suits so many inputs: the width of networks for a table.
 
     Three times the inputs, to have room to unfold them, but at least 16 and at most 24 more than
     them. Even, as (p, q) needs it.
 
     Args:
-        inputs: how many features x has.
-
-    Returns:
-        n, the `features` of a network.
+        inputs: the number of features of x.
 
     Examples:
         >>> import hdnn
         >>> [hdnn.heads.roomy_width(inputs) for inputs in (2, 8, 100)]
         [16, 24, 124]
     """
-    n = max(LEAST_FEATURES, min(3 * inputs, inputs + MORE_FEATURES))
+    n = max(16, min(3 * inputs, inputs + 24))
     return n + n % 2
-
-
-def _listed(placement: Sequence[int]) -> list[int]:
-    if isinstance(placement, (Tensor, np.ndarray)):
-        placement = placement.tolist()
-    given: list[Any] = list(placement) if isinstance(placement, Sequence) else [None]
-    if not all(isinstance(i, Integral) for i in given):
-        raise ShapeError(
-            'placement must be "split", "first" or whole numbers, a position for each input, '
-            f"but got {placement!r}."
-        )
-    return [int(i) for i in given]
-
-
-def _positions(placement: str | list[int], inputs: int, features: int) -> list[int]:
-    if isinstance(placement, str):
-        last = inputs // 2 if choose("placement", placement, ("split", "first")) == "split" else 0
-        return [*range(inputs - last), *range(features - last, features)]
-    if len(placement) != inputs or len(set(placement)) != inputs:
-        raise ShapeError(f"placement must be {inputs} different positions, but got {placement}.")
-    if min(placement) < 0 or max(placement) >= features:
-        raise ShapeError(f"placement {placement} must lie in 0 .. {features - 1}.")
-    return placement
-
-
-def _check_width(who: str, x: Tensor, width: int) -> None:
-    if not isinstance(x, Tensor):
-        raise ShapeError(f"{who} as a torch.Tensor, but got {type(x).__name__}.")
-    if x.shape[-1:] != (width,):
-        raise ShapeError(f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}.")
-
-
-def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
-    if not isinstance(t, Tensor):
-        raise DataError(f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}.")
-    if t.shape not in shapes:
-        needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
-        raise DataError(
-            f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: "
-            "one for each score."
-        )
 
 
 class LinearHead(nn.Module):
@@ -168,14 +130,10 @@ class LinearHead(nn.Module):
 
     Args:
         features: n of the network in front.
-        outputs: how many scores there are.
+        outputs: the number of scores.
         generator: of the first weights; by default PyTorch's global one.
         dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default `torch.get_default_device()`.
-
-    Raises:
-        ShapeError: if a size is no whole number >= 1, or the dtype is no floating-point one.
-        OptionError: if the device or generator is none.
+        device: of the weights; by default that of new tensors.
 
     Examples:
         >>> import torch
@@ -197,22 +155,24 @@ class LinearHead(nn.Module):
         super().__init__()
         self.features = positive_int("features", features)
         self.outputs = positive_int("outputs", outputs)
-        initial = Initial("scaled", self.features, generator, dtype, device)
-        self.weight, self.bias = map(nn.Parameter, self._first(initial))
+        self.weight = nn.Parameter(torch.empty(outputs, features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+        self.reset_parameters(generator)
 
-    def _first(self, initial: Initial) -> tuple[Tensor, Tensor]:
-        return initial.K(self.outputs, self.features), initial.b(self.outputs)
-
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begin again: weights are drawn as the constructor draws them.
+        """Begin again: W from N(0, 1/n), and w = 0.
 
         Args:
-            generator: what they are drawn from; by default PyTorch's global generator.
+            generator: of the weights; by default PyTorch's global one.
         """
-        placed = self.weight.dtype, self.weight.device
-        first = self._first(Initial("scaled", self.features, generator, *placed))
-        for mine, value in zip((self.weight, self.bias), first, strict=True):
-            overwrite(mine, value)
+        if self.weight.is_meta:
+            return
+        where = self.weight.device if generator is None else generator.device
+        # In float32, so that a seed gives the same head in any dtype.
+        options: dict[str, Any] = {"generator": generator, "device": where, "dtype": torch.float32}
+        self.weight.copy_(self.features**-0.5 * torch.randn(self.weight.shape, **options))
+        self.bias.zero_()
 
     def forward(self, y: Tensor) -> Tensor:
         """Scores `(*batch, outputs)`.
@@ -226,17 +186,16 @@ class LinearHead(nn.Module):
         _check_width(f"{type(self).__name__} takes y", y, self.features)
         return F.linear(y, self.weight, self.bias)
 
-    def config(self) -> dict[str, object]:
-        """The arguments that make this head again, as JSON can hold them."""
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this head again."""
         return {"features": self.features, "outputs": self.outputs}
 
     def extra_repr(self) -> str:
         return f"{self.features} -> {self.outputs}"
 
 
-@describes_options(LinearHead)
 class RegressionHead(LinearHead):
-    """Values `W y + w`, trained by the mean squared error.
+    """Values `W y + w`, trained by the mean squared error. Arguments as in `LinearHead`.
 
     Examples:
         >>> import torch
@@ -257,8 +216,8 @@ class RegressionHead(LinearHead):
         Raises:
             DataError: if t is no tensor of that shape.
         """
-        one = scores.shape[:-1] if self.outputs == 1 else scores.shape
-        _check_targets(t, scores.shape, one)
+        shorter = scores.shape[:-1] if self.outputs == 1 else scores.shape
+        _check_targets(t, scores.shape, shorter)
         return F.mse_loss(scores, t.to(scores.dtype).reshape(scores.shape))
 
     def predict(self, scores: Tensor) -> Tensor:
@@ -266,14 +225,13 @@ class RegressionHead(LinearHead):
         return scores
 
 
-@describes_options(LinearHead, classes="how many classes there are, at least 2.")
 class SoftmaxHead(LinearHead):
     """Class probabilities `softmax(W y + w)`, trained by the cross-entropy; labels from 0 on.
 
-    Raises:
-        ShapeError: if a size is no whole number >= 1, or the dtype is no floating-point one.
-        DataError: if there is but one class.
-        OptionError: if the device or generator is none.
+    Args:
+        features: n of the network in front.
+        classes: the number of classes, at least 2.
+        **options: those of `LinearHead`.
 
     Examples:
         >>> import torch
@@ -286,27 +244,18 @@ class SoftmaxHead(LinearHead):
         torch.Size([10])
     """
 
-    def __init__(
-        self,
-        features: int,
-        classes: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        classes = positive_int("classes", classes)
-        super().__init__(features, classes, generator=generator, dtype=dtype, device=device)
+    def __init__(self, features: int, classes: int, **options: Any) -> None:
+        super().__init__(features, positive_int("classes", classes), **options)
         if classes < 2:
             raise DataError(f"a classifier needs at least 2 classes, but got {classes}.")
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return self.outputs
 
-    def config(self) -> dict[str, object]:
-        """The arguments that make this head again, as JSON can hold them."""
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this head again."""
         return {"features": self.features, "classes": self.classes}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
@@ -325,25 +274,20 @@ class SoftmaxHead(LinearHead):
         return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1).long())
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """The probability of each class, `(*batch, classes)`.
-
-        Args:
-            scores: `(*batch, classes)`, as the head gives them.
-        """
+        """The probability of each class, `(*batch, classes)`."""
         return scores.softmax(-1)
 
     def predict(self, scores: Tensor) -> Tensor:
-        """The most probable classes, `(*batch,)`.
-
-        Args:
-            scores: `(*batch, classes)`, as the head gives them.
-        """
+        """The most probable classes, `(*batch,)`."""
         return scores.argmax(-1)
 
 
-@describes_options(LinearHead)
 class SigmoidHead(LinearHead):
     """One probability `sigmoid(W y + w)` for two classes 0 and 1, as in the planar experiments.
+
+    Args:
+        features: n of the network in front.
+        **options: those of `LinearHead`.
 
     Examples:
         >>> import torch
@@ -356,18 +300,11 @@ class SigmoidHead(LinearHead):
 
     classes = 2
 
-    def __init__(
-        self,
-        features: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(features, 1, generator=generator, dtype=dtype, device=device)
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(features, 1, **options)
 
-    def config(self) -> dict[str, object]:
-        """The arguments that make this head again, as JSON can hold them."""
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this head again."""
         return {"features": self.features}
 
     def loss(self, scores: Tensor, t: Tensor) -> Tensor:
@@ -385,22 +322,141 @@ class SigmoidHead(LinearHead):
         return F.binary_cross_entropy_with_logits(scores, target)
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """The probabilities of both classes, `(*batch, 2)`.
-
-        Args:
-            scores: `(*batch, 1)`, as the head gives them.
-        """
+        """The probabilities of both classes, `(*batch, 2)`."""
         return torch.cat([scores.neg().sigmoid(), scores.sigmoid()], -1)
 
     def predict(self, scores: Tensor) -> Tensor:
-        """The more probable classes, `(*batch,)`.
-
-        Args:
-            scores: `(*batch, 1)`, as the head gives them.
-        """
+        """The more probable classes, `(*batch,)`."""
         return (scores[..., 0] > 0).long()
 
 
 HEADS: dict[str, type[LinearHead]] = {
     kind.__name__: kind for kind in (LinearHead, RegressionHead, SigmoidHead, SoftmaxHead)
 }
+
+
+class Model(nn.Module):
+    """A network that can be trained, saved and certified: x -> augment -> N layers -> head.
+
+    Args:
+        augment: a `hdnn.Augment` that makes y_0 from x; without one (None), y_0 is x.
+        net: a network of hdnn, such as `hdnn.H2`.
+        head: one of `hdnn.heads`, such as `hdnn.SoftmaxHead`.
+
+    Raises:
+        OptionError: if a submodule is not of its kind.
+        ShapeError: if the submodules have not as many features.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(points=400)
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4))
+        >>> model.predict(data.x_test).shape, model.predict_proba(data.x_test).shape
+        (torch.Size([200]), torch.Size([200, 2]))
+    """
+
+    def __init__(self, augment: Augment | None, net: Network, head: LinearHead) -> None:
+        super().__init__()
+        kinds = [("net", net, Network), ("head", head, LinearHead)]
+        if augment is not None:
+            kinds.append(("augment", augment, Augment))
+        for name, module, kind in kinds:
+            if not isinstance(module, kind):
+                raise OptionError(
+                    f"{name} must be a {kind.__name__} of hdnn, but got {type(module).__name__}."
+                )
+            if module.features != net.features:
+                raise ShapeError(
+                    f"{name} has {module.features} features, but net has {net.features}."
+                )
+        self.augment = augment
+        self.net = net
+        self.head = head
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: first the network and then the head draw their weights as when made.
+
+        Args:
+            generator: of the weights; by default PyTorch's global one.
+        """
+        for module in self.children():
+            module.reset_parameters(generator)  # pyright: ignore[reportCallIssue]
+
+    @property
+    def inputs(self) -> int:
+        """The number of features of x."""
+        return self.net.features if self.augment is None else self.augment.inputs
+
+    def embed(self, x: Tensor) -> Tensor:
+        """The first state, `y_0`: `(*batch, n)`."""
+        return x if self.augment is None else self.augment(x)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The last state, `y_N`, which the head sees: `(*batch, n)`."""
+        return self.net(self.embed(x))
+
+    def trajectory(self, x: Tensor) -> Tensor:
+        """All states, `y_0` to `y_N`: `(N+1, *batch, n)`."""
+        return self.net.trajectory(self.embed(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores: logits, or the values of a regression, `(*batch, outputs)`.
+
+        Args:
+            x: inputs `(*batch, inputs)`.
+
+        Raises:
+            ShapeError: if x is no tensor of that shape, in the dtype of the weights.
+        """
+        return self.head(self.features(x))
+
+    def loss(self, x: Tensor, t: Tensor) -> Tensor:
+        """The head's own loss, a tensor of one number.
+
+        Args:
+            x: inputs `(*batch, inputs)`.
+            t: labels or target values, as the head takes them.
+
+        Raises:
+            DataError: if t does not fit the head.
+            OptionError: if the head is a plain `LinearHead`, which has no loss.
+        """
+        return self._head_method("loss")(self(x), t)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """Class labels `(*batch,)`, or the values of a regression; without gradients."""
+        return self._head_method("predict")(self(x))
+
+    @torch.no_grad()
+    def predict_proba(self, x: Tensor) -> Tensor:
+        """Class probabilities `(*batch, classes)`; without gradients."""
+        return self._head_method("probabilities")(self(x))
+
+    def _head_method(self, name: str) -> Any:
+        method = getattr(self.head, name, None)
+        if method is None:
+            raise OptionError(
+                f"a {type(self.head).__name__} has no {name}; use a SoftmaxHead or a SigmoidHead "
+                "for classes, a RegressionHead for values."
+            )
+        return method
+
+
+def _check_width(who: str, x: Tensor, width: int) -> None:
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{who} as a torch.Tensor, but got {type(x).__name__}.")
+    if x.shape[-1:] != (width,):
+        raise ShapeError(f"{who} of shape (*batch, {width}), but got {tuple(x.shape)}.")
+
+
+def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
+    if not isinstance(t, Tensor):
+        raise DataError(f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}.")
+    if t.shape not in shapes:
+        needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
+        raise DataError(
+            f"targets (or labels) t have shape {tuple(t.shape)}, but {needed} is needed: one for "
+            "each score."
+        )

@@ -2,12 +2,13 @@
 
 The general semi-implicit Euler step has this form in p, the midpoint rule in the midpoint, and the
 discrete gradient step with a chord of the integral in the place of sigma. Newton's method finds x
-without gradients, as one operator that `torch.compile`, `torch.export` and `vmap` carry whole. Two
-more Newton steps, in plain PyTorch, then leave x as it is but give it its derivatives: each step
-doubles the order up to which they are right, so first, second and third derivatives are exact.
+without gradients, as one operator that `torch.compile`, `torch.export` and `vmap` carry whole; the
+implicit function theorem then gives x its derivatives, which can be differentiated again.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from hdnn import activations
 from hdnn.activations import Activation
 from hdnn.errors import ConvergenceError
 
-__all__ = ["MAX_ITER", "chord", "chord_slope", "coupling", "solve", "solve_chord"]
+__all__ = ["chord", "chord_slope", "coupling", "solve", "solve_chord"]
 
 MAX_ITER = 50
-HALVINGS = 12  # of a Newton step that does not reduce the residual
+HALVINGS = 40  # of a Newton step that does not reduce the residual
+STARTS = 16  # of Newton's method, if the explicit step leads to no solution
 
 # Gauss's rule of ten points from 0 to 1: the distances of its points from 1/2, and their weights.
 GAUSS = (
@@ -81,10 +83,7 @@ def solve(
         slack = 8.0 if tol is None else 1.0
         name = activations.registered(sigma).name
         x = _root(*detached, name, limit, slack, max_iter, where)
-        for _ in range(2 if torch.is_grad_enabled() else 0):
-            F, slope = _residual(x, *equation, sigma)
-            x = x - _newton_step(F, slope, *equation[1:3])
-    return x.to(c.dtype)
+        return _Solution.apply(x, *equation, sigma).to(c.dtype)
 
 
 def solve_chord(
@@ -121,17 +120,26 @@ def _residual(
     x: Tensor, c: Tensor, B: Tensor, A: Tensor, a: Tensor, start: Tensor | None, sigma: Activation
 ) -> tuple[Tensor, Tensor]:
     """`x - c - B sigma(A x + a)`, and the slope of sigma there."""
-    z = _times(A, x) + a
+    value, slope = _value_and_slope(sigma, start, _times(A, x) + a)
+    return x - c - _times(B, value), slope
+
+
+def _value_and_slope(sigma: Activation, start: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
+    """sigma at z, or its chord from start to z, and the derivative in z."""
     if start is None:
-        return x - c - _times(B, sigma(z)), sigma.slope(z)
-    return x - c - _times(B, chord(sigma, start, z)), chord_slope(sigma, start, z)
+        return sigma(z), sigma.slope(z)
+    value = chord(sigma, start, z)
+    return value, chord_slope(sigma, start, z, value)
 
 
-def _newton_step(F: Tensor, slope: Tensor, B: Tensor, A: Tensor) -> Tensor:
-    """`(I - B D A)^-1 F` with `D = diag(slope)`."""
-    eye = torch.eye(F.shape[-1], dtype=F.dtype, device=F.device)
-    M = eye - (B * slope.unsqueeze(-2)) @ A
-    return torch.linalg.solve_ex(M, F.unsqueeze(-1))[0].squeeze(-1)
+def _matrix(slope: Tensor, B: Tensor, A: Tensor) -> Tensor:
+    """`I - B D A` with `D = diag(slope)`."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    return eye - (B * slope.unsqueeze(-2)) @ A
+
+
+def _solved(M: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.solve_ex(M, right.unsqueeze(-1))[0].squeeze(-1)
 
 
 @torch.library.custom_op("hdnn::implicit_root", mutates_args=())
@@ -149,11 +157,16 @@ def _root(
 ) -> Tensor:
     sigma = activations.get(activation)
     equation = c, B, A, a, start, sigma
-    explicit = c - _residual(c, *equation)[0]
-    for guess in (explicit, c):
-        x, error = _newton(guess, equation, tol, max_iter)
-        if bool((error <= slack * tol).all()):
-            return x if x is not c else c.clone()
+    x = c - _residual(c, *equation)[0]  # the explicit step
+    for trial in range(STARTS):
+        x, error = _newton(x, equation, tol, max_iter)
+        solved = (error <= slack * tol).unsqueeze(-1)
+        if bool(solved.all()):
+            return x
+        # Where a bounded sigma has its solutions: the same points every time.
+        generator = torch.Generator().manual_seed(trial)
+        z = 2 * torch.rand(a.shape[-1], generator=generator, dtype=c.dtype) - 1
+        x = torch.where(solved, x, c + _times(B, z.to(c.device).expand_as(a)))
     finite = all(bool(t.isfinite().all()) for t in (c, B, A, a))
     if not finite:
         raise ConvergenceError(f"{where}: a state or a weight is NaN or infinite.")
@@ -173,7 +186,7 @@ def _newton(x: Tensor, equation: tuple, tol: float, max_iter: int) -> tuple[Tens
         error = _error(x, F, slope, equation)
         if bool((error <= tol).all()):
             break
-        dx = _newton_step(F, slope, B, A)
+        dx = _solved(_matrix(slope, B, A), F)
         size = F.norm(dim=-1, keepdim=True)
         t = torch.ones_like(size)
         for _ in range(HALVINGS):
@@ -183,15 +196,18 @@ def _newton(x: Tensor, equation: tuple, tol: float, max_iter: int) -> tuple[Tens
             if not bool(worse.any()):
                 break
             t = torch.where(worse, 0.5 * t, t)
+        else:
+            F, slope = _residual(x - t * dx, *equation)
         x = x - t * dx
-        F, slope = _residual(x, *equation)
     return x, _error(x, F, slope, equation)
 
 
 def _error(x: Tensor, F: Tensor, slope: Tensor, equation: tuple) -> Tensor:
     """The residual of each sample, relative to the terms whose rounding it has."""
-    c, B, A, a, *_ = equation
+    c, B, A, a, start, _ = equation
     argument = _times(A.abs(), x.abs()) + a.abs()
+    if start is not None:
+        argument = argument + start.abs()
     terms = _times(B.abs(), slope.abs() * argument) + x.abs() + c.abs()
     least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps  # below, nothing is relative
     return F.abs().amax(-1) / (terms.amax(-1) + least)
@@ -225,6 +241,43 @@ def _(info, in_dims, c, B, A, a, start, *options):
     return _root(c, B, A, a, start, *options), 0
 
 
+# Derivatives
+
+
+class _Solution(torch.autograd.Function):
+    """x, which solves the equation already, with its derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, c, B, A, a, start, sigma):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        *_, B, A, a, start, ctx.sigma = inputs
+        ctx.save_for_backward(B, A, a, start, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """With `D = diag(sigma')`: `v = (I - B D A)^-T g`, `dc = v`, `da = u = D B^T v`."""
+        B, A, a, start, x = ctx.saved_tensors
+        z = _times(A, x) + a
+        value, slope = _value_and_slope(ctx.sigma, start, z)
+        v = _solved(_matrix(slope, B, A).mT, grads[0])
+        w = _times(B.mT, v)
+        u = slope * w
+        d_start = None if start is None else chord_slope(ctx.sigma, z, start, value) * w
+        return None, v, _outer(v, value, B), _outer(u, x, A), u, d_start, None
+
+
+def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    """The sum of `u x^T` over all samples that share a matrix."""
+    if like.ndim == 2:
+        return u.flatten(0, -2).mT @ x.flatten(0, -2) if u.ndim > 1 else torch.outer(u, x)
+    return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
+
+
 # Chords: the mean of sigma between two points
 
 
@@ -240,20 +293,28 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
     return _quotient(mean, low, high, end - z)
 
 
-def chord_slope(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
-    """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z."""
+def chord_slope(sigma: Activation, z: Tensor, end: Tensor, value: Tensor | None = None) -> Tensor:
+    """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z.
+
+    Args:
+        sigma: the activation.
+        z: one point.
+        end: the other.
+        value: the chord, if it is known.
+    """
+    value = chord(sigma, z, end) if value is None else value
     mean = _mean(sigma.slope, z, end - z, weighted=True)
-    return _quotient(mean, chord(sigma, z, end), sigma(end), end - z)
+    return _quotient(mean, value, sigma(end), end - z)
 
 
-def _mean(function, z: Tensor, d: Tensor, weighted: bool = False) -> Tensor:
+def _mean(function: Any, z: Tensor, d: Tensor, weighted: bool = False) -> Tensor:
     """The integral of function(z + t d), or of t times it, for t from 0 to 1."""
+    rule = torch.tensor(GAUSS, dtype=z.dtype, device=z.device)
+    distance, weight = rule.view(len(GAUSS), 2, *[1] * z.ndim).unbind(1)
+    t = torch.cat([0.5 - distance, 0.5 + distance])
+    weight = torch.cat([weight, weight])
     d = d.clamp(-1, 1)  # far points do not need it
-    total = torch.zeros_like(z)
-    for distance, weight in GAUSS:
-        for t in (0.5 - distance, 0.5 + distance):
-            total = total + (weight * t if weighted else weight) * function(z + t * d)
-    return total
+    return ((weight * t if weighted else weight) * function(z + t * d)).sum(0)
 
 
 def _quotient(mean: Tensor, low: Tensor, high: Tensor, d: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ __all__ = [
 
 FilePath = str | os.PathLike[str]
 
-HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model")  # of classes in files
+# Of classes in files.
+HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model", "hdnn.control")
 KEY = "hdnn"
 CHECKSUM = "sha256"
 
@@ -208,6 +209,10 @@ def save(module: nn.Module, path: FilePath, *, note: Any = None) -> None:
         >>> hdnn.load("net.safetensors")
         H2(4 features, 8 layers, tanh, h = 0.3, T = 2.4, 96 parameters)
     """
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(
+            f"only a hdnn.Model or a network can be saved, but got {type(module).__name__}."
+        )
     state = plain_state(module)
     metadata = {"version": __version__, "model": describe(module), "note": note}
     try:

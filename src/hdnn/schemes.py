@@ -21,18 +21,12 @@ from hdnn.activations import Activation
 from hdnn.implicit import MAX_ITER, chord_slope, solve, solve_chord
 
 __all__ = [
-    "FORWARD_EULER",
-    "MS1",
-    "MS3",
-    "PERCEPTRON",
-    "SEMI_IMPLICIT_EULER",
-    "VERLET",
-    "YOSHIDA4",
     "DiscreteGradient",
     "Force",
     "Implicit",
     "ImplicitEuler",
     "Midpoint",
+    "Perceptron",
     "Scheme",
     "jacobians",
     "run",
@@ -114,6 +108,11 @@ class Scheme:
     def invertible(self) -> bool:
         """True if `step` can be undone."""
         return self.halves or self.implicit
+
+    @property
+    def paired(self) -> bool:
+        """True if p and q play different parts, so that J must be `[[0, -X^T], [X, 0]]`."""
+        return self.halves
 
     def split(self, y: Tensor) -> State:
         """The halves (p, q) of a state, or the whole."""
@@ -201,6 +200,8 @@ class Implicit(Scheme):
         max_iter: the most Newton iterations for a layer.
     """
 
+    name: str = "implicit"
+    order: int = 1
     halves: bool = False
     implicit: bool = True
     tol: float | None = None
@@ -218,6 +219,10 @@ class ImplicitEuler(Implicit):
 
     name: str = "semi_implicit_euler_full"
     order: int = 1
+
+    @property
+    def paired(self) -> bool:
+        return True
 
     def step(self, x, forces, h, sigma, *, inverse=False):
         (y,), (force,) = x, forces
@@ -333,6 +338,20 @@ MS1 = Scheme("ms1", 1, ((0, -1.0), (1, 1.0)), symplectic=False)
 MS3 = Scheme("ms3", 1, ((1, 1.0), (0, -1.0)))
 
 PERCEPTRON = Perceptron("perceptron", 0, halves=False, symplectic=False)
+
+# What a Hamiltonian network can step by, by name
+INTEGRATORS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        FORWARD_EULER,
+        SEMI_IMPLICIT_EULER,
+        VERLET,
+        YOSHIDA4,
+        ImplicitEuler(),
+        Midpoint(),
+        DiscreteGradient(),
+    )
+}
 
 
 def steps(h: float | Tensor, N: int) -> Sequence[float | Tensor]:

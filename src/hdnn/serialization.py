@@ -25,17 +25,18 @@ from hdnn.heads import HEADS, Augment
 from hdnn.model import Model
 from hdnn.models import ImageModel
 from hdnn.networks import KINDS, HamiltonianNet, Network, Reversible
-from hdnn.networks.coupling import Block
+from hdnn.networks.blocks import Layers as Block
 from hdnn.networks.weights import refresh, target
 
 FORMAT = 1
 COUNTER = ".num_batches_tracked"  # of torch.nn.BatchNorm2d, a whole number
 LITTLE = 2**20  # numbers: so few always fit into memory
 ENDINGS = ("orig", "mask", "g", "u", "v")  # of names of tensors that a weight is made of
+IMAGES = (models.MNISTNet, models.HDNNStar, models.ResNet, models.AlexNet)
 # All that can be saved, but for a Model, and what makes each from its config.
 MAKERS: dict[type[nn.Module], Callable[..., Any]] = {
     **{of: of for of in (Augment, *HEADS.values(), *KINDS.values())},
-    **models.MAKERS,
+    **{of: of for of in IMAGES},
 }
 # What PyTorch raises for a config that contradicts itself, or for an impossible shape.
 WRONG = (KeyError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, IndexError)
@@ -245,7 +246,9 @@ def describe(part: nn.Module) -> dict[str, Any]:
         )
     description: dict[str, Any] = {"kind": of.__name__}
     if of is not Model:
-        description["config"] = part.config()  # pyright: ignore[reportCallIssue]
+        config = part.config()  # pyright: ignore[reportCallIssue]
+        config |= {k: None for k, v in config.items() if isinstance(v, nn.Module)}
+        description["config"] = config
     if isinstance(part, Network):
         description["constants"] = {k: list(v.shape) for k, v in part.constants().items()}
     parts = {
@@ -286,17 +289,17 @@ def restore(
         raise CheckpointError(f"there are no weights of its {kind}.")
     generator = None if device == "meta" else torch.Generator()
     options = {**config, "dtype": dtype, "generator": generator, "device": device or "cpu"}
-    if of in models.MAKERS:
+    if of in IMAGES:
         _check_depth(config, own)
         options.pop("reversible", None)  # in old files the default of H2, and not a choice
     else:
         _check_room(config, constants, own)
         # Zeros are skew, and in every block pattern.
         options |= {name: torch.zeros(shape) for name, shape in constants.items()}
-    made = MAKERS[of](**options)
     if "parts" in description:
-        made.set_net(restore(description["parts"]["net"], tensors, f"{prefix}net.", device))
-    return made
+        parts = description["parts"]["net"]
+        options["network"] = restore(parts, tensors, f"{prefix}net.", device)
+    return MAKERS[of](**options)
 
 
 def _check_depth(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -5,15 +5,14 @@ This is the one file that follows the code: it says how the kernel is called, an
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from hdnn.engine.kernels.protocol import Stack
-from hdnn.engine.kernels.triton import TritonEuler, TritonShears
+from hdnn import activations, schemes
+from hdnn.engine import backprop, gpu
+from hdnn.engine.memory import Stack
 
-MOVES = {  # the half that moves (0 is p), and the fraction of h by which
-    "h2": ((0, -1.0), (1, 1.0)),
-    "verlet": ((0, -0.5), (1, 1.0), (0, -0.5)),
-}
+SCHEMES = {"h2": schemes.SEMI_IMPLICIT_EULER, "verlet": schemes.VERLET}
 
 
 def split(
@@ -22,16 +21,13 @@ def split(
 ) -> dict[str, tuple[Tensor, ...]]:  # fmt: skip
     """y_N, then the gradients of y, K_p, K_q, b_p, b_q for dL/dy_N = g: from kept states, and from
     states that are rebuilt from y_N."""
-    turns = tuple(turn for turn, _ in MOVES[name])
-    rows = (K_p.shape[1], K_q.shape[1])
-    call = Stack(activation, "same", len(K_p), turns, False, *y.shape, rows, y.dtype, y.device)
-    kernel = TritonShears(call, precision, False)
-    coef = y.new_tensor([h * part for _, part in MOVES[name]] * len(K_p))
-    tensors = (K_p, K_q, b_p, b_q, None, None, coef)
-    y_N, kept = kernel.forward(y, tensors, True)
-    stored = kernel.backward(kept, g, tensors)
-    _, rebuilt = kernel.undo(y_N, g, tensors)
-    return {"stored": (y_N, *stored[:5]), "reversible": (y_N, *rebuilt[:5])}
+    tensors = (y.new_full((len(K_p),), h), K_p, b_p, None, K_q, b_q, None)
+    found = {}
+    for way in ("stored", "reversible"):
+        values = _run(way, SCHEMES[name], y, tensors, g, activation, precision, ("same", "same"))
+        y_N, g_y, _, g_K_p, g_b_p, _, g_K_q, g_b_q, _ = values
+        found[way] = (y_N, g_y, g_K_p, g_K_q, g_b_p, g_b_q)
+    return found
 
 
 def euler(
@@ -39,10 +35,23 @@ def euler(
     *, activation: str = "tanh", precision: str = "ieee",
 ) -> dict[str, tuple[Tensor, ...]]:  # fmt: skip
     """The same of H1 with the canonical J, for y, K and b."""
-    sizes = (*y.shape, (K.shape[1],), y.dtype, y.device)
-    kernel = TritonEuler(
-        Stack(activation, "canonical", len(K), (), False, *sizes), precision, False
-    )
-    tensors = (K, b, None, y.new_full((len(K),), h))
-    y_N, kept = kernel.forward(y, tensors, True)
-    return {"stored": (y_N, *kernel.backward(kept, g, tensors)[:3])}
+    half = K.shape[-1] // 2
+
+    def turn(W: Tensor) -> Tensor:  # rows K J^T for J = [[0, -I], [I, 0]]
+        return torch.cat([-W[..., half:], W[..., :half]], -1)
+
+    tensors = (y.new_full((len(K),), h), K, b, turn(K).contiguous())
+    scheme = schemes.FORWARD_EULER
+    values = _run("stored", scheme, y, tensors, g, activation, precision, ("learned",))
+    y_N, g_y, _, g_K, g_b, g_V = values
+    return {"stored": (y_N, g_y, g_K - turn(g_V), g_b)}
+
+
+def _run(way, scheme, y, tensors, g, activation, precision, outputs):
+    rows = tuple(K.shape[1] for K in tensors[1::3])
+    sigma = activations.get(activation)
+    sizes = (len(tensors[0]), *y.shape, rows, outputs, y.dtype, y.device)
+    stack = Stack(scheme, sigma, False, *sizes)
+    method = backprop.METHODS[way](stack, lambda stack: gpu.Kernel(stack, precision))
+    y_N, saved = method.forward(y, tensors)
+    return y_N, *method.backward(y, saved, g, tensors)

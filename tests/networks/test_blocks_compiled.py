@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hdnn import Coupling, GradientField, Leapfrog, Reversible
-from hdnn.errors import TrainingError
+from hdnn.errors import OptionError
 
 # PyTorch's compiler warns about what it does itself.
 pytestmark = [
@@ -121,7 +121,7 @@ def process(rank, store):
         same(found, wanted)
     net = made("reversible")
     torch.distributed.fsdp.fully_shard(net[0], mesh=mesh)
-    with pytest.raises(TrainingError, match=r"shard each F and G, as in fully_shard\(block.F\)"):
+    with pytest.raises(OptionError, match=r"shard each F and G, as in fully_shard\(block.F\)"):
         net(mine)
     os.write(1, b"equal")
     dist.barrier()  # nobody hangs up on the other

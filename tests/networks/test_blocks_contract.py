@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import hdnn
 from hdnn import Coupling, GradientField, Leapfrog, Reversible
-from hdnn.errors import CheckpointError
 
 D = 4
 EDGES = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 4, 4]])
@@ -171,18 +169,6 @@ def test_a_second_backward_pass_and_one_through_a_part(kind, backprop, state):
 
 @every_way
 @every_kind
-def test_two_forward_passes_before_two_backward_passes_add_up(kind, backprop, state):
-    net, twin, y, args = both(kind, backprop=backprop, state=state)
-    for one in (net, twin):
-        torch.manual_seed(3)
-        outs = [one(y * c, *args) for c in (1.0, 0.5)]
-        for out in outs:
-            out.square().sum().backward()
-    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
-
-
-@every_way
-@every_kind
 @pytest.mark.parametrize("frozen", ["the first", "all but the first", "all"])
 def test_frozen_blocks(kind, frozen, backprop, state):
     net, twin, y, args = both(kind, backprop=backprop, state=state)
@@ -283,43 +269,6 @@ def test_small_cases(kind, backprop, state):
         assert not net(y, *args).requires_grad
 
 
-@every_way
-@every_kind
-def test_state_dict_and_copies(kind, backprop, state):
-    net, y, args = made(kind, backprop=backprop, state=state)
-    other, _, _ = made(kind, backprop=backprop, state=state)
-    for p in other.parameters():
-        p.data.zero_()
-    other.load_state_dict(net.state_dict())
-    same(gradients(net, y, *args), gradients(other, y, *args))
-    other = copy.deepcopy(net)
-    same(gradients(copy.deepcopy(net), y, *args), gradients(other, y, *args))
-
-
-@every_way
-def test_conditions_have_gradients(backprop, state):
-    torch.manual_seed(1)
-    net = Reversible([Coupling(Conditioned(), Conditioned()) for _ in range(3)])
-    net = net.double()
-    found = []
-    for one in ("stored", backprop):
-        net.backprop, net.state = one, state
-        torch.manual_seed(2)
-        y = torch.randn(5, 2 * D, dtype=torch.float64)
-        a, b = (torch.randn(5, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        for args, options in (
-            ((a,), {}),
-            ((), {"c": a}),
-            ((), {"c": (a, b)}),
-            (({"a": a, "b": b},), {"extra": [b]}),
-            ((a.sin(),), {"extra": (b.detach(), b * 2)}),
-        ):
-            net(y, *args, **options).square().sum().backward()
-            found.append([a.grad.clone(), None if b.grad is None else b.grad.clone()])
-    for one, two in zip(found[:5], found[5:], strict=True):
-        same(one, two)
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_kind
 def test_transforms_of_torch_func(kind):
@@ -342,47 +291,6 @@ def test_transforms_of_torch_func(kind):
         out = torch.func.functional_call(one, twice, (y, *args))
         found.append(torch.autograd.grad(out.square().sum(), list(twice.values())))
     same(*found)
-
-
-def test_an_error_in_the_backward_pass_is_the_one_that_was_raised():
-    class Later(nn.Module):
-        calls = 0
-
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(D, D)
-
-        def forward(self, x):
-            self.calls += 1
-            if self.calls == 2:
-                raise RuntimeError("out of luck")
-            return self.linear(x).sin()
-
-    net = Reversible([Coupling(Later()), Coupling(mlp(0), mlp(0))], backprop="reversible")
-    out = net(torch.randn(2, 2 * D))
-    with pytest.raises(RuntimeError, match="out of luck"):
-        out.sum().backward(retain_graph=True)
-    net.zero_grad()
-    out.sum().backward()  # the third call works
-    assert net[0].F.linear.weight.grad is not None
-
-
-def test_a_stack_is_saved_by_its_state_dict(tmp_path):
-    for one in (made("vectors")[0], made("tokens")[0][0]):
-        with pytest.raises(CheckpointError, match=r"are your own.*save its state_dict\(\)"):
-            hdnn.save(one, tmp_path / "net.safetensors")
-
-
-def test_a_state_dict_goes_through_a_file(tmp_path):
-    for kind in KINDS:
-        net, y, args = made(kind, backprop="reversible", state="fixed")
-        gradients(net, y, *args)  # statistics of batches move
-        torch.save(net.state_dict(), tmp_path / "net.pt")
-        other, _, _ = made(kind, backprop="reversible", state="fixed")
-        for one in other.parameters():
-            one.data.zero_()
-        other.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
-        same([net.eval()(y, *args)], [other.eval()(y, *args)], exact=True)
 
 
 @pytest.mark.parametrize("kind", ["vectors", "tokens", "images", "nodes"])

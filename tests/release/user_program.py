@@ -77,7 +77,7 @@ def learn_from_data(folder: Path) -> float:
     certificate = assert_type(analysis.certify(model, data.x_test), analysis.Certificate)
     assert certificate.holds
     assert certificate.smallest_norm >= 1
-    assert_type(analysis.certify(nn.Sequential(net)), analysis.PartCertificates)
+    assert_type(analysis.certify(nn.Sequential(net)), analysis.Certificate)
 
     hdnn.save(model, folder / "moons.safetensors")
     again = hdnn.load(folder / "moons.safetensors")

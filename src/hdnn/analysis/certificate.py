@@ -1,401 +1,605 @@
-"""What is promised about a network's gradients, why, and whether the numbers confirm it.
+"""The promise about a network's gradients, and whether numbers confirm it.
 
 The promise is norm(dy_N/dy_j) >= 1 for every sample and layer: each layer has a Jacobian of
-determinant 1 (or at least 1), so the product of any number of them has one too, and a matrix whose
+determinant 1 (or at least 1), so the product of any number of them has too, and a matrix whose
 determinant is at least 1 has no norm below 1. It is about the matrix: some direction does not
-shrink, while a single gradient can. The rest is checked numerically: the norms, symplecticity and
-the bounds. What could not be computed, because states or matrices are not finite, never counts as
-holding.
+shrink, while a single gradient can. What could not be computed never counts as holding.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdnn import plotting
-from hdnn.analysis.bounds import Bound, bounds_of
-from hdnn.analysis.copies import embedded, exact, lost_in_own_dtype, rows
-from hdnn.analysis.linear import linearity
-from hdnn.analysis.measured import Measured, MeasuredNetwork
-from hdnn.analysis.words import summary
-from hdnn.base.files import finite
-from hdnn.errors import DataError, OptionError, positive_int
-from hdnn.model import Model
-from hdnn.networks import Network, ODENetwork
-from hdnn.networks.promise import Guarantee, Promising, own_methods, unknown
+from hdnn.analysis.bounds import Bound, compared_bounds
+from hdnn.analysis.measure import HIDDEN, Call, Measured, measure_layers, measure_network
+from hdnn.analysis.sensitivity import copied, exact
+from hdnn.errors import DataError, HDNNError, OptionError, ShapeError, positive_int
+from hdnn.networks import Coupling, HamiltonianUnit, Leapfrog, Network, Reversible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SAMPLES = 1000  # at the most
-NUMBERS = 2**23  # at the most, in the matrices dy_N/dy_j of all samples and layers
+SAMPLES = 20
 RANGES = 8  # of layers, in the table
-POINTS = 1025  # layers that the curve shows, at the most
-
-
-def guarantee(net: Promising) -> Guarantee:
-    """What is known about the gradients of a network before anything is computed.
-
-    It is the network's own `guarantee()`, unless that is inherited by a class that computes in
-    another way: then nothing is known.
-
-    Args:
-        net: a network, a unit or a block of hdnn, or a module that has a method `guarantee()`.
-
-    Returns:
-        A `Guarantee`: whether `norm(dy_N/dy_j) >= 1` is a theorem, which one, and why.
-
-    Raises:
-        OptionError: if it is no such module.
-
-    Examples:
-        >>> import hdnn
-        >>> hdnn.analysis.guarantee(hdnn.H2(features=4, layers=8)).holds
-        True
-        >>> hdnn.analysis.guarantee(hdnn.MLP(features=4, layers=8)).holds
-        False
-    """
-    owner = next((cls for cls in type(net).__mro__ if "guarantee" in vars(cls)), None)
-    if owner is None:
-        raise OptionError(
-            f"a {type(net).__name__} has no method guarantee(); give a network, a unit or a block "
-            "of hdnn, of a Model its net."
-        )
-    own = own_methods(net, owner)
-    return unknown(net, own) if own else net.guarantee()
+NOT_SHRUNK = "at least one direction of the gradient is not shrunk"
+LINEAR = 1e-3  # relative: derivatives that vary less are those of a linear map
+FEWEST = 10  # points, from which linearity is concluded
+SHOWN = 1000.0  # larger bounds are not shown
+PARTS = (Network, HamiltonianUnit, Coupling, Leapfrog, Reversible)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The promise about a network's gradients, and what was computed to check it.
+    """The answer to 'is the gradient shrunk?', for a network or for the parts of a model.
 
-    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers.
+    Made by `certify`. Print it to read it; `plot()` draws the norms against the layers. Of a model
+    that holds several parts, `certificate["name"]` is that of one part, and the figures are those
+    of the worst.
 
     Attributes:
         network: what was certified, in one line.
+        guaranteed: True if norm(dy_N/dy_j) >= 1 is proved for this network.
+        reason: why it is proved, or why not.
+        holds: True if it is proved and numbers confirm it, False if they contradict it, None if it
+            is not known or nothing is proved.
+        trouble: what could not be computed, and why.
         layers: N.
-        features: n, the size of a state.
-        dtype: that of the weights; all is computed from them in float64.
+        features: the entries of a state.
+        dtype: of the weights; all is computed from them in float64.
         samples: how many points were looked at.
         points: where these come from.
-        guaranteed: whether `norm(dy_N/dy_j) >= 1` is a theorem for this network.
-        theorem: which one, or "none".
-        guarantee: why it holds, or why there is none.
-        smallest_norm: over all samples that could be computed and all layers j < N.
-        smallest_at: the layer and the sample of this norm; None if nothing could be computed.
+        smallest_norm: over all points and layers j < N that were computed; NaN if there are none.
+        smallest_at: the layer and the point of this norm.
         largest_norm: over the same.
-        holds: whether smallest_norm >= 1 up to rounding; None if nothing is guaranteed or not
-            everything could be computed.
-        symplectic_defect: the largest `|Phi^T J Phi - J|`, relatively; None if layers differ in J.
-        symplectic: whether it is 0 up to rounding; None where that is not promised or rounding
-            hides it.
+        symplectic: True if each layer is, up to rounding; None if not promised or not known.
+        symplectic_defect: the largest `symplectic_defect` of a layer.
         bounds: every known `Bound`, compared with what was measured.
-        overflow: the last layer with a norm beyond float64, if there is one.
-        ranges: the smallest and the largest norm of up to 8 groups of layers.
+        linear: True if the network is a linear map at these points, so that depth adds nothing.
         by_layer: the curves of the plot: "layers", "smallest", "median" and "largest".
-        computed: samples for which everything could be computed; None: all of them.
-        trouble: what was wrong with the others, or why `holds` is unknown.
-        linear: whether the network is a linear map at these points, so that depth adds nothing.
-        idle: whether it is linear because its layers pass their input on.
-        log_determinant: the largest `|log |det dy_N/dy_j||`, where a determinant of 1 is promised.
-        volume: whether it is 0 up to rounding.
-        smallest_singular_value: over all dy_N/dy_j, where it was computed.
+        parts: of a model, the certificate of each Hamiltonian part, by its name.
+        others: the kinds of modules outside of all parts, which are not covered.
 
     Examples:
         >>> import hdnn
         >>> certificate = hdnn.analysis.certify(hdnn.H2(features=4, layers=64))
-        >>> certificate.status, certificate.holds, certificate.symplectic
+        >>> certificate.status, certificate.symplectic, certificate.smallest_norm >= 1
         ('holds', True, True)
-        >>> certificate.smallest_norm >= 1
-        True
         >>> print(certificate)
-        From every layer on, some direction of the gradient keeps at least its full size...
+        At every layer, at least one direction of the gradient is not shrunk...
     """
 
     network: str
-    layers: int
-    features: int
-    dtype: str
-    samples: int
-    points: str
     guaranteed: bool
-    theorem: str
-    guarantee: str
-    smallest_norm: float
-    smallest_at: tuple[int, int] | None
-    largest_norm: float
+    reason: str
     holds: bool | None
-    symplectic_defect: float | None
-    symplectic: bool | None
-    bounds: tuple[Bound, ...]
-    overflow: int | None
-    ranges: tuple[dict[str, float], ...]
-    by_layer: dict[str, list[Any]]
-    computed: int | None = None
     trouble: str = ""
+    layers: int = 0
+    features: int = 0
+    dtype: str = ""
+    samples: int = 0
+    points: str = ""
+    smallest_norm: float = math.nan
+    smallest_at: tuple[int, int] | None = None
+    largest_norm: float = math.nan
+    symplectic: bool | None = None
+    symplectic_defect: float | None = None
+    bounds: tuple[Bound, ...] = ()
     linear: bool | None = None
-    idle: bool | None = None
-    log_determinant: float | None = None
-    volume: bool | None = None
-    smallest_singular_value: float | None = None
+    by_layer: dict[str, list[Any]] = field(default_factory=dict)
+    parts: dict[str, Certificate] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> Certificate:
+        if name not in self.parts:
+            names = ", ".join(self.parts) or "none"
+            raise OptionError(f"there is no part {name!r}; the parts are: {names}.")
+        return self.parts[name]
 
     @property
-    def broken(self) -> tuple[str, ...]:
-        """What is promised but does not hold numerically."""
-        found = []
-        if self.holds is False:
-            found.append(f"norm(dy_N/dy_j) >= 1, but it is {self.smallest_norm:.6g}")
+    def violations(self) -> tuple[str, ...]:
+        """The facts that are proved for this network and that the numbers contradict."""
+        facts = []
+        if self.holds is False and not self.parts:
+            facts.append(f"the smallest norm is {self.smallest_norm:.6g}, where 1 is proved")
         if self.symplectic is False:
-            found.append(f"symplecticity, whose defect is {self.symplectic_defect:.1e}")
-        if self.volume is False:
-            found.append(f"det dy_N/dy_j = 1, whose logarithm is up to {self.log_determinant:.1e}")
-        found += [f"the bound {b.name}" for b in self.bounds if b.holds is False]
-        return tuple(found)
+            facts.append(f"a layer is off symplectic by {self.symplectic_defect:.1e}")
+        facts += [f"a bound is exceeded ({b})" for b in self.bounds if b.holds is False]
+        for name, part in self.parts.items():
+            facts += [f"{name}: {fact}" for fact in part.violations]
+        return tuple(facts)
 
     @property
-    def unknown(self) -> str:
-        """What could not be computed, and why; nothing where all could."""
-        missing = 0 if self.computed is None else self.samples - self.computed
-        if missing:
-            of = "all" if missing == self.samples else f"{missing} of"
-            return f"the norms at {of} {self.samples} points, because {self.trouble}"
-        unseen = "the norms" if self.guaranteed and self.holds is None else ""
-        return self.trouble or unseen
+    def broken(self) -> tuple[str, ...]:  # until app and plotting are rewritten
+        return self.violations
+
+    @property
+    def unknown(self) -> str:  # until app and plotting are rewritten
+        return self.trouble
 
     @property
     def status(self) -> str:
-        """In a word: "broken", "not computed", "holds" or "not guaranteed"."""
-        if self.broken:
-            return "broken"
-        if self.unknown:
-            return "not computed"
-        return "holds" if self.guaranteed else "not guaranteed"
+        """In a word: "holds", "violated", "not known" or "not guaranteed"."""
+        if self.violations:
+            return "violated"
+        if self.holds:
+            return "holds"
+        return "not known" if self.trouble or self.guaranteed else "not guaranteed"
 
     @property
     def summary(self) -> str:
-        """What it says in plain words."""
-        return summary({**vars(self), "broken": self.broken, "unknown": self.unknown})
+        """The answer in plain words."""
+        if self.parts:
+            return self._summary_of_parts()
+        sentences = [self._sentence()]
+        if self.linear:
+            sentences.append(
+                "The network is linear at these points: a linear model would do the same."
+            )
+        return " ".join(sentences)
 
-    @property
-    def verdict(self) -> str:
-        """The result in one line, with the reason."""
-        if self.broken:
-            return "BROKEN: " + "; ".join(self.broken)
-        promise = f"guaranteed {self.guarantee}"
-        if not self.guaranteed:
-            promise = f"no guarantee: {self.guarantee}"
-        if self.unknown:
-            return f"COULD NOT BE COMPUTED: {self.unknown} ({promise})"
-        return f"{promise}, and it holds" if self.guaranteed else promise
+    def _sentence(self) -> str:
+        where = f"{self.samples} {self.points}"
+        if self.violations:
+            return f"A GUARANTEE DOES NOT HOLD HERE: {'; '.join(self.violations)}."
+        if self.trouble:
+            return f"It is NOT KNOWN whether the gradient is shrunk: {self.trouble}."
+        if not self.samples:
+            return f"Nothing is proved for this {self.network}: {self.reason}."
+        least = _number(self.smallest_norm)
+        if self.holds:
+            return (
+                f"At every layer, {NOT_SHRUNK}: this is proved {self.reason}, and confirmed at "
+                f"{where} (smallest norm {least})."
+            )
+        measured = f"at {where} {NOT_SHRUNK} (smallest norm {least})"
+        if self.smallest_norm < 1 - 1e-9 and self.smallest_at:
+            measured = (
+                f"at layer {self.smallest_at[0]} every direction of the gradient is shrunk, to "
+                f"{least} or less at one or more of {where}"
+            )
+        return f"Nothing is proved for this network, it was only measured: {measured}."
+
+    def _summary_of_parts(self) -> str:
+        count = len(self.parts)
+        holding = sum(part.status == "holds" for part in self.parts.values())
+        outside = f": {', '.join(self.others)} may shrink gradients" if self.others else ""
+        lines = [
+            f"The guarantee holds in {holding} of {count} Hamiltonian part{'s' * (count > 1)} of "
+            f"this {self.network}. Nothing is said about the model as a whole{outside}."
+        ]
+        lines += [f"{name}: {part.summary}" for name, part in self.parts.items()]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
-        bounds = [{**asdict(b), "holds": b.holds, "text": str(b)} for b in self.bounds]
-        told: dict[str, Any] = {"summary": self.summary, "verdict": self.verdict}
-        told |= {"broken": list(self.broken), "bounds": bounds}
-        told |= {"status": self.status, "unknown": self.unknown}
-        told["computed"] = self.samples if self.computed is None else self.computed
-        return {**asdict(self), **told}
+        """All of it as plain values for JSON; a number that is not finite is None."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["status"] = self.status
+        values["summary"] = self.summary
+        values["violations"] = list(self.violations)
+        values["bounds"] = [{**asdict(b), "holds": b.holds} for b in self.bounds]
+        values["parts"] = {name: part.to_dict() for name, part in self.parts.items()}
+        return plain(values)
 
     def to_json(self) -> str:
-        """One JSON object; a number that is beyond float64 is null."""
-        return json.dumps(finite(self.to_dict()), indent=2)
+        """One JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw smallest, median and largest norm against the layer, into `ax` or a new figure."""
         return plotting.certificate_norms(self, ax)
 
     def __str__(self) -> str:
-        numbers = [
+        if not self.by_layer:
+            each = [f"{name}: {part}" for name, part in self.parts.items()]
+            return "\n\n".join([self.summary, *each])
+        rows = [
             ("network", self.network),
             ("points", f"{self.samples} {self.points}; weights {self.dtype}, norms in float64"),
             ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
+            *self._ranges(),
         ]
-        for part in self.ranges:
-            where = f"{part['from']} .. {part['to']}"
-            norms = f"{number_text(part['smallest']):>12} {number_text(part['largest']):>12}"
-            numbers.append((where, norms))
-        if self.overflow is not None:
-            numbers.append(("", f"beyond what float64 can hold from layer {self.overflow} down"))
-        numbers.append(
-            ("", "a norm is the most that a gradient grows by on its way back to layer j")
-        )
-        reasons = [("theorem", self.theorem)]
         if self.symplectic_defect is not None:
-            reasons.append(("symplectic", self._symplectic_text(self.symplectic_defect)))
-        if self.log_determinant is not None:
-            word = {True: "1 up to rounding", False: "NOT 1", None: "not known"}[self.volume]
-            text = f"{word}: log |det dy_N/dy_j| is up to {self.log_determinant:.1e}"
-            reasons.append(("determinant", f"{text}, so some directions grow as others shrink"))
-        if self.smallest_singular_value is not None:
-            least = number_text(self.smallest_singular_value)
-            reasons.append(("smallest", f"a gradient shrinks to {least} of its size at the worst"))
-        reasons += [("bound", str(bound)) for bound in self.bounds]
-        reasons.append(("verdict", self.verdict))
-        width = max(len(name) for name, _ in numbers + reasons)
-        parts = (
-            "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
-            for rows in (numbers, reasons)
-        )
-        return "\n\n".join([self.summary, *parts])
+            words = {True: "yes", False: "NO", None: "not known"}
+            rows.append(
+                ("symplectic", f"{words[self.symplectic]}, to {self.symplectic_defect:.1e}")
+            )
+        budget = [b.value for b in self.bounds if b.name == "budget"]
+        if budget and budget[-1] < SHOWN:
+            low, high = budget
+            rows.append(
+                ("bounds", f"a gradient keeps between {low:.2g} and {high:.3g} of its size")
+            )
+        table = [f"{name:<10}  {text}" for name, text in rows]
+        return "\n".join([self.summary, "", *table])
 
-    def _symplectic_text(self, defect: float) -> str:
-        """How far the matrices are from symplectic, in words."""
-        neither = "hidden by rounding" if "symplectic" in self.theorem else "not promised"
-        word = {True: "yes", False: "NO", None: neither}[self.symplectic]
-        return f"{word}: norm(Phi^T J Phi - J) is up to {defect:.1e}, relative"
-
-
-class Several(ABC):
-    """Certificates that are joined: what is wrong with any of them is said of all."""
-
-    @abstractmethod
-    def named(self) -> list[tuple[str, Certificate]]:
-        """Each with the name of what it is about, or with none where only the order counts."""
-
-    @property
-    def broken(self) -> tuple[str, ...]:
-        """What is promised but does not hold numerically, and of which."""
-        return tuple(_of(name, word) for name, one in self.named() for word in one.broken)
-
-    @property
-    def unknown(self) -> str:
-        """What could not be computed, and why; nothing where all could."""
-        return "; ".join(_of(name, one.unknown) for name, one in self.named() if one.unknown)
+    def _ranges(self) -> list[tuple[str, str]]:
+        layers = self.by_layer["layers"][:-1]
+        rows = []
+        for chunk in torch.arange(len(layers)).tensor_split(min(RANGES, len(layers))):
+            first, last = int(chunk[0]), int(chunk[-1])
+            least = min(self.by_layer["smallest"][first : last + 1])
+            most = max(self.by_layer["largest"][first : last + 1])
+            name = f"{layers[first]} .. {layers[last]}" if last > first else f"{layers[first]}"
+            rows.append((name, f"{_number(least):>12} {_number(most):>12}"))
+        return rows
 
 
-def _of(name: str, word: str) -> str:
-    return f"{name}: {word}" if name else word
-
-
-def number_text(value: float | None) -> str:
-    """Six digits; a norm between 0.999999 and 1 is rounded down, never up to 1."""
-    if value is None or math.isnan(value):
+def _number(value: float) -> str:
+    """Six digits; a norm just below 1 is never rounded up to 1."""
+    if math.isnan(value):
         return "unknown"
     if 0.999999 <= value < 1 - 1e-9:
         return "0.999999"
     return f"{value:.6g}"
 
 
+def plain(value: Any) -> Any:
+    """Values as JSON can hold them: lists, dicts, and None for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def certify(
-    model: Model | Network,
-    y: Tensor | None = None,
-    *,
-    samples: int = SAMPLES,
-    points: str = "",
-    seed: int = 0,
+    model: nn.Module, y: Any = None, *, samples: int = SAMPLES, points: str = "", seed: int = 0
 ) -> Certificate:
-    """Check a network's promise at y: inputs of a Model, states of a network, or random ones.
+    """Check that gradients are not shrunk: norm(dy_N/dy_j) >= 1 for all layers j.
 
-    Always in float64: the weights are certified, apart from rounding in the network's own dtype.
+    For H2 this is th:nonvanishing_gradients_DT. All is computed in float64 and in evaluation mode.
     Points at which the network itself overflows in its own dtype count as not computed.
+
+    Args:
+        model: a `hdnn.Model`, a network, a `HamiltonianUnit` or blocks of hdnn, compiled or not.
+            Any other module is searched for these; nothing is said about such a module as a whole.
+        y: inputs of the model, or states of a network, unit or block; further arguments are given
+            as a tuple, or by name as a dict. By default networks are certified at random states.
+        samples: the most points to look at; of images and of blocks at most 3. Samples of blocks
+            that depend on each other, as nodes of a graph do, are one state.
+        points: what the certificate calls them.
+        seed: of random states.
+
+    Returns:
+        A `Certificate`: print it to read it.
+
+    Raises:
+        OptionError: if model is no module.
+        ShapeError: if y does not fit.
+        DataError: if weights or y are not finite, or if the module does not run on y.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.analysis.certify(hdnn.H2(features=4, layers=64)).holds
+        True
+        >>> sigmoids = hdnn.MLP(features=4, layers=64, activation="sigmoid")
+        >>> certificate = hdnn.analysis.certify(sigmoids)
+        >>> certificate.status, certificate.guaranteed, certificate.smallest_norm < 1e-6
+        ('not guaranteed', False, True)
     """
-    if not isinstance(model, (Model, Network)):
-        raise OptionError(
-            f"certify takes a hdnn.Model or a network of hdnn, but got {type(model).__name__}."
-        )
-    own, twin = next(model.parameters()).dtype, exact(model)
-    net, width = (twin.net, twin.inputs) if isinstance(twin, Model) else (twin, twin.features)
-    for name, weight in (*net.named_parameters(), *net.named_buffers()):
-        if not bool(torch.isfinite(weight).all()):
-            raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
-    x = _points(y, width, positive_int("samples", samples), net, seed)
-    lost, (_, y_0) = lost_in_own_dtype(model, x), embedded(twin, x)
-    seen, bounds = MeasuredNetwork(net, y_0, lost), ()
-    if isinstance(net, ODENetwork) and not own_methods(net):
-        bounds = tuple(bounds_of(net, seen.singular_range()))
-    where = points or ("random points" if y is None else "points")
-    found = compared(repr(net), guarantee(net), seen, lost, dtype=own, points=where, bounds=bounds)
-    linear, idle = linearity(twin, seen)
-    return replace(found, linear=linear, idle=idle)
+    positive_int("samples", samples)
+    model = unwrapped(model)
+    is_model = isinstance(getattr(model, "net", None), Network) and hasattr(model, "embed")
+    if isinstance(model, Network) or is_model:
+        return _certify_network(model, y, samples, points, seed)
+    if isinstance(model, PARTS):
+        return _certify_layers(model, _call(y), points or "points")
+    return _certify_parts(model, y, samples, points, seed)
 
 
-def _points(y: Tensor | None, width: int, samples: int, net: Network, seed: int) -> Tensor:
-    room = max(1, NUMBERS // ((net.layers + 1) * net.features**2))
-    count = min(samples, room)
+def unwrapped(model: Any) -> Any:
+    """The module inside of `torch.compile` and the data-parallel classes of PyTorch."""
+    for name in ("_orig_mod", "module"):
+        if isinstance(model, nn.Module) and [n for n, _ in model.named_children()] == [name]:
+            return unwrapped(model.get_submodule(name))
+    return model
+
+
+# One network, unit or block
+
+
+def _certify_network(model: Any, y: Any, samples: int, points: str, seed: int) -> Certificate:
+    """A network at states, or the network of a Model at inputs."""
+    twin = exact(model)
+    net = model
+    width = None
+    if not isinstance(model, Network):
+        net = model.net
+        width = model.inputs
+    _check_weights(net)
+    generator = torch.Generator().manual_seed(seed)
     if y is None:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(min(count, 100), width, generator=generator, dtype=torch.float64)
-    y = rows(y, width)[:count]
-    if not bool(torch.isfinite(y).all()):
-        raise DataError("y has NaN or infinite values; remove or replace them.")
-    return y
+        y = torch.randn(samples, width or net.features, generator=generator)
+        points = points or "random points"
+    x = _rows(y, width or net.features, samples)
+    states = twin.embed(x) if width else x
+    measured = measure_network(twin.net if width else twin, states)
+    measured.norms[:-1, _lost_in_own_dtype(net, states)] = torch.nan
+    certificate = _certificate(net, measured, points or "points")
+    if certificate.trouble:
+        return certificate
+    bounds = _bounds(exact(net), measured)
+    return replace(certificate, bounds=bounds, linear=_linear(twin, measured.end))
 
 
-def compared(
-    network: str,
-    promise: Guarantee,
-    seen: Measured,
-    lost: Tensor,
-    *,
-    dtype: torch.dtype,
-    points: str,
-    bounds: tuple[Bound, ...] = (),
-) -> Certificate:
-    """The certificate of a promise, given the norms that were measured in a copy in float64.
+def _certify_layers(module: Any, call: Call, points: str) -> Certificate:
+    """A unit at images, or blocks at what they are called with."""
+    _check_weights(module)
+    twin = exact(module)
+    weight = next(module.parameters(), call.y)
 
-    Samples that are `lost` (B,), because the network itself overflows in its own dtype, count as
-    not computed.
-    """
-    kind = str(dtype).removeprefix("torch.")
-    layers, norms = [*seen.layers, seen.depth], seen.norms.clone()
-    norms[:-1, lost] = torch.nan
-    inner, fine = norms[:-1], ~norms.isnan().any(0)
-    least, _, most = (each.item() for each in over_samples(inner.flatten()))
-    row, sample = divmod(int(inner.nan_to_num(torch.inf).argmin()), len(fine))
-    holds, why = None, seen.why
-    if not why and bool(lost.any()):
-        why = f"the outputs of the network itself, in {kind}, are not finite"
-    if promise.holds and bool(fine.any()):
-        holds, doubt = seen.judged(least)
-        holds, why = None if holds and not bool(fine.all()) else holds, why or doubt
-    parts = torch.arange(len(inner)).tensor_split(min(RANGES, len(inner)))
-    shown = torch.linspace(0, len(inner), min(POINTS, len(norms))).round().long()
-    curves = zip(("smallest", "median", "largest"), over_samples(norms[shown]), strict=True)
+    def in_own_dtype(x: Tensor) -> Tensor:
+        return x.to(weight) if x.is_floating_point() else x.to(weight.device)
+
+    try:
+        y, args, options = mapped(_exact_tensor, tuple(call))
+        measured = measure_layers(twin, Call(y, args, options), promised=twin.guarantee().holds)
+        y, args, options = mapped(in_own_dtype, tuple(call))
+        out = copied(module).eval()(y, *args, **options)
+    except HDNNError:
+        raise
+    except Exception as error:  # a module of somebody else may raise anything
+        text = str(error).partition("\n")[0]
+        raise DataError(f"it does not run on y ({type(error).__name__}: {text}).") from error
+    if not bool(out.isfinite().all()):
+        measured.norms[:-1] = torch.nan
+    return replace(_certificate(twin, measured, points), dtype=_dtype(module))
+
+
+def _certificate(net: Any, measured: Measured, points: str) -> Certificate:
+    promise = net.guarantee()
+    sizes = measured.norms
+    inner = sizes[:-1]
+    holds, trouble = _judged(measured, promise.holds)
+    layers = [*measured.layers, measured.depth]
+    smallest, median, largest = over_samples(sizes)
+    row, sample = divmod(int(inner.nan_to_num(torch.inf).argmin()), inner.shape[1])
     return Certificate(
-        network=network,
-        layers=seen.depth,
-        features=seen.features,
-        dtype=kind,
-        samples=len(fine),
-        points=points,
+        network=repr(net).partition("\n")[0].rstrip("("),
         guaranteed=promise.holds,
-        theorem=promise.theorem,
-        guarantee=promise.why,
-        smallest_norm=least,
-        smallest_at=(layers[row], sample) if bool(fine.any()) else None,
-        largest_norm=most,
+        reason=promise.why,
         holds=holds,
-        symplectic_defect=seen.defect,
-        symplectic=seen.symplectic,
-        bounds=bounds,
-        overflow=seen.overflow,
-        ranges=tuple(_range(layers[part[0]], layers[part[-1]], inner[part]) for part in parts),
+        trouble=trouble,
+        layers=measured.depth,
+        features=measured.features,
+        dtype=_dtype(net),
+        samples=inner.shape[1],
+        points=points,
+        smallest_norm=float(over_samples(smallest[:-1])[0]),
+        smallest_at=(layers[row], sample),
+        largest_norm=float(over_samples(largest[:-1])[2]),
+        symplectic=measured.symplectic,
+        symplectic_defect=measured.defect,
         by_layer={
-            "layers": [layers[k] for k in shown],
-            **{name: curve.tolist() for name, curve in curves},
+            "layers": layers,
+            "smallest": smallest.tolist(),
+            "median": median.tolist(),
+            "largest": largest.tolist(),
         },
-        computed=int(fine.sum()),
-        trouble=why,
     )
 
 
-def _range(first: int, last: int, norms: Tensor) -> dict[str, float]:
-    """The smallest and the largest norm of some layers."""
-    least, _, most = over_samples(norms.flatten())
-    return {"from": first, "to": last, "smallest": least.item(), "largest": most.item()}
+def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
+    """Whether all norms are at least 1; if that is not known although it is proved, also why."""
+    inner = measured.norms[:-1]
+    below = inner < 1 - measured.slack
+    if measured.trouble:
+        return None, measured.trouble
+    if promised and bool(below.any()) and measured.complete:
+        return False, ""
+    if bool(inner.isnan().any()):
+        return None, "outputs of the network, in its own dtype, are not finite"
+    if not promised:
+        return None, ""
+    least = float(inner.min())
+    if bool(below.any()):
+        return None, f"Lanczos sees a norm of {least:.6g} only"
+    if bool((inner < 1 - measured.slack.clamp_max(HIDDEN)).any()):
+        return None, f"a norm of {least:.6g} is below 1 by less than rounding can make it"
+    return True, ""
 
 
 def over_samples(norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Smallest, median and largest of (..., B), without samples that are NaN unless all are."""
-    low, high = norms.nan_to_num(torch.inf, torch.inf), norms.nan_to_num(-torch.inf, torch.inf)
-    none = norms.isnan().all(-1)
-    least, most = (x.where(~none, torch.nan) for x in (low.amin(-1), high.amax(-1)))
-    return least, norms.nanmedian(-1).values, most
+    missing = norms.isnan().all(-1)
+    least = norms.nan_to_num(torch.inf, torch.inf).amin(-1)
+    most = norms.nan_to_num(-torch.inf, torch.inf).amax(-1)
+    median = norms.nanmedian(-1).values
+    return least.where(~missing, torch.nan), median, most.where(~missing, torch.nan)
+
+
+def _bounds(net: Network, measured: Measured) -> tuple[Bound, ...]:
+    try:
+        largest = max(1.0, float(measured.norms.max()))
+        return tuple(compared_bounds(net, measured.smallest, largest))
+    except HDNNError:  # no bound is known for this network
+        return ()
+
+
+def _linear(model: Any, end: Tensor | None) -> bool | None:
+    """True if the outputs have the same derivative by the inputs at all points."""
+    if end is None or len(end) < FEWEST:
+        return None
+    slopes: Tensor = end
+    if not isinstance(model, Network):
+        slopes = slopes @ model.head.weight.detach().mT
+        if model.augment is not None:
+            slopes = slopes[:, model.augment.positions]
+    mean = slopes.mean(0)
+    return bool((slopes - mean).abs().max() <= LINEAR * mean.abs().max())
+
+
+def _check_weights(module: nn.Module) -> None:
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        if not bool(torch.isfinite(weight).all()):
+            raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
+
+
+def _rows(y: Any, width: int, samples: int) -> Tensor:
+    """At most so many samples of (*batch, width), evenly spread, in float64 on the CPU."""
+    if not isinstance(y, Tensor) or not y.ndim or y.shape[-1] != width or not y.numel():
+        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ShapeError(f"y must be a tensor (*batch, {width}), but got {shape}.")
+    if not bool(y.isfinite().all()):
+        raise DataError("y has NaN or infinite values; remove or replace them.")
+    rows = _exact_tensor(y).reshape(-1, width)
+    return rows[torch.linspace(0, len(rows) - 1, min(samples, len(rows))).round().long()]
+
+
+@torch.no_grad()
+def _lost_in_own_dtype(net: Network, states: Tensor) -> Tensor:
+    """Where y_N of the network itself is not finite: a copy in float64 can be finite. (B,)."""
+    out = copied(net).eval()(states.to(next(net.parameters())))
+    return ~out.isfinite().all(-1).cpu()
+
+
+def _dtype(module: nn.Module) -> str:
+    weight = next(module.parameters(), torch.zeros(()))
+    return str(weight.dtype).removeprefix("torch.")
+
+
+def _exact_tensor(value: Tensor) -> Tensor:
+    dtype = torch.float64 if value.is_floating_point() else value.dtype
+    return value.detach().clone().to("cpu", dtype)
+
+
+def mapped(function: Any, value: Any) -> Any:
+    """A function of all tensors inside of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: mapped(function, each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(function, each) for each in value)
+    return value
+
+
+# The Hamiltonian parts of any module
+
+
+def _certify_parts(
+    model: nn.Module, inputs: Any, samples: int, points: str, seed: int
+) -> Certificate:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"certify takes an nn.Module, but got {type(model).__name__}.")
+    parts = _hamiltonian_parts(model)
+    if not parts:
+        reason = "it holds no network, unit or block of hdnn"
+        return Certificate(type(model).__name__, False, reason, None)
+    calls = None if inputs is None else _recorded_calls(model, inputs, parts)
+    certificates = {}
+    for name, part in parts.items():
+        try:
+            states = None if calls is None else calls[name]
+            certificates[name] = _certify_part(part, states, samples, points, seed)
+        except HDNNError as error:
+            promise = part.guarantee()
+            trouble = str(error).rstrip(".")
+            certificates[name] = Certificate(
+                type(part).__name__, promise.holds, promise.why, None, trouble
+            )
+    answers = [certificate.holds for certificate in certificates.values()]
+    holds = None if None in answers else True
+    return Certificate(
+        network=type(model).__name__,
+        guaranteed=all(certificate.guaranteed for certificate in certificates.values()),
+        reason="for each part alone",
+        holds=False if False in answers else holds,
+        trouble="; ".join(f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble),
+        smallest_norm=min(certificate.smallest_norm for certificate in certificates.values()),
+        largest_norm=max(certificate.largest_norm for certificate in certificates.values()),
+        parts=certificates,
+        others=_others(model, parts),
+    )
+
+
+def _others(model: nn.Module, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """The kinds of modules outside of all parts, with their number."""
+    inside = {id(inner) for part in parts.values() for inner in part.modules()}
+    leaves = [m for m in model.modules() if id(m) not in inside and not [*m.children()]]
+    kinds = Counter(type(leaf).__name__ for leaf in leaves)
+    return tuple(f"{kind} x {n}" if n > 1 else kind for kind, n in kinds.items())
+
+
+def _certify_part(
+    part: Any, calls: list[Call] | None, samples: int, points: str, seed: int
+) -> Certificate:
+    if calls is None and isinstance(part, Network):
+        return _certify_network(part, None, samples, points, seed)
+    if calls is None:
+        raise DataError("units and blocks are certified at states: give inputs of the module as y")
+    if not calls:
+        raise DataError("the module did not call it for these inputs")
+    points = points or "states that reach it"
+    if isinstance(part, Network):
+        states = torch.cat([call.y.reshape(-1, part.features) for call in calls])
+        return _certify_network(part, states, samples, points, seed)
+    return _certify_layers(part, calls[0], points)
+
+
+def _hamiltonian_parts(model: nn.Module) -> dict[str, Any]:
+    """The outermost networks, units and blocks inside a module, by their names."""
+    inside: set[int] = set()
+    parts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PARTS) and id(module) not in inside:
+            inside |= {id(inner) for inner in module.modules()}
+            parts[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = module
+    return parts
+
+
+def _recorded_calls(
+    model: nn.Module, inputs: Any, parts: Mapping[str, nn.Module]
+) -> dict[str, list[Call]]:
+    """What each part is called with when a copy of the module runs on the inputs."""
+    twin = copied(model).eval()
+    twins = dict(zip(map(id, model.modules()), twin.modules(), strict=True))
+    calls: dict[str, list[Call]] = {name: [] for name in parts}
+    for name, part in parts.items():
+
+        def record(module: nn.Module, args: Any, options: Any, name: str = name) -> None:
+            calls[name].append(_call(args, **options))
+
+        twins[id(part)].register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            call_module(twin, inputs)
+    except HDNNError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"this {type(model).__name__} does not run on y ({type(error).__name__}: {error}); "
+            "give y as the module takes it: a tensor, a tuple of arguments, or a dict."
+        ) from error
+    return calls
+
+
+def call_module(module: nn.Module, inputs: Any) -> Any:
+    """Run a module on inputs as users give them: a tensor, a tuple of arguments or a dict."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+
+
+def _call(inputs: Any, **options: Any) -> Call:
+    """The arguments of a unit or a block, with the state first."""
+    if isinstance(inputs, Mapping):
+        return _call((), **inputs)
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    y = args[0] if args else options.pop("y", None)
+    if not isinstance(y, Tensor) or not y.numel() or not y.is_floating_point():
+        raise DataError("units and blocks are certified at states: give them as the tensor y.")
+    if not bool(y.isfinite().all()):
+        raise DataError("y has NaN or infinite values; remove or replace them.")
+    return Call(y, args[1:], options)

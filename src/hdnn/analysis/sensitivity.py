@@ -1,4 +1,4 @@
-"""Backward sensitivity matrices (BSM): how the last state depends on the earlier ones.
+"""The matrices dy_N/dy_j, which carry a gradient from the output back to layer j, and their norms.
 
 All derivatives are in denominator layout, as in the paper: entry [a, c] of dy/dx is the derivative
 of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
@@ -6,42 +6,32 @@ of the c-th entry of y by the a-th of x, the transpose of a Jacobian.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hdnn.engine import jit
 from hdnn.errors import OptionError, ShapeError, choose
 from hdnn.networks import Network
-from hdnn.networks.promise import own_methods
 
-SMALL = 16  # features: up to this many, compiled loops multiply faster
-MEMORY = 2**28  # bytes for the matrices of layers that are processed together
+MEMORY = 2**28  # bytes for the matrices of layers that are computed together
+ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
 
-_ORDERS: dict[str, Any] = {"2": 2, "1": 1, "inf": float("inf"), "fro": "fro"}
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @torch.no_grad()
 def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
-    """`dy_{j+1}/dy_j` of every layer, along the trajectory of each sample.
-
-    In denominator layout, as in the paper: entry [a, c] is the derivative of the c-th entry of
-    `y_{j+1}` by the a-th of `y_j`, the transpose of a Jacobian.
+    """The matrix dy_{j+1}/dy_j of every layer, along the trajectory of each sample.
 
     Args:
         net: a network; of a `Model`, its net.
-        y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
+        y: states `(*batch, n)`.
 
     Returns:
         Matrices `(N, *batch, n, n)`; NaN where one of the two states is not finite.
-
-    Raises:
-        OptionError: if it is no network.
-        ShapeError: if y does not fit the network.
 
     Examples:
         >>> import hdnn, torch
@@ -51,33 +41,31 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
         (torch.Size([8, 3, 4, 4]), True)
     """
     states = trajectory(net, y)
-    M, fine = net.layer_jacobians(states), states.isfinite().all(-1)
-    M = M.where((fine[:-1] & fine[1:])[..., None, None], torch.nan)
-    return M.reshape(net.layers, *y.shape, net.features)
+    matrices = net.layer_jacobians(states)
+    finite = states.isfinite().all(-1)
+    both = finite[:-1] & finite[1:]
+    matrices = matrices.where(both[..., None, None], torch.nan)
+    return matrices.reshape(net.layers, *y.shape, net.features)
 
 
 @torch.no_grad()
-def backward_sensitivity(
-    net: Network, y: Tensor, *, layers: Iterable[int] | None = None, memory: int = MEMORY
-) -> Tensor:
-    """The backward sensitivity matrices (BSM) dy_N/dy_j for every sample and layer (eq:BSM).
+def backward_sensitivity(net: Network, y: Tensor, *, layers: Iterable[int] | None = None) -> Tensor:
+    """The backward sensitivity matrices dy_N/dy_j for every sample and layer (eq:BSM).
 
-    One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`,
-    starting from `dy_N/dy_N = I`. In denominator layout: a gradient at layer j is
-    `dL/dy_j = dy_N/dy_j dL/dy_N`.
+    One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`.
+    In denominator layout: a gradient at layer j is `dL/dy_j = dy_N/dy_j dL/dy_N`.
 
     Args:
         net: a network; of a `Model`, its net.
         y: states `(*batch, n)`; those of a `Model` are `model.embed(x)`.
-        layers: the j that are wanted, by default 0 .. N.
-        memory: bytes that may be used besides the result; past that, layers are taken in parts.
+        layers: the j to compute, by default 0 .. N.
 
     Returns:
         Matrices `(N+1, *batch, n, n)`, or `(len(layers), *batch, n, n)`; NaN for a sample whose
         states do not stay finite.
 
     Raises:
-        OptionError: if it is no network.
+        OptionError: if net is not a network.
         ShapeError: if y does not fit the network, or if it has no such layer.
 
     Examples:
@@ -90,117 +78,64 @@ def backward_sensitivity(
         True
     """
     states = trajectory(net, y)
-    wanted = chosen_layers(layers, net.layers)
+    chosen = chosen_layers(layers, net.layers)
     lost = ~states.isfinite().all(-1).all(0)
-    if layers is None and _small(states, memory):
-        shape = (net.layers + 1, *y.shape, net.features)
-        result = _product(net.layer_jacobians(states))
-        result[:-1, lost] = torch.nan
-        return result.reshape(shape)
-    result = y.new_empty(len(wanted), *states.shape[1:], net.features)
-    places: dict[int, list[int]] = {}
-    for place, j in enumerate(wanted):
-        places.setdefault(j, []).append(place)
-    Phi = torch.eye(net.features, dtype=states.dtype, device=states.device)
-    result[places.get(net.layers, [])] = Phi
-    for j, M in factors(net, states, low=min(wanted, default=net.layers), memory=memory):
+    n = net.features
+    Phi = torch.eye(n, dtype=states.dtype, device=states.device)
+    Phi = Phi.repeat(states.shape[1], 1, 1)
+    by_layer = {net.layers: Phi}
+    for j, M in backward_factors(net, states, low=min(chosen, default=net.layers)):
         Phi = M @ Phi
-        for place in places.get(j, ()):
-            result[place] = Phi
-            result[place, lost] = torch.nan
-    return result.reshape(len(wanted), *y.shape, net.features)
-
-
-def _small(states: Tensor, memory: int) -> bool:
-    """Whether a compiled loop multiplies such matrices faster than PyTorch does."""
-    N, B, n = states.shape
-    few = 4 * N * B * n * n * states.element_size() <= memory
-    plain = states.device.type == "cpu" and states.dtype in (torch.float32, torch.float64)
-    return n <= SMALL and few and plain and jit.installed()
-
-
-def _product(M: Tensor) -> Tensor:
-    """All products M_j M_{j+1} .. M_{N-1}, and I: (N+1, B, n, n)."""
-    N, B, n, _ = M.shape
-    result = M.new_empty(N + 1, B, n, n)
-    result[N] = torch.eye(n, dtype=M.dtype)
-    _chain_kernel()(M.contiguous().numpy(), result.numpy())
-    return result
-
-
-@cache
-def _chain_kernel() -> Any:
-    return jit.compiled(_chain)
-
-
-def _chain(M, result):  # pragma: kernel
-    N, B, n, _ = M.shape
-    for j in range(N - 1, -1, -1):
-        for i in range(B):
-            for a in range(n):
-                for c in range(n):
-                    s = M[j, i, a, 0] * result[j + 1, i, 0, c]
-                    for k in range(1, n):
-                        s += M[j, i, a, k] * result[j + 1, i, k, c]
-                    result[j, i, a, c] = s
-
-
-def factors(
-    net: Network, states: Tensor, *, low: int = 0, memory: int = MEMORY, undone: bool = False
-) -> Iterator[tuple[int, Tensor]]:
-    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each: all at once may not fit into memory.
-
-    `states` are y_0 .. y_N of B samples: (N+1, B, n). With `undone`, the inverse of each; there are
-    none of layers that are not made of shears.
-    """
-    B, n = states.shape[1:]
-    each = 4 * max(1, B * n * n) * states.element_size()  # 4: with temporary matrices
-    size = max(1, memory // each)
-    found = net.inverse_jacobians if undone else net.layer_jacobians
-    for high in range(net.layers, low, -size):
-        first = max(low, high - size)
-        part = found(states[first : high + 1], slice(first, high))
-        if part is None:
-            return
-        for j in range(high - 1, first - 1, -1):
-            yield j, part[j - first]
+        if j in chosen:
+            by_layer[j] = Phi.where(~lost[:, None, None], torch.nan)
+    result = states.new_empty(len(chosen), *Phi.shape)
+    for row, j in enumerate(chosen):
+        result[row] = by_layer[j]
+    return result.reshape(len(chosen), *y.shape, n)
 
 
 def trajectory(net: Network, y: Tensor) -> Tensor:
-    """y_0 .. y_N as (N+1, B, n); layer by layer if a subclass or a hook changes the network."""
+    """The states y_0 .. y_N as (N+1, B, n)."""
     if not isinstance(net, Network):
         raise OptionError(
-            f"sensitivities are those of a network, but got {type(net).__name__}; "
+            f"a network of hdnn is needed, but got {type(net).__name__}; "
             "of a Model, give model.net and model.embed(x)."
         )
-    if own_methods(net) or net._forward_hooks or net._forward_pre_hooks:
-        return _one_by_one(net, y)
     return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
 
 
-@torch.no_grad()
-def _one_by_one(net: Network, y: Tensor) -> Tensor:
-    """By `layer` alone, if the network does the same: dy_N/dy_j is a product over layers."""
-    states = [y.reshape(-1, y.shape[-1])]
-    for j in range(net.layers):
-        states.append(net.layer(states[-1], j))
-    end, whole = states[-1], net(y).reshape(states[-1].shape)
-    same = (end - whole).abs() <= 1e-3 * whole.abs().amax(-1, keepdim=True)
-    if not bool((same | ~whole.isfinite()).all()):
-        raise OptionError(
-            f"{type(net).__name__} is not its layers one after the other: net(y) differs from "
-            "net.layer(.., j) for j = 0 .. N-1; give it a `layer` that is what it computes."
-        )
-    return torch.stack(states)
+def backward_factors(net: Network, states: Tensor, *, low: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each, a few layers at a time."""
+    B, n = states.shape[1:]
+    bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
+    size = max(1, MEMORY // bytes_a_layer)
+    for high in range(net.layers, low, -size):
+        first = max(low, high - size)
+        matrices = net.layer_jacobians(states[first : high + 1], layers=slice(first, high))
+        for j in range(high - 1, first - 1, -1):
+            yield j, matrices[j - first]
 
 
 def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
-    """The layers that are wanted, by default 0 .. last."""
-    wanted = list(range(last + 1) if layers is None else layers)
-    for j in wanted:
-        if not isinstance(j, Integral) or not 0 <= j <= last:
+    """The layers to compute, by default 0 .. last."""
+    chosen = list(range(last + 1) if layers is None else layers)
+    for j in chosen:
+        if not isinstance(j, int) or not 0 <= j <= last:
             raise ShapeError(f"layers must be whole numbers in 0 .. {last}, but got {j!r}.")
-    return [int(j) for j in wanted]
+    return chosen
+
+
+def steps_of(net: Any) -> Tensor:
+    """The steps h of all layers: (N,)."""
+    if not hasattr(net, "steps") or not hasattr(net, "h"):
+        raise OptionError(
+            f"a network that discretises an ODE is needed, but got {type(net).__name__}; "
+            "of a Model, give model.net."
+        )
+    return net.steps()
+
+
+# Sizes of matrices
 
 
 def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
@@ -211,21 +146,18 @@ def norms(Phi: Tensor, ord: int | float | str = 2) -> Tensor:
         ord: 2, 1, "inf" or "fro".
 
     Returns:
-        Norms `(...)`: infinite if an entry is too large for its dtype, NaN if an entry is NaN.
-
-    Raises:
-        OptionError: if the norm is not one of these.
-        ShapeError: if there are no matrices.
+        Norms `(...)`: infinite if an entry is, NaN if an entry is NaN.
 
     Examples:
         >>> import hdnn, torch
         >>> hdnn.analysis.norms(torch.diag(torch.tensor([3.0, 4.0])), "fro")
         tensor(5.)
     """
-    order = _ORDERS[choose("ord", f"{ord:g}" if isinstance(ord, float) else str(ord), _ORDERS)]
-    found, fine = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
+    name = f"{ord:g}" if isinstance(ord, float) else str(ord)
+    order = ORDERS[choose("ord", name, ORDERS)]
+    sizes, finite = _of_finite(Phi, lambda A: torch.linalg.matrix_norm(A, order))
     unknown = Phi.isnan().flatten(-2).any(-1)
-    return found.where(fine, torch.inf).where(~unknown, torch.nan)
+    return sizes.where(finite, torch.inf).where(~unknown, torch.nan)
 
 
 def singular_values(Phi: Tensor) -> Tensor:
@@ -237,22 +169,93 @@ def singular_values(Phi: Tensor) -> Tensor:
     Returns:
         Values `(..., n)`; NaN for a matrix that is not finite.
 
-    Raises:
-        ShapeError: if there are no matrices.
-
     Examples:
         >>> import hdnn, torch
         >>> hdnn.analysis.singular_values(torch.diag(torch.tensor([3.0, 4.0])))
         tensor([4., 3.])
     """
-    found, fine = _of_finite(Phi, torch.linalg.svdvals)
-    return found.where(fine[..., None], torch.nan)
+    values, finite = _of_finite(Phi, torch.linalg.svdvals)
+    return values.where(finite[..., None], torch.nan)
 
 
 def _of_finite(Phi: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """A function of the finite matrices, with 0 for the others, and which are finite."""
+    """A function of the finite matrices, with 0 for the others, and a mask of the finite ones."""
     if Phi.ndim < 2:
         raise ShapeError(f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}.")
     work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
-    fine = Phi.isfinite().flatten(-2).all(-1)
-    return function(Phi.to(work).where(fine[..., None, None], 0.0)).to(Phi.dtype), fine
+    finite = Phi.isfinite().flatten(-2).all(-1)
+    matrices = Phi.to(work).where(finite[..., None, None], 0.0)
+    return function(matrices).to(Phi.dtype), finite
+
+
+# Symplecticity: lem:numerical_flow
+
+
+def symplectic_defect(Phi: Tensor, J: Tensor) -> Tensor:
+    """The distance of matrices from symplectic ones: `|Phi^T J Phi - J| / (|Phi|^2 |J|)`.
+
+    Relative to the sizes of the factors, so that it is a multiple of the rounding error.
+
+    Args:
+        Phi: matrices `(..., n, n)` in denominator layout, such as dy_N/dy_j.
+        J: one skew-symmetric matrix (n, n).
+
+    Returns:
+        A number for each matrix `(...)`; NaN if it is not finite.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net = hdnn.H2(features=4, layers=8)
+        >>> Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        >>> bool((hdnn.analysis.symplectic_defect(Phi, net.field()["J"]) < 1e-5).all())
+        True
+    """
+    if J.ndim != 2 or Phi.shape[-2:] != J.shape:
+        raise ShapeError(
+            f"J has shape {tuple(J.shape)}, but one matrix {tuple(Phi.shape[-2:])} is needed."
+        )
+    tiny = torch.finfo(Phi.dtype).tiny
+    size = norms(Phi).clamp_min(tiny)[..., None, None]
+    unit_J = J / norms(J).clamp_min(tiny)
+    P = Phi / size  # so that no square is too large
+    return norms(P.mT @ unit_J @ P - unit_J / size / size)
+
+
+def is_symplectic(Phi: Tensor, J: Tensor, *, tolerance: float | None = None) -> bool:
+    """True if every matrix is symplectic with respect to J, up to the rounding of its dtype.
+
+    Args:
+        Phi: matrices `(..., n, n)` in denominator layout, such as dy_N/dy_j.
+        J: one skew-symmetric matrix (n, n).
+        tolerance: the largest `symplectic_defect`, by default 64 n times the rounding of the dtype.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> J = hdnn.H2(features=4, layers=8).field()["J"]
+        >>> for net in hdnn.H2(features=4, layers=8), hdnn.H1(features=4, layers=8):
+        ...     Phi = hdnn.analysis.backward_sensitivity(net, torch.randn(10, 4))
+        ...     print(hdnn.analysis.is_symplectic(Phi, J))
+        True
+        False
+    """
+    if tolerance is None:
+        tolerance = 64 * Phi.shape[-1] * torch.finfo(Phi.dtype).eps
+    return bool((symplectic_defect(Phi, J) <= tolerance).all())
+
+
+# Copies: an analysis never touches the module that it looks at
+
+
+def copied(module: Module) -> Module:
+    """A copy in the same dtype, also of modules whose weights are computed by hooks."""
+    computed = {}
+    for submodule in module.modules():
+        for value in vars(submodule).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # PyTorch does not copy these
+                computed[id(value)] = value.detach().clone()
+    return copy.deepcopy(module, computed)
+
+
+def exact(module: Module) -> Module:
+    """A copy in float64 on the CPU, in evaluation mode."""
+    return copied(module).to("cpu", torch.float64).eval()

@@ -6,37 +6,26 @@ and no step size can make it unstable. A `LoopProblem` says where agents start a
 is, and a `LoopTraining` minimises it.
 """
 
-from hdnn.control import costs
-from hdnn.control.candidates import LinkCost, with_links
 from hdnn.control.certificate import Balance, LoopCertificate
 from hdnn.control.controller import Controller
+from hdnn.control.cost import Cost, collisions
 from hdnn.control.loop import ClosedLoop
-from hdnn.control.objective import Cost
-from hdnn.control.plants import Plant, microgrid, oscillators, pendulums, robots
-from hdnn.control.problems import LoopProblem, load_problem
-from hdnn.control.processes import ProcessRun, train_on_processes
-from hdnn.control.scenarios import crossing, crowd
-from hdnn.control.training import LoopTraining
+from hdnn.control.plant import Plant, oscillators, pendulums, robots
+from hdnn.control.problem import LoopProblem, crossing
+from hdnn.control.train import LoopTraining
 
 __all__ = [
     "Balance",
     "ClosedLoop",
     "Controller",
     "Cost",
-    "LinkCost",
     "LoopCertificate",
     "LoopProblem",
     "LoopTraining",
     "Plant",
-    "ProcessRun",
-    "costs",
+    "collisions",
     "crossing",
-    "crowd",
-    "load_problem",
-    "microgrid",
     "oscillators",
     "pendulums",
     "robots",
-    "train_on_processes",
-    "with_links",
 ]

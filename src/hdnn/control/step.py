@@ -1,4 +1,4 @@
-"""A step of a closed loop: the definition, in plain PyTorch, one agent or edge after the other.
+"""A step of a closed loop: the definition, in plain PyTorch.
 
 All agents and their controllers are one system y' = (J - R) dH/dy. A step of size h is taken in
 substeps, each by the average discrete gradient f of the energy in a part of J - R:
@@ -9,134 +9,153 @@ First every agent moves with its controller; then both ends of every edge, those
 before those of the controllers. Every second step does so in reverse, so that two steps together
 are symmetric. The chords make f^T (x - y) the change of the energy, so that it falls by h f^T R f
 in the agents' own substeps and stays the same along edges: for any weights and any h. Forces w from
-outside act in the agents' own substeps, which h g w is added to: they supply h w^T g^T f.
+outside act in the agents' own substeps, to which h g w is added: they supply h w^T g^T f.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hdnn import activations
-from hdnn.activations import Activation
-from hdnn.control.links import Edges
-from hdnn.integrators import implicit
-from hdnn.integrators.chords import Chord
+from hdnn import activations, implicit
+from hdnn.control.plant import colours
 
-TANH = activations.get("tanh")
-
-
-@dataclass(frozen=True, eq=False)
-class System:
-    """All that a step needs: the plant, the controllers' weights and h, in one dtype."""
-
-    A: Tensor
-    a: Tensor
-    J: Tensor
-    R: Tensor
-    g: Tensor
-    plant_links: Edges
-    couplings: Tensor
-    K: Tensor
-    b: Tensor
-    G: Tensor
-    J_c: Tensor
-    R_c: Tensor
-    links: Edges
-    C: Tensor
-    h: float
-    activation: tuple[str, ...] = ()  # of each row of the plants' energies; identity if empty
-    weights: Tensor | None = None  # of these rows, (N, r); 1 if None
-
-    @property
-    def rows(self) -> tuple[Activation, ...]:
-        """The activation of each row of the plants' energies."""
-        names = self.activation or ("identity",) * self.A.shape[1]
-        return tuple(activations.get(name) for name in names)
-
-    @property
-    def slopes(self) -> Tensor:
-        """A^T times the weights of its rows: from chords to discrete gradients, `(N, p, r)`."""
-        return self.A.mT if self.weights is None else self.A.mT * self.weights.unsqueeze(-2)
-
-    @property
-    def own(self) -> Tensor:
-        """J - R of each agent with its controller, `(N, n, n)`."""
-        port = self.G @ self.g.mT
-        controller = self.J_c - torch.diag_embed(self.R_c)
-        top = torch.cat([self.J - self.R, -port.mT], -1)
-        return torch.cat([top, torch.cat([port, controller], -1)], -2)
-
-    def at(self, t: int) -> tuple[Tensor, Tensor]:
-        """K and b of step t; after the last one they stay."""
-        t = min(t, len(self.K) - 1)
-        return self.K[t], self.b[t]
+if TYPE_CHECKING:
+    from hdnn.control.loop import ClosedLoop
 
 
-def trajectory(
-    system: System, y: Tensor, steps: int, first: int = 0, forces: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """States `(steps + 1, B, N, n)`, and the other ends of the agents' own substeps.
+class Substeps(NamedTuple):
+    """Equations `x = y + B chord(A y + a, A x + a)` of E agents or edges, for each step."""
 
-    Forces are `(steps, B, N, m)`.
-    """
-    states, ends = [y], []
-    pushes = [None] * steps if forces is None else pushed(system, forces).unbind(0)
-    for t, push in zip(range(first, first + steps), pushes, strict=True):
-        if t % 2:
-            y = along_edges(system, y, t)
-            ends.append(y)
-            y = by_themselves(system, y, t, push)
-        else:
-            y = by_themselves(system, y, t, push)
-            ends.append(y)
-            y = along_edges(system, y, t)
-        states.append(y)
-    return torch.stack(states), torch.stack(ends) if ends else y.new_zeros(0, *y.shape)
+    entries: Tensor  # (E, k): the entries of the flattened state (N n,) that move
+    A: Tensor  # (T, E, r, k)
+    a: Tensor  # (T, E, r)
+    B: Tensor  # (T, E, k, r)
+    rows: tuple[str, ...]  # the activation of each row
+    groups: tuple[slice, ...]  # equations that share no entry, and are solved together
 
-
-def pushed(system: System, forces: Tensor) -> Tensor:
-    """h g w, what forces `(*batch, N, m)` add to the agents' states: `(*batch, N, n)`."""
-    moved = system.h * (system.g @ forces.unsqueeze(-1)).squeeze(-1)
-    return torch.nn.functional.pad(moved, (0, system.K.shape[-1]))
-
-
-def by_themselves(system: System, y: Tensor, t: int, push: Tensor | None = None) -> Tensor:
-    """The substep of each agent with its controller; y and push are `(*batch, N, n)`."""
-    (K, b), own, slopes = system.at(t), system.own, system.slopes
-    sigma, moved = Chord(system.rows + (TANH,) * K.shape[-2]), []
-    for i in range(y.shape[-2]):
-        A = torch.block_diag(system.A[i], K[i])
-        a = torch.cat([system.a[i], b[i]])
-        B = (system.h * own[i]) @ torch.block_diag(slopes[i], K[i].mT)
-        c = None if push is None else (y + push)[..., i, :]
-        options = {"c": c, "where": f"step {t}, agent {i}"}
-        moved.append(implicit.solve_chord(y[..., i, :], B, A, a, sigma, **options))
-    return torch.stack(moved, -2)
+    def solve(self, y: Tensor, t: int, push: Tensor | None = None) -> Tensor:
+        """The states `(S, N n)` after the substeps of step t, from y; `push` is added to them."""
+        groups = self.groups[::-1] if t % 2 else self.groups
+        t = min(t, len(self.A) - 1)
+        for group in groups:
+            index = self.entries[group]
+            start = y[:, index]
+            moved = implicit.solve_chord(
+                start,
+                self.B[t, group],
+                self.A[t, group],
+                self.a[t, group],
+                activations.by_row(self.rows),
+                c=None if push is None else start + push[:, index],
+                max_iter=1000,
+                where=f"step {t} of a closed loop",
+            )
+            y = y.index_copy(1, index.flatten(), moved.flatten(1))
+        return y
 
 
-def along_edges(system: System, y: Tensor, t: int) -> Tensor:
-    """The substeps of all edges: of plants, then of controllers; in an odd step in reverse."""
-    (K, b), p = system.at(t), system.A.shape[2]
-    plant = slice(0, p), system.A, system.a, system.slopes, Chord(system.rows * 2)
-    controller = slice(p, None), K, b, K.mT, Chord((TANH,))
-    all_edges = [
-        *((plant, *each) for each in zip(system.plant_links, system.couplings, strict=True)),
-        *((controller, *each) for each in zip(system.links, system.C, strict=True)),
-    ]
-    agents = list(y.unbind(-2))
-    for (part, rows, offsets, slopes, sigma), (i, k), C in all_edges[::-1] if t % 2 else all_edges:
-        none = torch.zeros_like(C)
-        G = torch.cat([torch.cat([none, C], 1), torch.cat([-C.mT, none], 1)])
-        A, a = torch.block_diag(rows[i], rows[k]), torch.cat([offsets[i], offsets[k]])
-        pair = torch.cat([agents[i][..., part], agents[k][..., part]], -1)
-        B = (system.h * G) @ torch.block_diag(slopes[i], slopes[k])
-        where = f"step {t}, link ({i}, {k})"
-        pair = implicit.solve_chord(pair, B, A, a, sigma, where=where)
-        for agent, moved in zip((i, k), pair.chunk(2, -1), strict=True):
-            whole = [agents[agent][..., :p], agents[agent][..., p:]]
-            whole[0 if part.start == 0 else 1] = moved
-            agents[agent] = torch.cat(whole, -1)
-    return torch.stack(agents, -2)
+class System(NamedTuple):
+    """The substeps of a closed loop: agents by themselves, edges of plants and of controllers."""
+
+    own: Substeps
+    plant_edges: Substeps
+    controller_edges: Substeps
+
+    def trajectory(self, y: Tensor, steps: int, first: int, push: Tensor | None):
+        """States `(steps + 1, S, N n)`, and those between the own substeps and the edges."""
+        states = [y]
+        middles = []
+        for t in range(first, first + steps):
+            force = None if push is None else push[t - first]
+            if t % 2:
+                y = self.controller_edges.solve(y, t)
+                y = self.plant_edges.solve(y, t)
+                middles.append(y)
+                y = self.own.solve(y, t, force)
+            else:
+                y = self.own.solve(y, t, force)
+                middles.append(y)
+                y = self.plant_edges.solve(y, t)
+                y = self.controller_edges.solve(y, t)
+            states.append(y)
+        return torch.stack(states), torch.stack(middles) if middles else y.new_zeros(0, *y.shape)
+
+
+def system(loop: ClosedLoop) -> System:
+    """The substeps of a loop, with gradients in the weights of its controllers."""
+    plant = loop.plant
+    controller = loop.controller
+    K = controller.K
+    T, N, c, _ = K.shape
+    p = plant.states
+    index = torch.arange(N * (p + c), device=K.device).view(N, p + c)
+    A = plant.A.to(K)
+    slopes = A.mT * plant.weights.to(K).unsqueeze(-2)  # from chords to the gradient
+    time = (T, 1, 1, 1)
+    own = Substeps(
+        index,
+        _diagonal(A.repeat(time), K),
+        torch.cat([plant.a.to(K).repeat(T, 1, 1), controller.b], -1),
+        loop.step * _interconnection(loop) @ _diagonal(slopes.repeat(time), K.mT),
+        plant.activation + ("tanh",) * c,
+        (slice(None),),
+    )
+    plant_edges = _edges(
+        loop.step,
+        index[:, :p],
+        plant.links,
+        plant.couplings.to(K),
+        (A[None], plant.a.to(K)[None], slopes[None]),
+        plant.activation,
+    )
+    controller_edges = _edges(
+        loop.step,
+        index[:, p:],
+        controller.links,
+        controller.C,
+        (K, controller.b, K.mT),
+        ("tanh",) * c,
+    )
+    return System(own, plant_edges, controller_edges)
+
+
+def _interconnection(loop: ClosedLoop) -> Tensor:
+    """J - R of each agent with its controller, `(N, n, n)`: they are joined by the port G."""
+    plant = loop.plant
+    controller = loop.controller
+    G = controller.G
+    port = G @ plant.g.to(G).mT
+    damped = controller.J.to(G) - torch.diag_embed(controller.R.to(G))
+    top = torch.cat([(plant.J - plant.R).to(G), -port.mT], -1)
+    return torch.cat([top, torch.cat([port, damped], -1)], -2)
+
+
+def _edges(h, index, links, couplings, rows, names) -> Substeps:
+    """The substeps of edges (i, k), in which C moves i by k and -C^T moves k by i."""
+    A, a, slopes = rows
+    ends = torch.tensor(links, dtype=torch.long, device=index.device).view(-1, 2)
+    i, k = ends.unbind(1)
+    zero = torch.zeros_like(couplings)
+    top = torch.cat([zero, couplings], -1)
+    skew = torch.cat([top, torch.cat([-couplings.mT, zero], -1)], -2)
+    sizes = [len(group) for group in colours(links)]
+    bounds = [sum(sizes[:g]) for g in range(len(sizes) + 1)]
+    return Substeps(
+        torch.cat([index[i], index[k]], -1),
+        _diagonal(A[:, i], A[:, k]),
+        torch.cat([a[:, i], a[:, k]], -1),
+        h * skew @ _diagonal(slopes[:, i], slopes[:, k]),
+        names * 2,
+        tuple(slice(low, high) for low, high in pairwise(bounds)),
+    )
+
+
+def _diagonal(first: Tensor, second: Tensor) -> Tensor:
+    """Matrices `(..., r, k)` and `(..., s, l)` as blocks on the diagonal."""
+    top = pad(first, (0, second.shape[-1]))
+    return torch.cat([top, pad(second, (first.shape[-1], 0))], -2)

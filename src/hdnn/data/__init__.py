@@ -1,7 +1,18 @@
 """The data sets of the paper's experiments."""
 
-from hdnn.data import cifar10, images, mnist, planar
-from hdnn.data.images import ImageData, augment
+from hdnn.data import images, planar
+from hdnn.data.fetch import download
+from hdnn.data.images import ImageData, augment, draw, load_cifar10, load_mnist
 from hdnn.data.planar import PlanarData
 
-__all__ = ["ImageData", "PlanarData", "augment", "cifar10", "images", "mnist", "planar"]
+__all__ = [
+    "ImageData",
+    "PlanarData",
+    "augment",
+    "download",
+    "draw",
+    "images",
+    "load_cifar10",
+    "load_mnist",
+    "planar",
+]

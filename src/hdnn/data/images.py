@@ -1,53 +1,41 @@
-"""Labelled images that stay on one device: a set, its normalisation, a hold-out, augmentation.
+"""Labelled images that stay on one device: MNIST, CIFAR-10, a hold-out, augmentation.
 
 Pixels are bytes (B, C, H, W) until they are normalised: a whole set is small enough for a GPU.
+Files are searched in the folder of the environment variable HDNN_DATA, or else in `data`;
+`hdnn.data.download` fetches them.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
+import lzma
 import os
-import shlex
+import tarfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hdnn.base.files import as_path, reason_of
-from hdnn.errors import DataError, choose, flag
+from hdnn.data.fetch import data_folder
+from hdnn.errors import CheckpointError, DataError, require
+from hdnn.io import load_tensors, save_tensors
+from hdnn.progress import Progress
 
-__all__ = ["ImageData", "Labelled", "augment", "blank", "draw"]
-
-PADDING = ("zeros", "reflect")
-
-
-class Labelled(NamedTuple):
-    """Images in bytes with their labels: what `ImageData.holdout` gives.
-
-    Attributes:
-        images: (B, C, H, W), of `torch.uint8`.
-        t: labels (B,).
-
-    Examples:
-        >>> import torch
-        >>> from hdnn.data import images
-        >>> some = images.Labelled(torch.zeros(10, 1, 28, 28, dtype=torch.uint8), torch.arange(10))
-        >>> some.images.shape, some.t.shape
-        (torch.Size([10, 1, 28, 28]), torch.Size([10]))
-    """
-
-    images: Tensor
-    t: Tensor
+__all__ = ["ImageData", "augment", "draw", "load_cifar10", "load_mnist"]
 
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
     """Images in bytes with their labels, to train on and to test with.
 
-    Args:
+    Attributes:
         name: of the set, under which results are reported.
         images_train: those to train on, (B, C, H, W), of `torch.uint8`.
         t_train: their labels, whole numbers from 0 to classes-1, (B,).
@@ -56,11 +44,7 @@ class ImageData:
         classes: the names of the classes.
         mean: of each channel, of pixels between 0 and 1.
         std: the standard deviation of each channel.
-        lossy: whether the pixels are not the original ones.
-        remark: where the pixels come from.
-
-    Raises:
-        DataError: if images, labels, mean or std have not the shapes and types above.
+        remark: where the pixels come from, if they are not the original ones.
 
     Examples:
         >>> import torch
@@ -68,10 +52,9 @@ class ImageData:
         >>> images, t = torch.randint(256, (30, 1, 8, 8)).byte(), torch.arange(30) % 3
         >>> classes = ("cat", "dog", "fox")
         >>> data = hdnn.data.ImageData("pets", images, t, images, t, classes, (0.5,), (0.3,))
-        >>> train, validation = data.holdout(6)
-        >>> train.images.shape, validation.t.bincount()
-        (torch.Size([24, 1, 8, 8]), tensor([2, 2, 2]))
-        >>> data.normalised(train.images).dtype
+        >>> data.holdout(6)
+        ImageData(pets, 24 train, 6 test, 1 x 8 x 8, cpu)
+        >>> data.normalised(images).dtype
         torch.float32
     """
 
@@ -83,35 +66,20 @@ class ImageData:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    lossy: bool = False
     remark: str = ""
 
     def __post_init__(self) -> None:
-        for part, images, t in (
-            ("training", self.images_train, self.t_train),
-            ("test", self.images_test, self.t_test),
-        ):
-            _check_images(f"{self.name}: the {part} images", images, len(self.mean))
-            if images.dtype != torch.uint8:
+        for images, t in ((self.images_train, self.t_train), (self.images_test, self.t_test)):
+            if images.dtype != torch.uint8 or images.ndim != 4 or t.shape != images.shape[:1]:
                 raise DataError(
-                    f"{self.name}: the {part} images must be torch.uint8, but are {images.dtype}; "
-                    "keep them as bytes and call .normalised on a batch."
-                )
-            if t.dtype != torch.int64 or t.shape != images.shape[:1]:
-                raise DataError(
-                    f"{self.name}: the {part} labels must be torch.int64 of shape "
-                    f"({len(images)},), one for each image, but are {t.dtype} of {tuple(t.shape)}."
+                    f"{self.name}: images must be torch.uint8 of shape (B, C, H, W) with labels "
+                    f"(B,), but are {images.dtype} of {tuple(images.shape)} and {tuple(t.shape)}."
                 )
             if len(t) and not (int(t.min()) >= 0 and int(t.max()) < len(self.classes)):
                 raise DataError(
-                    f"{self.name}: the {part} labels must be 0 to {len(self.classes) - 1}, but "
-                    f"reach from {int(t.min())} to {int(t.max())}."
+                    f"{self.name}: labels must be 0 to {len(self.classes) - 1}, but reach from "
+                    f"{int(t.min())} to {int(t.max())}."
                 )
-        if len(self.mean) != len(self.std):
-            raise DataError(
-                f"{self.name}: mean and std must have one number a channel, but have "
-                f"{len(self.mean)} and {len(self.std)}."
-            )
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.images_train.shape[1:]))
@@ -119,174 +87,96 @@ class ImageData:
         return f"ImageData({self.name}, {counts}, {shape}, {self.images_train.device})"
 
     def to(self, device: torch.device | str) -> Self:
-        """The same set with all images and labels on another device.
-
-        Args:
-            device: such as "cuda".
-        """
-        tensors = {name: v.to(device) for name, v in vars(self).items() if isinstance(v, Tensor)}
+        """The same set with all images and labels on another device."""
+        tensors = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                tensors[name] = value.to(device)
         return replace(self, **tensors)
 
     def normalised(self, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`(images/255 - mean)/std` for each channel.
-
-        Args:
-            images: `(*batch, C, H, W)`, from 0 to 255.
-            dtype: of the result; by default `torch.get_default_dtype()`.
-
-        Raises:
-            DataError: if the images have another shape, or the dtype is no floating-point one.
-        """
+        """(images/255 - mean)/std for each channel of images `(*batch, C, H, W)`."""
         dtype = dtype or torch.get_default_dtype()
-        if not dtype.is_floating_point:
-            raise DataError(f"dtype must be floating point, but got {dtype}; use torch.float32.")
-        if images.ndim < 3 or images.shape[-3] != len(self.mean):
-            raise DataError(
-                f"images of {self.name} have the shape (*batch, {len(self.mean)}, H, W), "
-                f"but got {tuple(images.shape)}."
-            )
         # Half precision would lose digits of the mean, so it is used only at the end.
         wide = torch.promote_types(dtype, torch.float32)
+        channels = []
         # By numbers, not tensors: nothing is copied to the device, and a CUDA graph can record it.
-        channels = [
-            (pixels.to(wide) - 255 * mean) / (255 * std)
-            for pixels, mean, std in zip(images.unbind(-3), self.mean, self.std, strict=True)
-        ]
+        for pixels, mean, std in zip(images.unbind(-3), self.mean, self.std, strict=True):
+            channels.append((pixels.to(wide) - 255 * mean) / (255 * std))
         return torch.stack(channels, -3).to(dtype)
 
-    def holdout(self, count: int, seed: int = 0) -> tuple[Labelled, Labelled]:
-        """The training images split in two: to train on, and some of them to validate with.
+    def holdout(self, count: int, seed: int = 0) -> Self:
+        """The set with `count` of its training images in place of the test images.
 
-        Each class has its share in both. The seed alone decides, on any device.
-
-        Args:
-            count: how many are to validate with.
-            seed: what they are chosen by.
-
-        Raises:
-            DataError: if there are not more than `count` images, or the seed is no whole number.
+        Each class has its share of them; the seed decides which.
         """
         total = len(self.t_train)
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
-            raise DataError(
-                f"count must be a whole number from 1 to {total - 1}, less than the {total} "
-                f"training images of {self.name}, but got {count!r}."
-            )
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise DataError(f"seed must be a whole number >= 0, but got {seed!r}; take seed=0.")
-        t = self.t_train.cpu().numpy()
+        if not 0 < count < total:
+            raise DataError(f"count must lie between 1 and {total - 1}, but is {count}.")
+        t = self.t_train.numpy(force=True)
         labels, sizes = np.unique(t, return_counts=True)
-        share, rest = np.divmod(count * sizes, total)
+        shares, remainders = np.divmod(count * sizes, total)
         # What rounding down has left goes to the largest remainders, first classes first.
-        share[np.argsort(-rest, kind="stable")[: count - share.sum()]] += 1
-        random, chosen = np.random.default_rng(seed), np.zeros(total, dtype=bool)
-        for label, number in zip(labels, share, strict=True):
-            chosen[random.permutation(np.flatnonzero(t == label))[:number]] = True
-        kept = torch.from_numpy(chosen).to(self.t_train.device)
-        train, validation = (
-            Labelled(self.images_train[rows], self.t_train[rows]) for rows in (~kept, kept)
+        largest = np.argsort(-remainders, kind="stable")
+        shares[largest[: count - shares.sum()]] += 1
+        random = np.random.default_rng(seed)
+        chosen = np.zeros(total, dtype=bool)
+        for label, share in zip(labels, shares, strict=True):
+            chosen[random.permutation(np.flatnonzero(t == label))[:share]] = True
+        rows = torch.from_numpy(chosen).to(self.t_train.device)
+        return replace(
+            self,
+            images_train=self.images_train[~rows],
+            t_train=self.t_train[~rows],
+            images_test=self.images_train[rows],
+            t_test=self.t_train[rows],
         )
-        return train, validation
+
+    def first(self, count: int) -> Self:
+        """The set with the first `count` training and test images only."""
+        return replace(
+            self,
+            images_train=self.images_train[:count],
+            t_train=self.t_train[:count],
+            images_test=self.images_test[:count],
+            t_test=self.t_test[:count],
+        )
+
+
+# Augmentation
 
 
 def draw(
     count: int, generator: torch.Generator, *, pad: int = 4, flip: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Random numbers for `augment`, to be drawn before a CUDA graph runs.
-
-    Args:
-        count: how many images there are.
-        generator: what they are drawn from, and on whose device.
-        pad: how far an image may be shifted in each direction.
-        flip: mirror half of the images; otherwise none.
-
-    Returns:
-        Shifts of rows and columns (count, 2) from 0 to 2 pad, and flips (count,).
-
-    Raises:
-        DataError: if `pad` is no whole number >= 0.
-        OptionError: if `flip` is neither True nor False.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn.data import images
-        >>> shifts, flips = images.draw(100, torch.Generator().manual_seed(0), pad=4)
-        >>> shifts.shape, int(shifts.min()), int(shifts.max()), flips.dtype
-        (torch.Size([100, 2]), 0, 8, torch.bool)
-    """
-    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
-        raise DataError(f"pad must be a whole number >= 0, but got {pad!r}; CIFAR-10 takes 4.")
-    device = generator.device
-    shifts = torch.randint(0, 2 * pad + 1, (count, 2), generator=generator, device=device)
-    flips = torch.randint(0, 2, (count,), generator=generator, device=device).bool()
-    return shifts, flips if flag("flip", flip) else torch.zeros_like(flips)
+    """Random shifts (count, 2) from 0 to 2 pad and flips (count,) for `augment`."""
+    options: Any = {"generator": generator, "device": generator.device}
+    shifts = torch.randint(0, 2 * pad + 1, (count, 2), **options)
+    flips = torch.randint(0, 2, (count,), **options).bool()
+    return shifts, flips if flip else torch.zeros_like(flips)
 
 
-def augment(
-    images: Tensor,
-    generator: torch.Generator | None = None,
-    pad: int = 4,
-    flip: bool = True,
-    *,
-    padding: str = "zeros",
-    shifts: Tensor | None = None,
-    flips: Tensor | None = None,
-) -> Tensor:
-    """Each image padded, cropped to its size at random, and half of them mirrored.
+def augment(images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4) -> Tensor:
+    """Each image padded by zeros, cropped to its size, and mirrored where `flips` says so.
 
     Args:
         images: (B, C, H, W), in bytes or normalised.
-        generator: what decides, on the device of the images.
-        pad: how many pixels are added on each side before cropping.
-        flip: mirror half of the images; otherwise none.
-        padding: what is added: "zeros", or "reflect" for the image mirrored at its edges.
-        shifts: where to crop, rows and columns (B, 2) from 0 to 2 pad. Inside of a CUDA graph give
-            these and `flips` instead of a generator: see `draw`.
+        shifts: where to crop, rows and columns (B, 2) from 0 to 2 pad, as `draw` gives them.
         flips: which images to mirror, (B,).
-
-    Returns:
-        Images of the same shape and dtype.
-
-    Raises:
-        DataError: if the images have another shape, `pad` is not below their size, there is neither
-            a generator on their device nor both of `shifts` and `flips`, or these have another
-            shape or dtype.
-        OptionError: if `padding` is not known, or `flip` is neither True nor False.
+        pad: pixels that are added on each side.
 
     Examples:
         >>> import torch
         >>> import hdnn
         >>> images = torch.randint(256, (10, 3, 32, 32)).byte()
-        >>> hdnn.data.augment(images, torch.Generator().manual_seed(0)).shape
+        >>> shifts, flips = hdnn.data.draw(10, torch.Generator().manual_seed(0))
+        >>> hdnn.data.augment(images, shifts, flips).shape
         torch.Size([10, 3, 32, 32])
-        >>> middle, unflipped = torch.full((10, 2), 4), torch.zeros(10, dtype=torch.bool)
-        >>> torch.equal(hdnn.data.augment(images, shifts=middle, flips=unflipped), images)
-        True
     """
-    _check_images("images to augment", images, None)
     count, channels, height, width = images.shape
-    choose("padding", padding, PADDING)
-    if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < min(height, width):
-        raise DataError(
-            f"pad must be a whole number from 0 to {min(height, width) - 1} for images of "
-            f"{height} x {width}, but got {pad!r}."
-        )
-    if shifts is None and flips is None:
-        if generator is None or not _is_on(generator.device, images.device):
-            given = "none" if generator is None else f"one on {generator.device}"
-            raise DataError(
-                f"augment needs a generator on {images.device}, where the images are, but got "
-                f"{given}; use torch.Generator({str(images.device)!r})."
-            )
-        shifts, flips = draw(count, generator, pad=pad, flip=flip)
-    shifts = _checked("shifts", shifts, (count, 2), torch.int64)
-    flips = _checked("flips", flips, (count,), torch.bool)
     i = torch.arange(height, device=images.device) + shifts[:, :1] - pad
     j = torch.arange(width, device=images.device)
     j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
-    if padding == "reflect":
-        i, j = ((n - 1) - ((n - 1) - k.abs()).abs() for k, n in ((i, height), (j, width)))
-    # Clamped, since no shift that is too large may read outside of the images.
     source = i.clamp(0, height - 1)[:, :, None] * width + j.clamp(0, width - 1)[:, None, :]
     source = source.view(count, 1, -1).expand(-1, channels, -1)
     cropped = images.flatten(2).gather(2, source).view(images.shape)
@@ -294,95 +184,208 @@ def augment(
     return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
 
 
-def blank(images: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Images with a square around each centre set to zero, which in normalised ones is the mean.
+# MNIST
 
-    Args:
-        images: (B, C, H, W).
-        centres: row and column for each image, (B, 2); a square may reach beyond the edge.
-        size: the side of the squares.
+MNIST = {  # shape, and SHA-256 of the decompressed file
+    "train-images-idx3-ubyte": (
+        (60000, 1, 28, 28),
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    "train-labels-idx1-ubyte": (
+        (60000,),
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+    "t10k-images-idx3-ubyte": (
+        (10000, 1, 28, 28),
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    "t10k-labels-idx1-ubyte": (
+        (10000,),
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+}
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
-    Returns:
-        Images of the same shape and dtype.
+
+def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
+    """MNIST, 60,000 images to train on and 10,000 to test with, of 1 x 28 x 28 pixels.
+
+    Read from its four IDX files, plain or compressed by gzip, in `folder` or `folder/mnist`.
 
     Raises:
-        DataError: if images or centres have another shape, or `size` is no whole number >= 0.
-
-    Examples:
-        >>> import torch
-        >>> from hdnn.data import images
-        >>> ones = torch.ones(1, 1, 4, 4)
-        >>> images.blank(ones, torch.tensor([[1, 1]]), size=2)[0, 0]
-        tensor([[0., 0., 1., 1.],
-                [0., 0., 1., 1.],
-                [1., 1., 1., 1.],
-                [1., 1., 1., 1.]])
+        DataError: if a file is missing, damaged or another one.
     """
-    _check_images("images to blank", images, None)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise DataError(f"size must be a whole number >= 0, but got {size!r}.")
-    if centres.shape != (len(images), 2):
-        raise DataError(
-            f"centres must be ({len(images)}, 2), a row and a column for each image, but got "
-            f"{tuple(centres.shape)}."
-        )
-    i, j = (
-        (torch.arange(n, device=images.device) - centre[:, None] + size // 2)
-        for n, centre in zip(images.shape[2:], centres.unbind(1), strict=True)
-    )
-    inside = ((i >= 0) & (i < size))[:, :, None] & ((j >= 0) & (j < size))[:, None, :]
-    return images.masked_fill(inside[:, None], 0)
+    home = data_folder(folder)
+    tensors = []
+    for name, (shape, sha256) in MNIST.items():
+        path = _find(home, "mnist", (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz"))
+        try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                content = file.read()
+        except BROKEN as error:
+            raise DataError(f"{path} cannot be read ({error}); download it again.") from error
+        _check(path, content, sha256)
+        header = 16 if len(shape) > 1 else 8
+        values = np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+        tensors.append(torch.from_numpy(values.copy()))
+    images, t, images_test, t_test = tensors
+    digits = tuple(map(str, range(10)))
+    labelled = (images, t.long(), images_test, t_test.long())
+    return ImageData("MNIST", *labelled, digits, (0.1307,), (0.3081,))
 
 
-def _is_on(device: torch.device, other: torch.device) -> bool:
-    """Whether they are the same; "cuda" without a number is whichever is used."""
-    return device.type == other.type and device.index in (None, other.index)
-
-
-def _check_images(what: str, images: Tensor, channels: int | None) -> None:
-    if images.ndim != 4 or (channels is not None and images.shape[1] != channels):
-        raise DataError(
-            f"{what} must have the shape (B, {channels or 'C'}, H, W), "
-            f"but got {tuple(images.shape)}."
-        )
-
-
-def _checked(name: str, numbers: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Check shape and type only: reading values would wait for the device."""
-    if numbers is None or numbers.shape != shape or numbers.dtype != dtype:
-        given = "nothing" if numbers is None else f"{tuple(numbers.shape)} of {numbers.dtype}"
-        raise DataError(f"{name} must be {shape} of {dtype}, but got {given}; see draw.")
-    return numbers
-
-
-def data_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder that was given, else the one in HDNN_DATA, else `data`."""
-    return as_path(os.environ.get("HDNN_DATA") or "data" if folder is None else folder)
-
-
-def missing(name: str, file: str, folder: Path, command: str) -> DataError:
-    """A set that is not there: which file, which folder, which command."""
-    order = f"python -m hdnn.data.download {command} --to {shlex.quote(str(folder))}"
-    return DataError(
-        f"{name} is not there: found no {file} in {folder}; download it with `{order}`, or set "
-        "HDNN_DATA to the folder that holds it."
+def _find(home: Path, name: str, candidates: tuple[str, ...]) -> Path:
+    for candidate in candidates:
+        if (home / candidate).exists():
+            return home / candidate
+    raise DataError(
+        f"{name} is not there: found no {candidates[0]} in {home}; download it with "
+        f"hdnn.data.download({name!r}, {str(home)!r}), or set HDNN_DATA to the folder that "
+        "holds it."
     )
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
-    """A file that the system or a decoder gives up on, in one sentence."""
-    reason = reason_of(error, 120).rstrip(".")
-    return DataError(
-        f"{path} cannot be read ({reason}); it is truncated, damaged or of another kind: "
-        "download it again."
-    )
-
-
-def check_sha256(path: Path | str, content: bytes, expected: str) -> None:
-    """Refuse bytes that are not those of the public file."""
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
+def _check(path: Path | str, content: bytes, sha256: str) -> None:
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(
-            f"{path} has the SHA-256 {found[:16]}..., but the public file has {expected[:16]}...; "
-            "it is damaged or another set: download it again."
+            f"{path} does not have the SHA-256 of the public file; it is damaged or another set: "
+            "download it again."
         )
+
+
+# CIFAR-10
+
+CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+COUNTS = {"train": 5000, "test": 1000}  # images of a class
+BATCHES = {  # SHA-256 of the binary files; the last is for testing
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
+BINARY = ("cifar-10-binary.tar.gz", "cifar-10-batches-bin")
+IMAGES = ("cifar10-png", "cifar10-jpeg", "cifar10")  # folders, or archives with these endings:
+TARS = ("", ".tar", ".tar.xz", ".tar.gz")
+
+
+def load_cifar10(
+    folder: str | os.PathLike[str] | None = None, *, progress: bool = True
+) -> ImageData:
+    """CIFAR-10, 50,000 images to train on and 10,000 to test with, of 3 x 32 x 32 pixels.
+
+    Read from its binary distribution, or else from JPEG or PNG images in a folder or a tar archive
+    (`train/cat/..`); the name of the set says so. Images are decoded once, and kept in the cache of
+    `torch.hub`. Nothing is unpacked to disk.
+
+    Raises:
+        DataError: if the set is missing, incomplete, damaged or another one.
+        MissingExtraError: if there are images, but no Pillow to decode them.
+    """
+    home = data_folder(folder)
+    images = tuple(name + ending for ending in TARS for name in IMAGES)
+    path = _find(home, "cifar10", BINARY + images)
+    try:
+        return _from_binary(path) if path.name in BINARY else _from_images(path, progress)
+    except BROKEN as error:
+        raise DataError(f"{path} cannot be read ({error}); download it again.") from error
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of all files in a folder or an archive."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                yield file.relative_to(path).as_posix(), file.read_bytes()
+        return
+    with tarfile.open(path, "r|*") as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is not None:
+                yield member.name, file.read()
+
+
+def _from_binary(path: Path) -> ImageData:
+    contents = {PurePosixPath(name).name: content for name, content in _members(path)}
+    images = []
+    labels = []
+    for name, sha256 in BATCHES.items():
+        content = contents.get(name, b"")
+        _check(f"{path}: {name}", content, sha256)
+        records = np.frombuffer(content, np.uint8).reshape(-1, 3073)  # a label, then the pixels
+        images.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
+        labels.append(torch.from_numpy(records[:, 0].astype(np.int64)))
+    train = torch.cat(images[:-1]), torch.cat(labels[:-1])
+    return ImageData("CIFAR-10", *train, images[-1], labels[-1], CLASSES, MEAN, STD)
+
+
+def _from_images(path: Path, progress: bool) -> ImageData:
+    key = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    name = f"cifar10-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+    cache = Path(torch.hub.get_dir()) / "hdnn" / name
+    try:
+        tensors, about = load_tensors(cache)
+    except CheckpointError:  # not there yet, or damaged
+        tensors, about = _decoded(path, progress)
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(cache, tensors, about)
+    about |= {"classes": CLASSES, "mean": MEAN, "std": STD}
+    return ImageData(**tensors, **about)
+
+
+def _image_files(path: Path) -> dict[tuple[str, str], dict[str, bytes]]:
+    """The contents of image files, by part and class, then by name."""
+    files: dict[tuple[str, str], dict[str, bytes]] = {}
+    for name, content in _members(path):
+        parts = PurePosixPath(name).parts[-3:]
+        if len(parts) == 3 and parts[0] in COUNTS and parts[1] in CLASSES:
+            files.setdefault((parts[0], parts[1]), {})[parts[2]] = content
+    return files
+
+
+def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All images in the order of their names, by part and class."""
+    files = _image_files(path)
+    pillow = require("PIL.Image", extra="images")
+    pixels: dict[str, list[np.ndarray]] = {part: [] for part in COUNTS}
+    formats: set[str] = set()
+    folders = [(part, label) for part in COUNTS for label in CLASSES]
+    with Progress(f"decoding {path.name}", len(folders) if progress else 0) as line:
+        for number, (part, label) in enumerate(folders, 1):
+            members = files.get((part, label), {})
+            if len(members) != COUNTS[part]:
+                raise DataError(
+                    f"{path} has {len(members)} images in {part}/{label}, but CIFAR-10 has "
+                    f"{COUNTS[part]}; get the complete set."
+                )
+            pixels[part] += [_pixels(pillow, members[name], formats) for name in sorted(members)]
+            line.update(number)
+    tensors = {}
+    for part, count in COUNTS.items():
+        tensors[f"images_{part}"] = torch.from_numpy(np.stack(pixels[part]))
+        tensors[f"t_{part}"] = torch.arange(len(CLASSES)).repeat_interleave(count)
+    kind = "JPEG" if "JPEG" in formats else "PNG"
+    remark = f"decoded from {kind} images"
+    if kind == "JPEG":
+        remark += "; the pixels are not the original ones: report results under this name"
+    return tensors, {"name": f"CIFAR-10 ({kind})", "remark": remark}
+
+
+def _pixels(pillow: Any, content: bytes, formats: set[str]) -> np.ndarray:
+    with pillow.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+        formats.add(image.format)
+        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)

@@ -1,7 +1,9 @@
 """Two classes in the plane: Swiss roll, double moons, double circles.
 
 Every set is a union of arcs, each with points at equal angles, made in float64 and shuffled once.
-After the shuffle the even indices are for training and the odd ones for testing.
+After the shuffle the even indices are for training and the odd ones for testing. All functions take
+the number of `points` (at least 8, half of them for training), the `seed` of noise and order, and
+the `dtype` and `device` of the tensors.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.base.devices import as_device
 from hdnn.errors import DataError, choose
 
 __all__ = ["PlanarData", "double_circles", "double_moons", "load", "swiss_roll"]
@@ -36,11 +38,8 @@ class PlanarData:
 
     Examples:
         >>> import hdnn
-        >>> data = hdnn.data.planar.swiss_roll(points=400)
-        >>> data
+        >>> hdnn.data.planar.swiss_roll(points=400)
         PlanarData(swiss_roll, 200 train, 200 test)
-        >>> data.x_train.shape, data.domain
-        (torch.Size([200, 2]), ((-1.2, 1.2), (-1.2, 1.2)))
     """
 
     name: str
@@ -54,75 +53,15 @@ class PlanarData:
         return f"PlanarData({self.name}, {len(self.t_train)} train, {len(self.t_test)} test)"
 
 
-def swiss_roll(
-    points: int = 8000,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PlanarData:
-    """Two spirals `r(theta)` of two turns: `theta/4pi` (class 1), `0.2 + theta/4pi` (class 0).
-
-    Args:
-        points: how many there are in all, at least 8; half are for training.
-        seed: what the noise and the order are drawn from.
-        dtype: of the points; by default `torch.get_default_dtype()`.
-        device: of points and labels; by default that of new tensors.
-
-    Returns:
-        The set, split in two.
-
-    Raises:
-        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
-            is no floating-point one.
-
-    Examples:
-        >>> import hdnn
-        >>> data = hdnn.data.planar.swiss_roll(seed=0)
-        >>> data
-        PlanarData(swiss_roll, 4000 train, 4000 test)
-        >>> data.x_train.shape, data.t_train.unique()
-        (torch.Size([4000, 2]), tensor([0, 1]))
-    """
-
-    def spiral(r_0: float) -> Curve:
-        return lambda s: _polar(r_0 + s, 4 * math.pi * s)
-
-    arcs = [(spiral(0.0), 1), (spiral(0.2), 0)]
+def swiss_roll(points: int = 8000, **options: Any) -> PlanarData:
+    """Two spirals r(theta) of two turns: theta/4pi (class 1), 0.2 + theta/4pi (class 0)."""
+    arcs = [(_ring(0.0, 1.0), 1), (_ring(0.2, 1.0), 0)]
     domain = ((-1.2, 1.2), (-1.2, 1.2))
-    return _make("swiss_roll", arcs, 0.0, domain, points, seed, dtype, device)
+    return _make("swiss_roll", arcs, 0.0, domain, points, **options)
 
 
-def double_moons(
-    points: int = 8000,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PlanarData:
-    """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2.
-
-    Args:
-        points: how many there are in all, at least 8; half are for training.
-        seed: what the noise and the order are drawn from.
-        dtype: of the points; by default `torch.get_default_dtype()`.
-        device: of points and labels; by default that of new tensors.
-
-    Returns:
-        The set, split in two.
-
-    Raises:
-        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
-            is no floating-point one.
-
-    Examples:
-        >>> import hdnn
-        >>> data = hdnn.data.planar.double_moons(seed=0)
-        >>> data
-        PlanarData(double_moons, 4000 train, 4000 test)
-        >>> data.x_train.shape, data.t_train.unique()
-        (torch.Size([4000, 2]), tensor([0, 1]))
-    """
+def double_moons(points: int = 8000, **options: Any) -> PlanarData:
+    """Half circles that interlock, (cos, sin) and (1 - cos, 0.5 - sin), and both again at x + 2."""
 
     def upper(shift: float) -> Curve:
         return lambda s: (shift + torch.cos(math.pi * s), torch.sin(math.pi * s))
@@ -132,87 +71,33 @@ def double_moons(
 
     arcs = [(upper(0.0), 0), (lower(0.0), 1), (upper(2.0), 0), (lower(2.0), 1)]
     domain = ((-2.0, 5.0), (-1.0, 2.0))
-    return _make("double_moons", arcs, 0.15, domain, points, seed, dtype, device)
+    return _make("double_moons", arcs, 0.15, domain, points, **options)
 
 
-def double_circles(
-    points: int = 8000,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PlanarData:
-    """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice.
-
-    Args:
-        points: how many there are in all, at least 8; half are for training.
-        seed: what the noise and the order are drawn from.
-        dtype: of the points; by default `torch.get_default_dtype()`.
-        device: of points and labels; by default that of new tensors.
-
-    Returns:
-        The set, split in two.
-
-    Raises:
-        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
-            is no floating-point one.
-
-    Examples:
-        >>> import hdnn
-        >>> data = hdnn.data.planar.double_circles(seed=0)
-        >>> data
-        PlanarData(double_circles, 4000 train, 4000 test)
-        >>> data.x_train.shape, data.t_train.unique()
-        (torch.Size([4000, 2]), tensor([0, 1]))
-    """
-
-    def ring(radius: float) -> Curve:
-        return lambda s: _polar(torch.full_like(s, radius), 4 * math.pi * s)
-
-    arcs = [(ring(1.0), 0), (ring(2.0), 1), (ring(3.0), 0), (ring(4.0), 1)]
+def double_circles(points: int = 8000, **options: Any) -> PlanarData:
+    """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
+    arcs = [(_ring(radius, 0.0), int(radius - 1) % 2) for radius in (1.0, 2.0, 3.0, 4.0)]
     domain = ((-5.0, 5.0), (-5.0, 5.0))
-    return _make("double_circles", arcs, 0.3, domain, points, seed, dtype, device)
+    return _make("double_circles", arcs, 0.3, domain, points, **options)
 
 
-SETS = {f.__name__: f for f in (swiss_roll, double_moons, double_circles)}
+SETS = {make.__name__: make for make in (swiss_roll, double_moons, double_circles)}
 
 
-def load(
-    name: str,
-    points: int = 8000,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> PlanarData:
-    """One of the sets by its name.
-
-    Args:
-        name: "swiss_roll", "double_moons" or "double_circles".
-        points: how many there are in all, at least 8; half are for training.
-        seed: what the noise and the order are drawn from.
-        dtype: of the points; by default `torch.get_default_dtype()`.
-        device: of points and labels; by default that of new tensors.
-
-    Returns:
-        The set, split in two.
-
-    Raises:
-        OptionError: if there is no set of that name.
-        DataError: if there are fewer than 8 points, the seed is no whole number >= 0, or the dtype
-            is no floating-point one.
-
-    Examples:
-        >>> import hdnn
-        >>> hdnn.data.planar.load("double_moons", points=400)
-        PlanarData(double_moons, 200 train, 200 test)
-    """
-    make = SETS[choose("data set", name, SETS)]
-    return make(points, seed=seed, dtype=dtype, device=device)
+def load(name: str, points: int = 8000, **options: Any) -> PlanarData:
+    """A set by its name: "swiss_roll", "double_moons" or "double_circles"."""
+    return SETS[choose("data set", name, SETS)](points, **options)
 
 
-def _polar(r: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    return r * torch.cos(theta), r * torch.sin(theta)
+def _ring(radius: float, growth: float) -> Curve:
+    """Two turns, on which the radius grows."""
+
+    def curve(s: Tensor) -> tuple[Tensor, Tensor]:
+        r = radius + growth * s
+        theta = 4 * math.pi * s
+        return r * torch.cos(theta), r * torch.sin(theta)
+
+    return curve
 
 
 def _make(
@@ -221,47 +106,31 @@ def _make(
     noise: float,
     domain: tuple[Interval, Interval],
     points: int,
-    seed: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> PlanarData:
     """Run through each arc at s = i/k, i = 0..k-1, add uniform noise, shuffle, split."""
-    _check(name, points, seed, dtype)
-    device = as_device(device)
-    rounded_down, rest = divmod(points, len(arcs))
-    xs, ts = [], []
+    if points < 8:
+        raise DataError(f"{name}: points must be at least 8, but got {points!r}.")
+    smaller, remainder = divmod(points, len(arcs))
+    xs = []
+    ts = []
     for index, (curve, label) in enumerate(arcs):
-        k = rounded_down + (index < rest)
-        s = torch.arange(k, dtype=torch.float64) / k
+        k = smaller + (index < remainder)
+        s = torch.arange(k, dtype=torch.float64, device="cpu") / k
         xs.append(torch.stack(curve(s), -1))
-        ts.append(torch.full((k,), label))
-    x, t = torch.cat(xs), torch.cat(ts)
-
+        ts.append(torch.full((k,), label, device="cpu"))
+    x = torch.cat(xs)
     # Drawn on the CPU in float64 for every dtype and device: one seed is one data set.
     generator = torch.Generator().manual_seed(seed)
+    draw = {"generator": generator, "device": "cpu"}
     if noise:
-        x += noise * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)
-    order = torch.randperm(points, generator=generator)
+        x += noise * (2 * torch.rand(x.shape, dtype=torch.float64, **draw) - 1)
+    order = torch.randperm(points, **draw)
+    device = torch.get_default_device() if device is None else device
     x = x[order].to(device=device, dtype=dtype or torch.get_default_dtype())
-    t = t[order].to(device=device)
-    (x_train, x_test), (t_train, t_test) = (
-        (every[::2].contiguous(), every[1::2].contiguous()) for every in (x, t)
-    )
-    return PlanarData(name, x_train, t_train, x_test, t_test, domain)
-
-
-def _check(name: str, points: object, seed: object, dtype: torch.dtype | None) -> None:
-    if isinstance(points, bool) or not isinstance(points, int) or points < 8:
-        raise DataError(
-            f"{name}: points must be a whole number >= 8, so that each class can be learned and "
-            f"tested, but got {points!r}; the paper has points=8000."
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise DataError(
-            f"{name}: seed must be a whole number from 0 to 2^63 - 1, but got {seed!r}; "
-            "take e.g. seed=0."
-        )
-    if dtype is not None and not dtype.is_floating_point:
-        raise DataError(
-            f"{name}: dtype must be floating point, but got {dtype}; use torch.float32."
-        )
+    t = torch.cat(ts)[order].to(device)
+    halves = x[::2].contiguous(), t[::2].contiguous(), x[1::2].contiguous(), t[1::2].contiguous()
+    return PlanarData(name, *halves, domain)

@@ -1,231 +1,227 @@
-"""What the backward pass of a stack starts from: stored states, checkpoints, or y_N alone.
+"""What the backward pass starts from: stored states, checkpoints, or the last state alone.
 
-Each method runs a stack forwards (`last`: y_N alone; `forward`: with what must be kept) and
-backwards. What is kept is never y_N itself, so changing y_N in place changes no gradient.
+Each method runs a stack forwards (`last`: y_N alone; `forward`: with what must be saved) and
+backwards, by any kernel. What is saved is never y_N itself, so changing y_N in place changes no
+gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdnn.engine.drift import check_reversal, drift_of, recorded, strict_drift_of
-from hdnn.engine.kernels.protocol import Stack, Tensors
-from hdnn.engine.tracing import transformed
+from hdnn import schemes
+from hdnn.engine.memory import Stack, Tensors
+from hdnn.errors import OptionError, ReversalWarning
 
-MakeKernel = Callable[[Stack], Any]
+WORTHLESS = 0.1  # relative error of a rebuilt state
+UNDONE = 16  # layers that are undone at a time
+ADVICE = (
+    'use backprop="auto" or "checkpoint", whose gradients are those of stored states, or smaller '
+    "steps or weights"
+)
+
+
+class Definition:
+    """The plain loop as a kernel: it saves y_0 and lets autograd do the rest."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad():
+            out = self._run(y, tensors)
+        return out, y.clone() if keep else None
+
+    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+        inputs = [saved, *tensors]
+        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        with torch.enable_grad():
+            out = self._run(leaves[0], leaves[1:])
+        present = [t for t in leaves if t is not None]
+        grads = iter(torch.autograd.grad(out, present, g, allow_unused=True))
+        return [None if t is None else next(grads) for t in leaves]
+
+    def _run(self, y: Any, tensors: Any) -> Tensor:
+        stack = self.stack
+        forces = stack.forces(tensors)
+        return schemes.run(stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse)
 
 
 class Stored:
-    """Keeps what every layer reads."""
+    """All that the backward pass needs of each layer is saved by the kernel."""
 
-    def __init__(
-        self, stack: Stack, make: MakeKernel, *, check: bool = True, limit: float = 0.0
-    ) -> None:
-        self.stack, self.make, self.check, self.limit = stack, make, check, limit
-        self._prepare()
+    def __init__(self, stack: Stack, make: Callable[[Stack], Any]) -> None:
+        self.stack = stack
+        self.make = make
+        self.kernels: dict[tuple[int, bool], Any] = {}
 
-    def _prepare(self) -> None:
-        self.kernel = self.make(self.stack)
-
-    def with_samples(self, samples: int) -> Stored:
-        """The same for another number of samples."""
-        more = replace(self.stack, samples=samples)
-        return type(self)(more, self.make, check=self.check, limit=self.limit)
+    def kernel(self, layers: int, undo: bool = False) -> Any:
+        """The kernel for so many layers of the stack, or for undoing them."""
+        key = (layers, undo)
+        if key not in self.kernels:
+            inverse = self.stack.inverse != undo
+            self.kernels[key] = self.make(replace(self.stack, layers=layers, inverse=inverse))
+        return self.kernels[key]
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
         """y_N from y_0 (B, n)."""
-        return self.kernel.forward(y, tensors, False)[0]
+        return self.kernel(self.stack.layers).forward(y, tensors, False)[0]
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """y_N, and what the backward pass needs besides y_0."""
-        return self.kernel.forward(y, tensors, True)
+        return self.kernel(self.stack.layers).forward(y, tensors, True)
 
-    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
+    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
         """The gradients of y_0 and of all tensors."""
-        return self.kernel.backward(kept, g, tensors)
+        return self.kernel(self.stack.layers).backward(saved, g, tensors)
+
+    def spans(self) -> list[slice]:
+        """The layers of each segment, in the order in which they run."""
+        bounds = self.bounds(self.stack.layers)
+        if self.stack.inverse:
+            N = self.stack.layers
+            bounds = [(N - end, N - start) for start, end in bounds]
+        return [slice(start, end) for start, end in bounds]
+
+    @staticmethod
+    def bounds(N: int) -> list[tuple[int, int]]:
+        """Where segments begin and end, counted as layers run."""
+        return [(0, N)]
+
+    def again(
+        self, y: Tensor, g: Tensor, tensors: Tensors, span: slice, grads: list[Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Run a segment from its first state y, and back: its last state, the gradient of y.
+
+        The gradients of its weights go into `grads`.
+        """
+        part = cut(tensors, span)
+        kernel = self.kernel(span.stop - span.start)
+        end, saved = kernel.forward(y, part, True)
+        g, *found = kernel.backward(saved, g, part)
+        for k, grad in enumerate(found):
+            if grad is not None:
+                if grads[k] is None:
+                    grads[k] = torch.empty_like(tensors[k])  # pyright: ignore[reportArgumentType]
+                grads[k][span] = grad
+        return end, g
 
 
-class Checkpoints(Stored):
-    """Keeps the state once every few layers, and runs those between a second time."""
+class Checkpoint(Stored):
+    """The state is saved once every sqrt(N) layers; those between run a second time."""
 
-    def _prepare(self) -> None:
-        N, cuts = self.stack.layers, self._spans(self.stack.layers)
-        self.kernels = {count: self._kernel(count) for count in {b - a for a, b in cuts}}
-        if self.stack.inverse:  # which runs the last layer first
-            cuts = [(N - b, N - a) for a, b in cuts]
-        self.segments = [(a, b, self.kernels[b - a]) for a, b in cuts]
-
-    def _spans(self, N: int) -> list[tuple[int, int]]:
-        """The layers of each segment, counted as they run."""
-        return spans(0, N, between(N))
-
-    def _kernel(self, count: int) -> Any:
-        return self.make(replace(self.stack, layers=count))
+    @staticmethod
+    def bounds(N: int) -> list[tuple[int, int]]:
+        return segments(0, N, max(1, math.isqrt(N)))
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
-        for first, last, kernel in self.segments:
-            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
+        for span in self.spans():
+            kernel = self.kernel(span.stop - span.start)
+            y = kernel.forward(y, cut(tensors, span), False)[0]
         return y
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        kept = y.new_empty(max(0, len(self.segments) - 1), *y.shape)
-        for k, (first, last, kernel) in enumerate(self.segments):
+        spans = self.spans()
+        saved = y.new_empty(len(spans) - 1, *y.shape)
+        for k, span in enumerate(spans):
             if k:
-                kept[k - 1].copy_(y)
-            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
-        return y, kept
+                saved[k - 1] = y
+            kernel = self.kernel(span.stop - span.start)
+            y = kernel.forward(y, cut(tensors, span), False)[0]
+        return y, saved
 
-    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
-        whole, starts = Whole(self.stack, tensors), [y, *kept.unbind(0)]
-        for (first, last, kernel), start in reversed([*zip(self.segments, starts, strict=True)]):
-            part = self.stack.part(tensors, first, last)
-            states = kernel.forward(start, part, True)[1]
-            g, *grads = kernel.backward(states, g, part)
-            del states
-            whole.put(grads, first, last)
-        return g, *whole.found
+    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
+        grads: list[Any] = [None] * len(tensors)
+        starts = [y, *saved.unbind(0)]
+        for span, start in reversed(list(zip(self.spans(), starts, strict=True))):
+            _, g = self.again(start, g, tensors, span, grads)
+        return [g, *grads]
 
 
-class Undone(Stored):
-    """Keeps y_N, and undoes the layers down to y_1, which is compared with the true y_1.
+class Reversible(Stored):
+    """Only y_N is saved; the layers are undone, a few at a time, down to y_1.
 
-    The first layer reads y_0 itself: what is exactly 0 there stays 0.
+    That is compared with the true y_1. The first layer reads y_0 itself: what is 0 there stays 0.
     """
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        sizes = (1, self.stack.layers - 1)
-        self.first, self.others = (self.make(replace(self.stack, layers=k)) for k in sizes)
+    @staticmethod
+    def bounds(N: int) -> list[tuple[int, int]]:
+        return [(0, 1), *segments(1, N, UNDONE)]
 
     def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
         y_N = self.last(y, tensors)
         return y_N, y_N.clone()
 
-    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
-        N, y_N, part = self.stack.layers, kept, self.stack.part
-        spans = ((N - 1, N), (0, N - 1)) if self.stack.inverse else ((0, 1), (1, N))
-        of_first, of_others = (part(tensors, *span) for span in spans)
-        y_1, states = self.first.forward(y, of_first, True)
-        rebuilt, (g, *late) = self.others.undo(y_N, g, of_others)
-        g, *early = self.first.backward(states, g, of_first)
-        whole = Whole(self.stack, tensors)
-        for grads, span in zip((early, late), spans, strict=True):
-            whole.put(grads, *span)
-        found = [g, *whole.found]
-        if self.check and y.numel():
-            found = check_reversal(drift_of(y_1, rebuilt, y_N), found)
-        return found
+    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
+        grads: list[Any] = [None] * len(tensors)
+        first, *others = self.spans()
+        state = saved
+        for span in reversed(others):
+            kernel = self.kernel(span.stop - span.start, undo=True)
+            state = kernel.forward(state, cut(tensors, span), False)[0]
+            _, g = self.again(state, g, tensors, span, grads)
+        y_1, g = self.again(y, g, tensors, first, grads)
+        return check_drift(drift(y_1, state, saved), [g, *grads])
 
 
-class Checked(Checkpoints):
-    """Keeps a few states, however many layers there are, and undoes the layers between them.
+METHODS = {"stored": Stored, "checkpoint": Checkpoint, "reversible": Reversible}
 
-    Where that does not lead back to the state that was kept, rounding has grown, and these layers
-    run again from there: gradients are those of stored states, for any weights. So they do where
-    nothing can be compared: in a CUDA graph, and under the transforms of `torch.func`.
+
+def segments(start: int, end: int, size: int) -> list[tuple[int, int]]:
+    """The numbers from `start` to before `end`, so many at a time."""
+    return [(a, min(a + size, end)) for a in range(start, end, size)]
+
+
+def cut(tensors: Tensors, span: slice) -> Tensors:
+    """The tensors of some layers."""
+    return tuple([None if t is None else t[span] for t in tensors])
+
+
+# Drift: rounding grows as layers are undone, so each reversal is checked
+
+
+def drift(y_1: Tensor, rebuilt: Tensor, y_N: Tensor) -> Tensor:
+    """The relative error of the rebuilt y_1 (B, n), for the worst sample.
+
+    Each sample is measured by its own largest entry. It is infinite if the rebuilt state is not
+    finite, and NaN if y_N is not, from which no state can be rebuilt.
     """
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        lengths = {last - first for first, last, _ in self.segments}
-        # How a segment runs again, and how many of its layers are undone at a time, so that what
-        # their weights and gradients are copied to takes little memory.
-        self.again = {
-            count: Checkpoints(replace(self.stack, layers=count), self.make) for count in lengths
-        }
-        self.pieces = {count: spans(0, count, self._piece()) for count in lengths}
-        for count in {b - a for pieces in self.pieces.values() for a, b in pieces}:
-            self.kernels.setdefault(count, self._kernel(count))
-
-    def _spans(self, N: int) -> list[tuple[int, int]]:
-        # The first layer reads y_0 itself: what is 0 there stays 0.
-        return [(0, 1), *spans(1, N, -(-(N - 1) // (SPANS - 1)))] if N else []
-
-    def _piece(self) -> int:
-        one = sum(self.stack.rows) * self.stack.width * self.stack.dtype.itemsize
-        return max(1, PIECE_BYTES // one) if one else self.stack.layers
-
-    def forward(self, y: Tensor, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        kept = y.new_empty(len(self.segments), *y.shape)
-        for k, (first, last, kernel) in enumerate(self.segments):
-            y = kernel.forward(y, self.stack.part(tensors, first, last), False)[0]
-            kept[k].copy_(y)
-        return y, kept
-
-    def backward(self, y: Tensor, kept: Tensor, g: Tensor, tensors: Tensors) -> Sequence[Any]:
-        whole, states = Whole(self.stack, tensors), [y, *kept.unbind(0)]
-        undoing = y.numel() > 0 and not transformed() and not recorded(y)
-        for k in reversed(range(len(self.segments))):
-            first, last, _ = self.segments[k]
-            before = None
-            if undoing and k:
-                rebuilt, before = self._undo(first, last, states[k + 1], g, tensors, whole)
-                if not float(strict_drift_of(states[k], rebuilt, states[k + 1])) <= self.limit:
-                    before, undoing = None, False
-            if before is None:
-                again, part = self.again[last - first], self.stack.part(tensors, first, last)
-                start = again.forward(states[k], part)[1]
-                before, *grads = again.backward(states[k], start, g, part)
-                whole.put(grads, first, last)
-                del start, grads  # before the next segment needs as much
-            g = before
-        return g, *whole.found
-
-    def _undo(
-        self, first: int, last: int, y: Tensor, g: Tensor, tensors: Tensors, whole: Whole
-    ) -> tuple[Tensor, Tensor]:
-        """The state and its gradient before some layers, from those behind them."""
-        pieces = [(first + a, first + b) for a, b in self.pieces[last - first]]
-        for begin, end in pieces if self.stack.inverse else reversed(pieces):
-            part = self.stack.part(tensors, begin, end)
-            y, (g, *grads) = self.kernels[end - begin].undo(y, g, part)
-            whole.put(grads, begin, end)
-        return y, g
+    if y_1.numel() == 0:
+        return y_1.new_zeros(())
+    off = (rebuilt - y_1).abs().flatten(1).amax(1)
+    size = y_1.abs().flatten(1).amax(1)
+    relative = torch.where(off == 0, 0.0, off / size)
+    worst = relative.nan_to_num(torch.inf, torch.inf).max()
+    return torch.where(y_N.isfinite().all(), worst, torch.nan)
 
 
-SPANS = 9
-"""States that `Checked` keeps at most, besides y_0."""
+def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
+    """The gradients; warns if the drift is noticeable, raises if they would be worthless.
 
-PIECE_BYTES = 64 * 2**20
-"""Of the weights that `Checked` undoes at a time."""
-
-METHODS = {
-    "stored": Stored,
-    "checkpoint": Checkpoints,
-    "reversible": Undone,
-    "checked": Checked,
-}
-
-
-def between(N: int) -> int:
-    """Layers from one checkpoint to the next."""
-    return max(1, math.isqrt(N))
-
-
-def spans(first: int, last: int, size: int) -> list[tuple[int, int]]:
-    """The numbers from `first` to before `last`, so many at a time."""
-    return [(a, min(a + size, last)) for a in range(first, last, max(1, size))]
-
-
-class Whole:
-    """The gradients of whole stacks, to which those of their parts are copied one by one."""
-
-    def __init__(self, stack: Stack, tensors: Tensors) -> None:
-        self.stack = stack
-        self.room = tuple(None if t is None else torch.empty_like(t) for t in tensors)
-        self.found: list[Tensor | None] = [None] * len(tensors)
-
-    def put(self, grads: Sequence[Tensor | None], first: int, last: int) -> None:
-        """Take the gradients of the layers from `first` to before `last`."""
-        for k, (grad, at) in enumerate(
-            zip(grads, self.stack.part(self.room, first, last), strict=True)
-        ):
-            if grad is not None:
-                at.copy_(grad)
-                self.found[k] = self.room[k]
+    They become NaN instead in a CUDA graph, where no value can be read, and if y_N is not finite.
+    """
+    if drift.is_cuda and torch.cuda.is_current_stream_capturing():
+        return [None if g is None else torch.where(drift < WORTHLESS, g, torch.nan) for g in grads]
+    size = float(drift)
+    if size <= torch.finfo(drift.dtype).eps ** 0.5:
+        return grads
+    if math.isnan(size):
+        return [None if g is None else torch.full_like(g, torch.nan) for g in grads]
+    advice = ADVICE if drift.dtype == torch.float64 else f"{ADVICE}, or float64"
+    event = (
+        'the backward pass rebuilt its states from the last, as backprop="reversible" asks for, '
+        f"and came back to a first state that is off by {size:.2g} of its size"
+    )
+    if size >= WORTHLESS:
+        raise OptionError(f"{event}, so the gradients would be worthless; {advice}.")
+    warnings.warn(
+        f"{event}, so the gradients are inexact; {advice}.", ReversalWarning, stacklevel=2
+    )
+    return grads

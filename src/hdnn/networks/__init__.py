@@ -1,23 +1,16 @@
-"""The networks: parameters around the functions of `hdnn.functional`, and nothing else."""
+"""The networks: parameters around the schemes of `hdnn.schemes`."""
 
 from collections.abc import Callable
 from functools import partial
 
-from hdnn.networks.base import Network
+from hdnn.networks.blocks import Coupling, GradientField, Leapfrog, Reversible
 from hdnn.networks.convert import LeapfrogStack, to_reversible
-from hdnn.networks.coupling import Coupling, GradientField, Leapfrog
+from hdnn.networks.earlier import MLP, MS1, MS2, MS3
 from hdnn.networks.hamiltonian import H1, H2, HamiltonianNet, ImplicitH2
-from hdnn.networks.marginally_stable import MS1, MS2, MS3
-from hdnn.networks.mlp import MLP
-from hdnn.networks.ode import ODENetwork
-from hdnn.networks.reversible import Reversible
-from hdnn.networks.unit import HamiltonianUnit
+from hdnn.networks.images import HamiltonianUnit
+from hdnn.networks.network import Guarantee, Network
 
-KINDS: dict[str, type[Network]] = {
-    kind.__name__: kind for kind in (H1, H2, ImplicitH2, HamiltonianNet, MS1, MS2, MS3, MLP)
-}
-
-# By the names that users give to the command line or an estimator.
+# By the names that the command line and the estimators use
 BY_NAME: dict[str, Callable[..., Network]] = {
     "h1": H1,
     "h2": H2,
@@ -26,10 +19,10 @@ BY_NAME: dict[str, Callable[..., Network]] = {
     "ms3": MS3,
     "implicit_h2": ImplicitH2,
     "mlp": MLP,
-    **{
-        name: partial(HamiltonianNet, integrator=name)
-        for name in ("verlet", "yoshida4", "midpoint", "discrete_gradient")
-    },
+    "verlet": partial(HamiltonianNet, integrator="verlet"),
+    "yoshida4": partial(HamiltonianNet, integrator="yoshida4"),
+    "midpoint": partial(HamiltonianNet, integrator="midpoint"),
+    "discrete_gradient": partial(HamiltonianNet, integrator="discrete_gradient"),
 }
 
 __all__ = [
@@ -39,15 +32,8 @@ __all__ = [
     "MS1",
     "MS2",
     "MS3",
-    "Coupling",
-    "GradientField",
+    "Guarantee",
     "HamiltonianNet",
-    "HamiltonianUnit",
     "ImplicitH2",
-    "Leapfrog",
-    "LeapfrogStack",
     "Network",
-    "ODENetwork",
-    "Reversible",
-    "to_reversible",
 ]

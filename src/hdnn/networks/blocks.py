@@ -1,155 +1,415 @@
-"""Block-sparse weights: K, X and J that are zero between nodes that a pattern does not link."""
+"""Layers of any modules on states y = (p, q): p moves by a function of q, then q by one of p.
+
+Such moves are shears, with determinant 1 whatever the functions are. So the product of the singular
+values of dy_N/dy_j is 1 at any depth, its norm is at least 1, and each layer can be undone. Where
+the functions are gradients of energies, the layers are symplectic as well: the paper's case.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdnn.errors import SparsityError, choose
-from hdnn.networks.ode import ODENetwork
-from hdnn.networks.schemes import SCHEMES, Scheme
-from hdnn.networks.weights import filled, refresh, store
-from hdnn.operators import block_sparse
-from hdnn.sparsity import Sparsity
+from hdnn.engine import rebuild
+from hdnn.engine.rebuild import Half, Move
+from hdnn.errors import OptionError, ShapeError, choose, positive_float
+from hdnn.networks.network import Guarantee
+
+VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
+GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
+SCOPE = (
+    "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
+    "about one pair of tokens, pixels or nodes"
+)
 
 
-class BlockSparseNetwork(ODENetwork):
-    """A network that stores only the free entries of its block-sparse weights.
+class Layers(nn.Module):
+    """Moves of the two halves of a state along the axis `dim`: what a block and a stack share.
 
-    They are the parameter `K_free`; `K` reads like a stored one, zeros included. Where there is no
-    `sparsity`, weights are stored whole.
+    A call hands further arguments to all modules: masks, edges, conditions and the like. It raises
+    a `ShapeError` if y cannot be halved, or if a module returns another shape than a half has.
     """
 
-    integrator: str
-    sparsity: Sparsity | None
+    certified_at = "calls"
+    dim: int
+    state = "float"
+    backprop = "stored"
+
+    def moves(self) -> list[Move]:
+        """The moves of the halves, in the order in which they run."""
+        raise NotImplementedError
+
+    def fields(self) -> list[Any]:
+        """All modules that move a half."""
+        raise NotImplementedError
+
+    def forward(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The last state from the first.
+
+        Args:
+            y: a state (p, q), halves along the axis `dim`.
+            *args: go to all modules.
+            **options: go to all modules.
+        """
+        backprop = "stored" if self.backprop == "auto" else self.backprop
+        halves = rebuild.run(self._halves(y), self.moves(), args, options, backprop)
+        return self._joined(y, halves)
+
+    def inverse(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The first state from the last: exact up to rounding, and to the last bit on the grid.
+
+        Args:
+            y: a last state.
+            *args: what the forward pass was given.
+            **options: what the forward pass was given.
+        """
+        return self._joined(y, rebuild.undo(self._halves(y), self.moves(), args, options))
+
+    def _halves(self, y: Tensor) -> list[Half]:
+        name = type(self).__name__
+        if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
+            kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise ShapeError(f"{name} takes a state of floating-point numbers, but got {kind}.")
+        if not -y.ndim <= self.dim < y.ndim:
+            raise ShapeError(f"there is no axis {self.dim} in a state of shape {tuple(y.shape)}.")
+        if y.shape[self.dim] % 2:
+            raise ShapeError(
+                f"{name} splits the state into (p, q) along axis {self.dim}, so its size there "
+                f"must be even, but got {tuple(y.shape)}; double the state, "
+                "y = torch.cat([x, x], dim), or add a zero."
+            )
+        fixed = self.state == "fixed"
+        if fixed and y.is_complex():
+            raise ShapeError('state="fixed" is for real numbers; take state="float" for complex y.')
+        return rebuild.halves_of(y, self.dim, fixed=fixed)
+
+    def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
+        joined = torch.cat([half.value for half in halves], self.dim)
+        if self.state == "fixed":
+            rebuild.check_grid(y, joined)
+        return joined
 
     @property
-    def scheme(self) -> Scheme:
-        """How a layer steps, and what it needs of K and J."""
-        return SCHEMES[self.integrator]
+    def symplectic(self) -> bool:
+        """True if all modules are gradients of energies."""
+        return all(
+            isinstance(field, GradientField) and not overridden(field, GradientField)
+            for field in self.fields()
+        )
 
-    def _set_sparsity(self, given: Any) -> None:
-        """Take the patterns, if this network can have them."""
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of the block-sparse weights
-        self.sparsity = None if given is None else _as_sparsity(given)
-        if self.sparsity is None:
-            return
-        sparsity, R, stored = self.sparsity, self.sparsity.R, self.stored
-        if R.ndim == 3 and R.shape[0] != stored:
-            raise SparsityError(
-                f"R has a pattern for each of {R.shape[0]} layers, but the network has "
-                f"{stored} layers with weights of their own."
-            )
-        if sparsity.S is not None and self.scheme.implicit:
-            raise SparsityError(
-                f"an implicit layer ({self.integrator}) couples all nodes that are linked at all, "
-                "so it is not local to any graph S; give no S (masked only), or use H1 or H2."
-            )
+    def guarantee(self) -> Guarantee:
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
+        base = next(
+            kind for kind in (Coupling, Leapfrog, Reversible, Layers) if isinstance(self, kind)
+        )
+        names = overridden(self, base)
+        if names or base is Layers:
+            name = type(self).__name__
+            why = f"nothing is known of {name}, which has its own {', '.join(names) or 'moves'}"
+            return Guarantee(False, "none", f"{why}; if something is, give it a guarantee()")
+        return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, SCOPE)
 
-    def node_sizes(self) -> tuple[tuple[int, ...], bool]:
-        """The sizes of all nodes, and whether node i owns (p[i], q[i]) rather than a piece of y."""
-        assert self.sparsity is not None
-        n, scheme = self.features, self.scheme
-        paired = scheme.interconnection == "X"
-        sizes = self.sparsity.node_sizes(n // 2 if paired else n)
-        paired = paired or 2 * sum(sizes) == n
-        if sum(sizes) != (n // 2 if paired else n):
-            pieces = "" if scheme.interconnection == "X" else f" or n = {n} (pieces of y)"
-            raise SparsityError(
-                f"node sizes {sizes} add up to {sum(sizes)}, but must add up to "
-                f"m = n/2 = {n // 2} (pairs (p, q)){pieces}."
-            )
-        return sizes, paired
+    def form(self) -> str:
+        """The layer in one line."""
+        fields = ", ".join(type(field).__name__ for field in self.fields())
+        return f"{type(self).__name__}({fields}, {self.extra_repr()})"
 
-    def _mask(self, pattern: Tensor, rows: int) -> Tensor:
-        """The entries that a block pattern frees in a square matrix of n or m = n/2 rows."""
-        sizes, paired = self.node_sizes()
-        if paired and rows == self.features:  # (p[i], q[i]) on both sides
-            return block_sparse.mask(pattern.tile(2, 2), 2 * sizes, 2 * sizes)
-        return block_sparse.mask(pattern, sizes, sizes)
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
 
-    def _restrict(self, name: str, matrix: Tensor) -> Tensor:
-        """Check X or J against the pattern T and return which of its entries are free."""
-        assert self.sparsity is not None
-        given, M = self.sparsity, self.sparsity.nodes
-        sizes, paired = self.node_sizes()
-        halves = 2 if paired and name == "J" else 1  # J has a block of T in each of its quarters
-        quarters = [
-            part for rows in matrix.cpu().chunk(halves, -2) for part in rows.chunk(halves, -1)
-        ]
-        patterns = [block_sparse.block_pattern(part, sizes, sizes) for part in quarters]
-        used = torch.cat([pattern.reshape(-1, M, M) for pattern in patterns]).any(0)
-        if given.T is None:  # then T is what X or J uses already
-            T = used | used.mT | torch.eye(M, dtype=torch.bool, device="cpu")
-            self.sparsity = given = Sparsity(given.R, T, given.S, given.sizes)
-        assert given.T is not None
-        if given.T.ndim == 3:
-            raise SparsityError("T must be (M, M): one pattern for all layers.")
-        if bool((used & ~given.T).any()):
-            i, k = (used & ~given.T).nonzero()[0].tolist()
-            raise SparsityError(
-                f"{name} links nodes {i} and {k}, but T does not; add that link to T, or give "
-                f"{'an X' if name == 'X' else 'a J (hdnn.interconnection.block_diagonal)'} "
-                "that is zero there."
-            )
-        return self._mask(given.T, matrix.shape[-1])
 
-    def _add_K(self, name: str, K: Tensor) -> None:
-        if self.sparsity is None:
-            self.register_parameter(name, nn.Parameter(K))
-            return
-        self._add_sparse(name, K, self._mask(self.sparsity.R, K.shape[-1]))
+class Coupling(Layers):
+    """A layer of any two modules on states y = (p, q): `p += F(q)`, then `q += G(p)`.
 
-    def _add_sparse(self, name: str, matrix: Tensor, free: Tensor) -> None:
-        """Store only the free entries: as `name_free`, with `name` the matrices that they fill."""
-        self._shapes[name] = tuple(matrix.shape)
-        store(self, name, matrix, free)
+    Both updates are shears, with determinant 1 whatever F and G are. So `norm(dy_N/dy_j) >= 1` in a
+    stack of such layers, and each can be undone. `layer(y, mask=mask)` hands further arguments to
+    both modules.
 
-    def weight(self, name: str) -> Tensor:
-        """One stack of weights, (N, ...), or (1, ...) if tied; of a block-sparse one the whole.
+    Args:
+        F: moves p by a function of q; None moves nothing.
+        G: moves q by a function of the new p; None moves nothing.
+        dim: the axis along which a state is split into the halves p and q.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layer = hdnn.Coupling(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> y = torch.randn(2, 8)
+        >>> torch.allclose(layer.inverse(layer(y)), y, atol=1e-5)
+        True
+    """
+
+    def __init__(self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+        self.F = checked_module("F", F, optional=True)
+        self.G = checked_module("G", G, optional=True)
+
+    def moves(self) -> list[Move]:
+        both = [Move(1, 0, self.F, "F", self.F), Move(0, 1, self.G, "G", self.G)]
+        return [move for move in both if move.function is not None]
+
+    def fields(self) -> list[Any]:
+        return [field for field in (self.F, self.G) if field is not None]
+
+
+class Leapfrog(Layers):
+    """A layer of any module on states y = (p, q): `p += h F(q)`, then `q += h p`.
+
+    With `F = -dV/dq` these are the equations of a mass in the potential V, with the energy
+    `H = |p|^2 / 2 + V(q)`. For any F `norm(dy_N/dy_j) >= 1` in a stack of such layers, and each can
+    be undone.
+
+    Args:
+        F: moves p by a function of q, with a result of the shape of q.
+        h: the step size.
+        dim: the axis along which a state is split into the halves p and q.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layer = hdnn.Leapfrog(torch.nn.Linear(4, 4), h=0.1)
+        >>> layer(torch.randn(2, 8)).shape
+        torch.Size([2, 8])
+        >>> layer.guarantee().holds
+        True
+    """
+
+    def __init__(self, F: nn.Module, *, h: float = 1.0, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+        self.F = checked_module("F", F)
+        self.h = positive_float("h", h)
+
+    def moves(self) -> list[Move]:
+        return [Move(1, 0, self._kick, "F", self.F), Move(0, 1, self._drift, "the drift h p")]
+
+    def fields(self) -> list[Any]:
+        return [self.F]
+
+    def _kick(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
+        force = self.F(q, *args, **options)
+        return force if self.h == 1 or not isinstance(force, Tensor) else self.h * force
+
+    def _drift(self, p: Tensor, *args: Any, **options: Any) -> Tensor:
+        return self.h * p
+
+    def extra_repr(self) -> str:
+        return f"h={self.h}, dim={self.dim}"
+
+
+class GradientField(nn.Module):
+    """The gradient of an energy as a module: `scale * dE/dx`.
+
+    The Jacobian of a gradient is symmetric, and so the layers that it moves are symplectic. It is
+    the partial derivative by x: further arguments count as constants, even if they depend on x.
+
+    Args:
+        energy: a module that gives one number for each sample, `E = energy(x)`.
+        scale: what the gradient is multiplied by; -1 for a force.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> V = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        >>> kick = hdnn.GradientField(V, scale=-1.0)
+        >>> layer = hdnn.Leapfrog(kick, h=0.1)  # p -= h dV/dq, then q += h p
+        >>> layer.symplectic, layer(torch.randn(2, 8)).shape
+        (True, torch.Size([2, 8]))
+    """
+
+    def __init__(self, energy: nn.Module, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.energy = checked_module("energy", energy)
+        self.scale = float(scale)
+        if not math.isfinite(self.scale):
+            raise OptionError(f"scale must be a finite number, but got {scale}.")
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The gradient at x, in its shape.
 
         Args:
-            name: one of `names_by_layer()`, or "X".
+            x: samples `(*batch, n)`.
+            *args: go to the energy.
+            **options: go to the energy.
+
+        Raises:
+            ShapeError: if the energy is not one real number for each sample.
+            OptionError: if the energy has no gradient by x.
         """
-        if name not in self._shapes:
-            return super().weight(name)
-        refresh(self)
-        return filled(self, name, self._shapes[name])
 
-    def learns(self, name: str) -> bool:
-        """Whether a weight, K for instance, is to be learned."""
-        name = f"{name}_free" if name in self._shapes else name
-        return getattr(self, name).requires_grad
+        def total(x: Tensor) -> Tensor:
+            return _checked_energy(self.energy(x, *args, **options), x).sum()
 
-    def _whole_shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        if torch.compiler.is_compiling():
+            if rebuild.recording.depth:  # by hooks, which torch.func does not support
+                return rebuild.eagerly(partial(self.forward, **options), x, *args)
+            gradient = torch.func.grad(total)(x)
+        elif torch.is_inference_mode_enabled() or rebuild.transformed():
+            gradient = torch.func.grad(total)(x)
+        else:
+            gradient = _gradient(total, x)
+        return gradient if self.scale == 1 else self.scale * gradient
 
-    def __getattr__(self, name: str) -> Any:
-        # A block-sparse K, or X, reads like a stored one: the whole matrices, zeros included.
-        if name in self.__dict__.get("_shapes", {}):
-            return self.weight(name)
-        return super().__getattr__(name)
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
 
-    def assign(self, name: str, value: Tensor) -> None:
-        """Overwrite one stack of weights, in its own memory; of a sparse one its free entries.
+
+def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradient at an alias of x, on which nothing else depends."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        alias = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        E = total(alias)
+        gradient = None
+        if E.requires_grad:
+            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": True}
+            (gradient,) = torch.autograd.grad(E, alias, **options)
+    if gradient is None:
+        raise OptionError(
+            "the energy has no gradient by its input; compute it by differentiable operations, "
+            "without detach(), .data or no_grad()."
+        )
+    return gradient
+
+
+def _checked_energy(energy: Any, x: Tensor) -> Tensor:
+    samples = max(1, math.prod(x.shape[:-1]))
+    if isinstance(energy, Tensor) and energy.is_floating_point() and energy.numel() <= samples:
+        return energy
+    shape = f"{tuple(energy.shape)}, {energy.dtype}" if isinstance(energy, Tensor) else energy
+    raise ShapeError(
+        f"an energy must be one real number, or one for each sample, but it is {shape} for a half "
+        f"state of shape {tuple(x.shape)}."
+    )
+
+
+class Reversible(Layers):
+    """Blocks (`hdnn.Coupling`, `hdnn.Leapfrog`) one after the other, on states y = (p, q).
+
+    `norm(dy_N/dy_j) >= 1` at any depth, whatever the modules of the blocks are, and memory need not
+    grow with depth. `net(y, mask=mask)` hands further arguments to all modules.
+
+    A stack calls the modules of its blocks, and not the blocks: hooks, `torch.compile` and
+    `fully_shard` belong on each F and G, or on the stack. `torch.compile` of a stack compiles it
+    with stored states alone; otherwise compile each F and G.
+
+    With "reversible" each complete backward pass checks where it came back to: gradients that are a
+    little off give a `ReversalWarning`, worthless ones an error. So does a module that does not
+    compute the same a second time, unless it moves a half by less than about 4e-6 (float32) of its
+    size, or only a few entries in a thousand differ.
+
+    Args:
+        blocks: the layers, all of which split the state along the same axis.
+        backprop: what the backward pass starts from. "stored", which is also what "auto" takes:
+            autograd keeps all that it reads. "checkpoint": about sqrt(N) states, and the layers
+            between them run again. "reversible": the last state alone, from which the layers are
+            undone one by one.
+        state: "float", or "fixed": all states lie on a fine grid of integers, so that undoing is
+            exact to the last bit, and gradients are those of stored states, at any depth. A state
+            that leaves the grid is an error.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> layers = [hdnn.Leapfrog(torch.nn.Linear(8, 8), h=0.1) for _ in range(64)]
+        >>> net = hdnn.Reversible(layers, backprop="reversible", state="fixed")
+        >>> y, K = torch.randn(32, 16), layers[0].F.weight
+        >>> (rebuilt,) = torch.autograd.grad(net(y).sum(), K)
+        >>> (stored,) = torch.autograd.grad(hdnn.Reversible(layers, state="fixed")(y).sum(), K)
+        >>> torch.equal(rebuilt, stored)
+        True
+    """
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], *, backprop: str = "auto", state: str = "float"
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        for j, block in enumerate(self.blocks):
+            if not isinstance(block, Layers) or isinstance(block, Reversible):
+                raise OptionError(
+                    f"block {j} is a {type(block).__name__}; make it a layer by hdnn.Leapfrog(F) "
+                    "or hdnn.Coupling(F, G)."
+                )
+        axes = {block.dim for block in self}
+        if len(axes) > 1:
+            raise OptionError(
+                f"all blocks must split the state along one axis, not {sorted(axes)}."
+            )
+        self.dim = axes.pop() if axes else -1
+        self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
+        self.state = choose("state", state, ("float", "fixed"))
+
+    def moves(self) -> list[Move]:
+        moves = []
+        for j, block in enumerate(self):
+            if type(block).__name__.startswith("FSDP"):
+                raise OptionError(
+                    f"block {j} is sharded, but a stack calls the modules of its blocks and not "
+                    "the blocks; shard each F and G, as in fully_shard(block.F), or the stack."
+                )
+            moves += [move._replace(name=f"{move.name} of block {j}") for move in block.moves()]
+        return moves
+
+    def fields(self) -> list[Any]:
+        return [field for block in self for field in block.fields()]
+
+    def trajectory(self, y: Tensor, *args: Any, **options: Any) -> Tensor:
+        """All states, `y_0` to `y_N`, stacked: `(N+1, *y.shape)`.
 
         Args:
-            name: one of `names_by_layer()`, or a learned "X".
-            value: the new weights, (N, ...), or (1, ...) if tied.
+            y: a first state.
+            *args: go to all modules.
+            **options: go to all modules.
         """
-        if name in self._shapes:
-            value = block_sparse.values(value, self.get_buffer(f"_{name}_index"))
-            name = f"{name}_free"
-        super().assign(name, value)
+        halves = self._halves(y)
+        states = [self._joined(y, halves)]
+        for block in self:
+            halves = rebuild.run(halves, block.moves(), args, options)
+            states.append(self._joined(y, halves))
+        return torch.stack(states)
+
+    def guarantee(self) -> Guarantee:
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
+        promises = [super().guarantee(), *(block.guarantee() for block in self)]
+        return next((promise for promise in promises if not promise.holds), promises[0])
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Layers]:
+        return iter(self.blocks)  # pyright: ignore[reportReturnType]
+
+    def __getitem__(self, j: int) -> Layers:
+        return self.blocks[j]  # pyright: ignore[reportReturnType]
+
+    def form(self) -> str:
+        """The stack in one line."""
+        kinds = ", ".join(dict.fromkeys(block.form() for block in self))
+        return f"Reversible({len(self)} blocks: {kinds})"
+
+    def extra_repr(self) -> str:
+        return (
+            f'{len(self)} blocks, dim={self.dim}, backprop="{self.backprop}", state="{self.state}"'
+        )
 
 
-def _as_sparsity(given: Any) -> Sparsity:
-    if isinstance(given, Sparsity):
-        return given
-    if isinstance(given, dict):
-        for name in given:
-            choose("part of a sparsity", name, ("R", "T", "S", "sizes"))
-        return Sparsity(**given)
-    return Sparsity(given)
+def overridden(module: nn.Module, base: type) -> list[str]:
+    """The methods of a class in hdnn that a subclass, or the module itself, replaces."""
+    names = ("__call__", "forward", "moves", "fields", "_kick", "_drift")
+    methods = [name for name in names if hasattr(base, name)]
+    mine = [name for name in methods if name in vars(module)]
+    return mine + [n for n in methods if getattr(type(module), n) is not getattr(base, n)]
+
+
+def checked_module(name: str, module: Any, *, optional: bool = False) -> Any:
+    """The module, if it can be called."""
+    if not callable(module) and not (optional and module is None):
+        raise OptionError(f"{name} must be an nn.Module, but got {module!r}.")
+    return module

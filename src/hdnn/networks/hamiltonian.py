@@ -1,72 +1,71 @@
-"""Hamiltonian networks: one field, J K^T sigma(K y + b), and a choice of how to step through it."""
+"""Hamiltonian networks: one field, `J K^T sigma(K y + b)`, and a choice of integrators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from hdnn import interconnection
-from hdnn.base.shapes import check_tolerance
-from hdnn.errors import OptionError, ShapeError, choose, flag, positive_int
-from hdnn.integrators import implicit
-from hdnn.networks import jacobians
-from hdnn.networks.blocks import BlockSparseNetwork
-from hdnn.networks.initial import Initial
-from hdnn.networks.jacobians import ShearLayers
-from hdnn.networks.options import H1Options, H2Options, ImplicitH2Options, describes_options, takes
-from hdnn.networks.promise import Guarantee
-from hdnn.networks.schemes import SCHEMES, Scheme
-from hdnn.networks.weights import refresh
+from hdnn import functional, implicit, schemes
+from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.networks.network import Network
+from hdnn.schemes import Force, Implicit, Scheme
 from hdnn.sparsity import Sparsity
 
 
-class HamiltonianNet(BlockSparseNetwork):
-    """N steps of `y' = J K^T sigma(K y + b)` by any integrator (eq:ODE_H).
+class Options(TypedDict, total=False):
+    """Options of every network: see `Network`."""
+
+    step: float | Sequence[float] | Tensor | None
+    T: float | None
+    activation: str
+    learn_step: bool
+    tied: bool
+    init: str
+    engine: str
+    backprop: str
+    generator: torch.Generator | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
+class HamiltonianOptions(Options, total=False):
+    """Options of Hamiltonian networks: see `HamiltonianNet`."""
+
+    X: Tensor | None
+    learn_X: bool
+    J: Tensor | None
+    learn_J: bool
+    sparsity: Any
+    tol: float | None
+    max_iter: int | None
+
+
+class HamiltonianNet(Network):
+    """N steps of `y' = J K^T sigma(K y + b)` by any integrator.
 
     Integrators with a block-diagonal K (`K_p, K_q, b_p, b_q`, explicit): "semi_implicit_euler"
     (H2), "verlet", "yoshida4". With a full K (`K, b`): "forward_euler" (H1), and the implicit
     "semi_implicit_euler_full" (ImplicitH2), "midpoint" and "discrete_gradient", which compile,
-    export and vmap as one operator, `hdnn::solve_implicit`, but cannot be exported to ONNX. All but
-    "forward_euler" and "discrete_gradient" are symplectic; the latter keeps the energy of each
-    layer instead, for any weights and any step.
+    export and vmap as one operator but cannot be exported to ONNX. All but "forward_euler" and
+    "discrete_gradient" are symplectic; the latter keeps the energy of each layer instead.
 
     Args:
         features: n, the size of a state; even where it is split into (p, q).
-        layers: N, how many steps there are.
+        layers: N, the number of steps.
         integrator: how a step is taken, one of those above.
-        step: h, a number or one for each layer; or give T instead.
-        T: the time that all layers span, h = T/N; 2.4 if neither is given.
-        activation: sigma, the name of one of `hdnn.activations.names()`.
-        X: makes `J = [[0, -X^T], [X, 0]]`: (m, m) with m = n/2, or (N, m, m); by default I.
-        learn_X: train X too, from the given one on.
-        J: any skew-symmetric matrix (n, n), or (N, n, n); by default `[[0, -I], [I, 0]]`.
-        learn_J: train J too, from the given one on; it stays skew-symmetric.
-        learn_step: train the step of each layer too; it stays positive.
-        tied: give all layers the same weights.
-        init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
+        X: makes `J = [[0, -X^T], [X, 0]]`: `(m, m)` with m = n/2, or `(N, m, m)`; by default I.
+        learn_X: train X too.
+        J: a skew-symmetric matrix `(n, n)`, or `(N, n, n)`; by default `[[0, -I], [I, 0]]`.
+        learn_J: train J too; it stays skew-symmetric.
         sparsity: a block pattern R, or a `hdnn.Sparsity`, that K (and X or J) must have.
-        tol: to which the equation of an implicit layer is solved; by default that of the dtype.
+        tol: to which the equation of an implicit layer is solved; by default near rounding.
         max_iter: the most Newton steps for an implicit layer.
-        engine: what runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
-        backprop: what the backward pass starts from, "auto", "stored", "checkpoint" or
-            "reversible": see `hdnn.engine`.
-        generator: of the first weights; by default PyTorch's global one.
-        dtype: of the weights; by default `torch.get_default_dtype()`.
-        device: of the weights; by default `torch.get_default_device()`.
-
-    Raises:
-        ShapeError: if a size is no whole number >= 1, the features are odd but are to be split into
-            (p, q), X or J has another shape, or the dtype is no floating-point one.
-        StepError: if a step, a time, or a limit of an implicit layer is not finite and > 0, or
-            there are not as many steps as layers.
-        OptionError: if a name is not known, a flag is neither True nor False, or two options
-            exclude each other, such as `step` and `T`.
-        InterconnectionError: if J is not skew-symmetric, or an entry of X or J is not finite.
-        SparsityError: if the patterns do not fit the features, or X or J does not fit them.
+        **options: those of `hdnn.networks.Network`.
 
     Examples:
         >>> import torch
@@ -85,309 +84,268 @@ class HamiltonianNet(BlockSparseNetwork):
         layers: int,
         integrator: str = "semi_implicit_euler",
         *,
-        step: float | Sequence[float] | Tensor | None = None,
-        T: float | None = None,
-        activation: str = "tanh",
         X: Tensor | None = None,
         learn_X: bool = False,
         J: Tensor | None = None,
         learn_J: bool = False,
-        learn_step: bool = False,
-        tied: bool = False,
-        init: str = "scaled",
         sparsity: Sparsity | Any | None = None,
         tol: float | None = None,
         max_iter: int | None = None,
-        engine: str = "auto",
-        backprop: str = "auto",
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        scheme = SCHEMES[choose("integrator", integrator, SCHEMES)]
-        features = positive_int("features", features)
-        initial = Initial(init, features, generator, dtype, device)
-        super().__init__(
-            features,
-            layers,
-            step=step,
-            T=T,
-            activation=activation,
-            learn_step=learn_step,
-            tied=tied,
-            initial=initial,
-        )
+        scheme = schemes.INTEGRATORS[choose("integrator", integrator, schemes.INTEGRATORS)]
+        self.newton = _newton(scheme, tol, max_iter)
+        if self.newton:
+            scheme = replace(scheme, **self.newton)
+        name, other = ("X", "J") if scheme.paired else ("J", "X")
+        links = {"X": (X, learn_X), "J": (J, learn_J)}
+        if links[other][0] is not None or links[other][1]:
+            raise OptionError(f"integrator {integrator!r} takes {name} and learn_{name} only.")
+        self.stacked = ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
+        super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
-        self.engines = not scheme.implicit
-        self.turns = len(scheme.shears) or 1
-        self.symplectic, self.implicit = scheme.symplectic, scheme.implicit
-        self.forward_euler = integrator == "forward_euler"
-        self._choose_engine(engine, backprop)
-        self.newton = _newton_options(scheme, integrator, tol, max_iter)
-        learn_X, learn_J = flag("learn_X", learn_X), flag("learn_J", learn_J)
-        own, other = ("X", "J") if scheme.interconnection == "X" else ("J", "X")
-        given = {"X": X is not None or learn_X, "J": J is not None or learn_J}
-        if given[other]:
-            raise OptionError(
-                f"integrator {integrator!r} takes {own} and learn_{own}, "
-                f"not {other} or learn_{other}."
-            )
-        if own == "X" or J is None:
-            self._half(", or give a skew-symmetric J" if own == "J" else "")
-        self._set_sparsity(sparsity)
-        if own == "X":
-            self._add_X(X, learn_X, initial)
-        else:
-            self._add_J(J, learn_J, initial)
-        self.stacked = ("K_p", "K_q", "b_p", "b_q") if self.split else ("K", "b")
-        self._draw(initial)
-
-    # Parts
-
-    @property
-    def invertible(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether `inverse` can be called: all integrators but forward Euler."""
-        return self.scheme.invertible
-
-    @property
-    def _unnamed(self) -> bool:
-        """Whether its class does not say the integrator."""
-        return parametrize.type_before_parametrizations(self) is HamiltonianNet
-
-    @property
-    def split(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether K is block-diagonal: `K_p` and `K_q`, on halves of the state."""
-        return self.scheme.layout == "split"
-
-    def _add_X(self, X: Tensor | None, learn: bool, initial: Initial) -> None:
-        m = self.features // 2
-        self.learn_X = learn
-        matrix = torch.eye(m, device="cpu") if X is None else self._constant("X", X, m, initial)
-        free = None if self.sparsity is None else self._restrict("X", matrix)
-        value = initial.constant(matrix)
-        if learn and free is not None:
-            self._add_sparse("X", value, free)
-        elif learn:
-            self.X = nn.Parameter(value)
-        else:
-            self.add_constant("X", None if X is None else matrix.to("cpu", value.dtype), value)
-        self._start = matrix.cpu().clone() if learn else None
-
-    def _add_J(self, J: Tensor | None, learn: bool, initial: Initial) -> None:
-        n = self.features
-        self.learn_J = learn
-        if J is None:
-            matrix = interconnection.canonical(n, device="cpu")
-        else:
-            matrix = self._constant("J", J, n, initial)
-            interconnection.check_skew(matrix)
-        matrix, index = matrix.cpu(), interconnection.upper_indices(n, device="cpu")
+        self.forward_euler = scheme is schemes.FORWARD_EULER
+        self.learn_X = learn_X
+        self.learn_J = learn_J
+        self.linked = ""  # "X" or "J" if one is stored
+        self.sparsity = _as_sparsity(sparsity)
+        if scheme.paired or J is None:
+            self._half("" if scheme.paired else ", or give a skew-symmetric J")
+        self._add_link(name, *links[name])
         if self.sparsity is not None:
-            free = self._restrict("J", matrix)
-            index = index[free.flatten()[index]]
-        upper = matrix.flatten(-2)[..., index]
-        value, stored = initial.constant(upper), learn or J is not None
-        self.add_constant("_J_index", index if stored else None, value, persistent=False)
-        if learn:
-            self.J_upper = nn.Parameter(value)
-        else:
-            self.add_constant("J_upper", upper.to(value.dtype) if stored else None, value)
-        self._start = upper if learn else None
+            for stack in self.stacked[: len(self.stacked) // 2]:
+                K = self.weight(stack)
+                self._keep_free(stack, K, self._free(self.sparsity.R, K.shape[-1]))
 
-    def _constant(self, name: str, matrix: Tensor, size: int, initial: Initial) -> Tensor:
-        """X or J as given, if it has the right shape and is finite in the network's dtype."""
-        if not isinstance(matrix, Tensor) or matrix.is_complex():
-            given = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
-            raise ShapeError(f"{name} must be a torch.Tensor of real numbers, but got {given}.")
-        if matrix.shape not in ((size, size), (self.layers, size, size)):
+    # X and J
+
+    def _checked(self, name: str, matrix: Tensor, size: int) -> Tensor:
+        shapes = ((size, size), (self.layers, size, size))
+        if not isinstance(matrix, Tensor) or matrix.is_complex() or matrix.shape not in shapes:
             raise ShapeError(
-                f"{name} has shape {tuple(matrix.shape)}, but ({size}, {size}) is needed for "
-                f"{self.features} features, or ({self.layers}, {size}, {size}) for one a layer."
+                f"{name} must be a real tensor of shape {shapes[0]} for {self.features} features, "
+                f"or {shapes[1]} for one a layer, but got {getattr(matrix, 'shape', matrix)}."
             )
-        if matrix.is_meta:
-            raise ShapeError(
-                f"{name} is on the meta device, where tensors have no values; make it with "
-                'device="cpu", or before `with torch.device("meta")`.'
+        dtype = next(self.parameters()).dtype
+        matrix = matrix.detach().to("cpu", dtype)
+        if not bool(matrix.isfinite().all()):
+            raise OptionError(f"{name} has an entry that is NaN or infinite in {dtype}.")
+        defect = (matrix + matrix.mT).abs().amax((-2, -1))
+        rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
+        if name == "J" and not bool((defect <= rounding).all()):
+            raise OptionError(
+                f"J must be skew-symmetric (J = -J^T), but max |J + J^T| = {defect.max():.3g}; "
+                "take J - J^T, or leave it out for the canonical one."
             )
-        interconnection.check_finite(name, matrix.detach().to(initial.dtype))
-        return matrix.detach() if matrix.is_floating_point() else matrix.double()
+        return matrix
+
+    def _add_link(self, name: str, matrix: Tensor | None, learn: bool) -> None:
+        """Store X or J if it is not the default, or if it is learned."""
+        value = torch.eye(self.features // 2, device="cpu")
+        if name == "J":
+            value = functional.from_X(value)
+        if matrix is not None:
+            value = self._checked(name, matrix, self.features if name == "J" else len(value))
+        free = torch.ones_like(value, dtype=torch.bool)
+        if self.sparsity is not None:
+            self.sparsity = self._with_T(self.sparsity, name, value)
+            assert self.sparsity.T is not None
+            free = self._free(self.sparsity.T, value.shape[-1])
+        if matrix is None and not learn:
+            return
+        self.linked = name
+        start = value.to(next(self.parameters()), copy=True)
+        if name == "J" or (learn and self.sparsity is not None):
+            self._keep_free(name, value, free, skew=name == "J", learn=learn)
+        elif learn:
+            self.X = nn.Parameter(start.clone())
+        else:
+            self.register_buffer("X", start)
+        if learn:
+            self.register_buffer("_first_link", start)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "X" and self.__dict__.get("linked") == "":
+            return None  # the identity
+        return super().__getattr__(name)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Begin again: all weights are drawn as the constructor draws them, and a learned X
-        or J is what it was at first.
-
-        Args:
-            generator: what they are drawn from; by default PyTorch's global generator.
-        """
+        """Draw all weights again; learned steps and a learned X or J go back to the first."""
         super().reset_parameters(generator)
-        if self._start is not None:
-            learned = "X" if self.scheme.interconnection == "X" else "J_upper"
-            self.assign(learned, self._start.expand(self.weight(learned).shape))
+        if self.learn_X or self.learn_J:
+            self.assign(self.linked, self.get_buffer("_first_link"))
 
-    def started_from_here(self) -> None:
-        """Let `reset_parameters` bring a learned X or J back to what it is now."""
-        if self._start is not None:
-            learned = "X" if self.scheme.interconnection == "X" else "J_upper"
-            self._start = self.weight(learned).detach().cpu().clone()
+    # Block patterns
+
+    def node_sizes(self) -> tuple[tuple[int, ...], bool]:
+        """The sizes of all nodes, and True if node i owns (p[i], q[i]) rather than a piece of y."""
+        assert self.sparsity is not None
+        n = self.features
+        sizes = self.sparsity.node_sizes(n // 2 if self.scheme.paired else n)
+        paired = self.scheme.paired or 2 * sum(sizes) == n
+        if sum(sizes) != (n // 2 if paired else n):
+            raise OptionError(
+                f"node sizes {sizes} must add up to n/2 = {n // 2} (pairs of p and q)"
+                f"{'' if self.scheme.paired else f' or n = {n} (pieces of y)'}."
+            )
+        return sizes, paired
+
+    def _owners(self, rows: int) -> Tensor:
+        """The node of each feature, as `(rows, M)` of 0 and 1."""
+        sizes, paired = self.node_sizes()
+        eye = torch.eye(len(sizes), device="cpu")
+        owners = eye.repeat_interleave(torch.tensor(sizes, device="cpu"), 0)
+        return owners.repeat(2, 1) if paired and rows == self.features else owners
+
+    def _free(self, pattern: Tensor, rows: int) -> Tensor:
+        """The entries that a block pattern leaves free in square matrices."""
+        owners = self._owners(rows)
+        return owners @ pattern.float() @ owners.mT > 0
+
+    def _with_T(self, sparsity: Sparsity, name: str, link: Tensor) -> Sparsity:
+        """The patterns with a T that fits X or J, checked against this network."""
+        stored = 1 if self.tied else self.layers
+        if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
+            raise OptionError(f"R is for {len(sparsity.R)} layers, but {stored} have weights.")
+        if sparsity.S is not None and self.implicit:
+            raise OptionError(
+                f"an implicit layer ({self.integrator}) couples all nodes that are linked at all, "
+                "so it is not local to any graph S; give no S, or use H1 or H2."
+            )
+        owners = self._owners(link.shape[-1])
+        used = owners.mT @ link.ne(0).float() @ owners > 0
+        used = used.view(-1, *used.shape[-2:]).any(0)
+        if sparsity.T is None:
+            T = used | used.mT | torch.eye(len(used), dtype=torch.bool, device="cpu")
+            return Sparsity(sparsity.R, T, sparsity.S, sparsity.sizes)
+        if bool((used & ~sparsity.T).any()):
+            i, k = (used & ~sparsity.T).nonzero()[0].tolist()
+            raise OptionError(
+                f"{name} links nodes {i} and {k}, but T does not; "
+                "add that link to T, or make that block zero."
+            )
+        return sparsity
 
     # The field
 
-    def _X_or_J(self) -> Tensor | None:
-        """What the scheme takes of the two; None is the identity, or the canonical J."""
-        if self.scheme.interconnection == "X":
-            return self.weight("X")
-        refresh(self)
-        if self.J_upper is None:
-            return None
-        return interconnection.skew(self.J_upper, self.features, self._J_index)
+    def forces(self) -> tuple[Force, ...]:
+        """The forces of all layers, as the scheme takes them."""
+        link = self.weight(self.linked) if self.linked else None
+        if self.scheme.halves:
+            K_p, K_q, b_p, b_q = self.stacks()
+            return functional.coupled(K_p, K_q, b_p, b_q, link)
+        if self.scheme.paired and link is not None:
+            link = functional.from_X(link)
+        K, b = self.stacks()
+        return functional.turned(K, b, link)
 
     def weights(self) -> dict[str, Any]:
-        """All arguments of `function` except the state, by their names."""
-        X_or_J = {self.scheme.interconnection: self._X_or_J()}
-        return {**super().weights(), **X_or_J, **self.newton}
-
-    @property
-    def function(self) -> Callable[..., Tensor]:
-        """The function of `hdnn.functional` that this network runs."""
-        return self.scheme.function
+        """All weights by name, X or J (None for the default), and the step."""
+        name = "X" if self.scheme.paired else "J"
+        link = self.weight(name) if self.linked else None
+        return {**super().weights(), name: link, **self.newton}
 
     def field(self) -> dict[str, Tensor]:
-        """J, K (N, n, n) and b (N, n) of the discretised ODE, `y' = J K^T sigma(K y + b)`."""
-        w = self.weights()
-        if self.split:
-            zero = torch.zeros_like(w["K_p"])
-            rows = torch.cat([w["K_p"], zero], -1), torch.cat([zero, w["K_q"]], -1)
-            K, b = torch.cat(rows, -2), torch.cat([w["b_p"], w["b_q"]], -1)
+        """J, K `(N, n, n)` and b `(N, n)` of the ODE `y' = J K^T sigma(K y + b)`."""
+        stacks = self.stacks()
+        if self.scheme.halves:
+            K_p, K_q, b_p, b_q = stacks
+            zero = torch.zeros_like(K_p)
+            K = torch.cat([torch.cat([K_p, zero], -1), torch.cat([zero, K_q], -1)], -2)
+            b = torch.cat([b_p, b_q], -1)
         else:
-            K, b = w["K"], w["b"]
-        if w.get("X") is not None:
-            J = interconnection.from_X(w["X"])
-        elif w.get("J") is not None:
-            J = w["J"]
+            K, b = stacks
+        if self.linked:
+            link = self.weight(self.linked)
         else:
-            J = interconnection.canonical(self.features, dtype=b.dtype, device=b.device)
+            link = torch.eye(self.features // 2, dtype=b.dtype, device=b.device)
+        J = link if self.linked == "J" else functional.from_X(link)
         return {"J": J, "K": K, "b": b}
 
-    def _promise(self) -> Guarantee:
-        if self.integrator == "discrete_gradient":
-            why = "a discrete gradient step keeps the energy, but is not symplectic"
-            return Guarantee(False, "none", f"{why}: norms below 1 are possible")
-        return super()._promise()
-
-    def _shears(self, w: dict[str, Any]) -> ShearLayers | None:
-        if not self.scheme.shears:
-            return None
-        K_p, K_q, b_p, b_q = (w[name] for name in self.stacked)
-        return ShearLayers(self.scheme.shears, K_p, K_q, b_p, b_q, w["X"])
-
-    def _jacobians(self, states: Tensor, w: dict[str, Any]) -> Tensor:
-        if self.scheme.shears:
-            return super()._jacobians(states, w)
-        K, b, h = w["K"], w["b"], jacobians.steps(w["h"], states)
-        if self.scheme.interconnection == "X":
-            return jacobians.semi_implicit(states, K, b, w["X"], h, self._sigma)
-        rule = {
-            "forward_euler": jacobians.forward_euler,
-            "midpoint": jacobians.midpoint,
-            "discrete_gradient": jacobians.discrete_gradient,
-        }[self.integrator]
-        return rule(states, K, b, interconnection.times_J(K, w["J"]), h, self._sigma)
+    # Implicit layers
 
     @property
     def always_solvable(self) -> bool:
-        """Whether each layer has exactly one solution, whatever its weights and its state.
-
-        True for explicit layers, and for midpoint and discrete gradient layers with a monotone
-        activation.
-        """
-        monotone = self._sigma.monotone
-        return not self.scheme.implicit or (self.scheme.interconnection == "J" and monotone)
+        """True if each layer has exactly one solution, whatever its weights and its state."""
+        return not self.implicit or (not self.scheme.paired and self.sigma.monotone)
 
     @torch.no_grad()
     def coupling(self) -> Tensor:
-        """How strongly each implicit layer depends on its own result, (N,); explicit ones: 0.
+        """How strongly each implicit layer depends on its own result, `(N,)`; explicit ones: 0.
 
-        `rho(h S |B| |A|)`, entry by entry, for the `x = c + h B sigma(A x + a)` that a layer
-        solves. Below 1 there is exactly one solution, whatever the state. Above there may be
-        several, of which a layer takes the one that is connected to h = 0.
+        Below 1 a layer has exactly one solution, whatever the state: see `hdnn.implicit.coupling`.
         """
-        h = self.steps().abs()
-        if not self.scheme.implicit:
+        h = self.steps()
+        if not self.implicit:
             return torch.zeros_like(h)
-        field = self.field()
-        A, B = field["K"], field["J"] @ field["K"].mT
-        if self.scheme.interconnection == "X":  # p alone is solved for
+        (force,) = self.forces()
+        A, B = force.K, force.output.mT
+        if self.scheme.paired:  # p alone is solved for
             A, B = A.chunk(2, -1)[0], B.chunk(2, -2)[0]
         else:
             A = A / 2
-        return h * implicit.coupling(A, B, self._sigma.S)
+        return h * implicit.coupling(A, B, self.sigma.S)
 
     @torch.no_grad()
     def limit_coupling(self, limit: float = 0.95) -> None:
         """Make K smaller, in place, in each layer whose coupling is above `limit`, until it is not.
 
-        In a midpoint or discrete gradient layer this scales all of K. In ImplicitH2 it scales only
-        what H2 does not have: the blocks through which a row of K sees both p and q. Coupling is
-        proportional to it.
-
-        Args:
-            limit: the largest coupling that a layer may keep.
+        In a midpoint or discrete gradient layer this scales all of K; in ImplicitH2 only what H2
+        does not have, the blocks through which a row of K sees both p and q.
         """
-        if not self.scheme.implicit:
+        if not self.implicit:
             return
-        factor = limit / self.coupling()
-        for j in self.frozen:
-            factor[j] = 1
+        factor = (limit / self.coupling()).clamp_max(1)
         if self.tied:
             factor = factor.amin(0, keepdim=True)
-        if not bool((factor < 1).any()):
-            return
-        factor, K = factor.clamp_max(1).view(-1, 1, 1), self.weight("K").clone()
-        if self.scheme.interconnection == "J":
-            K *= factor.sqrt()
-        else:
+        factor = factor.view(-1, 1, 1)
+        K = self.weight("K").clone()
+        if self.scheme.paired:
             m = self.features // 2
             K[:, :m, m:] *= factor
             K[:, m:, :m] *= factor
+        else:
+            K *= factor.sqrt()
         self.assign("K", K)
 
-    # Configuration and refinement
+    # Making it again
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this network again, as JSON can hold them."""
-        learn = "learn_" + self.scheme.interconnection
-        return {
-            **super().config(),
-            **({"integrator": self.integrator} if self._unnamed else {}),
-            learn: getattr(self, learn),
-            "sparsity": None if self.sparsity is None else self.sparsity.to_config(),
-            **self.newton,
-        }
+        config = super().config()
+        if parametrize.type_before_parametrizations(self) is HamiltonianNet:
+            config["integrator"] = self.integrator
+        learn = "learn_X" if self.scheme.paired else "learn_J"
+        config[learn] = getattr(self, learn)
+        config["sparsity"] = None if self.sparsity is None else self.sparsity.to_config()
+        return {**config, **self.newton}
 
     def constants(self) -> dict[str, Tensor]:
         """X or J, if one was given or is learned."""
-        value = self._X_or_J()
-        return {} if value is None else {self.scheme.interconnection: value.detach()}
+        return {self.linked: self.weight(self.linked).detach()} if self.linked else {}
 
-    def _refined(self, config: dict[str, Any], k: int) -> Any:
+    def _refined_config(self, k: int) -> dict[str, Any]:
+        config = super()._refined_config(k)
         if self.sparsity is not None and self.sparsity.R.ndim == 3 and not self.tied:
-            R = self.sparsity.R.repeat_interleave(k, 0)
-            config["sparsity"]["R"] = R.int().tolist()
-        return super()._refined(config, k)
+            config["sparsity"]["R"] = self.sparsity.R.repeat_interleave(k, 0).int().tolist()
+        return config
 
-    def extra_repr(self, *, learned: bool = True) -> str:
-        parts = ([self.integrator] if self._unnamed else []) + [super().extra_repr(learned=learned)]
-        if getattr(self, "learn_" + self.scheme.interconnection):
-            parts.append(f"{self.scheme.interconnection} learned")
-        return ", ".join(parts + ([repr(self.sparsity)] if self.sparsity is not None else []))
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr()]
+        if parametrize.type_before_parametrizations(self) is HamiltonianNet:
+            parts.insert(0, self.integrator)
+        if self.learn_X or self.learn_J:
+            parts.append(f"{self.linked} learned")
+        if self.sparsity is not None:
+            parts.append(repr(self.sparsity))
+        return ", ".join(parts)
 
 
-@describes_options(HamiltonianNet)
 class H1(HamiltonianNet):
-    """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)` (eq:H-DNN_fE).
+    """Forward Euler: `y_{j+1} = y_j + h J_j K_j^T sigma(K_j y_j + b_j)`.
 
     For a monotone activation `norm(dy_N/dy_j) >= 1` at any depth; for others nothing is promised.
-    Parameters K (N, n, n) and b (N, n).
+    Parameters K `(N, n, n)` and b `(N, n)`; options are those of `HamiltonianNet` with J.
 
     Examples:
         >>> import torch
@@ -399,20 +357,19 @@ class H1(HamiltonianNet):
         (True, False)
     """
 
-    @takes(HamiltonianNet, without=("integrator", "X", "learn_X", "tol", "max_iter"))
-    def __init__(self, features: int, layers: int, **options: Unpack[H1Options]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "forward_euler", **options)
 
 
-@describes_options(HamiltonianNet)
 class H2(HamiltonianNet):
-    """Semi-implicit Euler, explicit: p from q (eq:p_update), then q from the new p (eq:q_update).
+    """Semi-implicit Euler, explicit: p from q, then q from the new p.
 
         p_{j+1} = p_j - h X^T K_q^T sigma(K_q q_j + b_q)
         q_{j+1} = q_j + h X   K_p^T sigma(K_p p_{j+1} + b_p)
 
     Symplectic, so `norm(dy_N/dy_j) >= 1` at any depth, for any weights and any activation.
-    Parameters `K_p`, `K_q` (N, m, m) and `b_p`, `b_q` (N, m), with m = n/2.
+    Parameters `K_p`, `K_q` `(N, m, m)` and `b_p`, `b_q` `(N, m)`, with m = n/2; options are those
+    of `HamiltonianNet` with X.
 
     Examples:
         >>> import torch
@@ -426,20 +383,19 @@ class H2(HamiltonianNet):
         True
     """
 
-    @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "tol", "max_iter"))
-    def __init__(self, features: int, layers: int, **options: Unpack[H2Options]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
-@describes_options(HamiltonianNet)
 class ImplicitH2(HamiltonianNet):
-    """Semi-implicit Euler with a full K, solved by Newton's method (eq:implicit_euler).
+    """Semi-implicit Euler with a full K, solved by Newton's method.
 
         p_{j+1} = p_j - h X^T dH/dq(p_{j+1}, q_j)
         q_{j+1} = q_j + h X   dH/dp(p_{j+1}, q_j)
 
     Symplectic as H2 is. A layer whose equation cannot be solved, because K and h are too large for
-    it, raises a `ConvergenceError` when it runs. Parameters K (N, n, n) and b (N, n).
+    it, raises a `ConvergenceError` when it runs. Parameters K `(N, n, n)` and b `(N, n)`; options
+    are those of `HamiltonianNet` with X.
 
     Examples:
         >>> import torch
@@ -451,17 +407,25 @@ class ImplicitH2(HamiltonianNet):
         True
     """
 
-    @takes(HamiltonianNet, without=("integrator", "J", "learn_J", "engine", "backprop"))
-    def __init__(self, features: int, layers: int, **options: Unpack[ImplicitH2Options]) -> None:
+    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
         super().__init__(features, layers, "semi_implicit_euler_full", **options)
 
 
-def _newton_options(
-    scheme: Scheme, integrator: str, tol: float | None, max_iter: int | None
-) -> dict[str, Any]:
-    options = {"tol": tol, "max_iter": max_iter}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    check_tolerance(integrator, tol, given.get("max_iter", 1))
-    if given and not scheme.implicit:
-        raise OptionError(f"integrator {integrator!r} is explicit and takes no {', '.join(given)}.")
-    return given
+def _newton(scheme: Scheme, tol: float | None, max_iter: int | None) -> dict[str, Any]:
+    """The options of an implicit scheme that were given."""
+    options: dict[str, Any] = {}
+    if tol is not None:
+        options["tol"] = positive_float("tol", tol)
+    if max_iter is not None:
+        options["max_iter"] = positive_int("max_iter", max_iter)
+    if options and not isinstance(scheme, Implicit):
+        raise OptionError(
+            f"integrator {scheme.name!r} is explicit and takes no {', '.join(options)}."
+        )
+    return options
+
+
+def _as_sparsity(sparsity: Any) -> Sparsity | None:
+    if sparsity is None or isinstance(sparsity, Sparsity):
+        return sparsity
+    return Sparsity(**sparsity) if isinstance(sparsity, dict) else Sparsity(sparsity)

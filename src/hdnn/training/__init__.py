@@ -1,17 +1,23 @@
-"""Training: coordinate descent between the output layer and the hidden layers."""
+"""Training: one loop, its history and callbacks, checkpoints, and image training."""
 
-from hdnn.training.callbacks import EarlyStopping, TensorBoard, WellPosed
-from hdnn.training.history import Callback as Callback  # the type of what `fit` calls
-from hdnn.training.history import History, Moment
-from hdnn.training.loop import fit
-from hdnn.training.multilevel import fit_multilevel
+from hdnn.training.callbacks import Callback as Callback  # the type of what `fit` calls
+from hdnn.training.callbacks import EarlyStopping, History, Moment, TensorBoard, WellPosed
+from hdnn.training.fit import Options, fit, fit_multilevel
+from hdnn.training.images import fit_images
+from hdnn.training.parallel import DataParallel, Group
+from hdnn.training.recipes import ImageRecipe
 
 __all__ = [
+    "DataParallel",
     "EarlyStopping",
+    "Group",
     "History",
+    "ImageRecipe",
     "Moment",
+    "Options",
     "TensorBoard",
     "WellPosed",
     "fit",
+    "fit_images",
     "fit_multilevel",
 ]

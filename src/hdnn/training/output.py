@@ -1,249 +1,294 @@
-"""The output layer for given features: solved to its optimum, or by the paper's few Adam steps.
+"""The output layer for given features: solved by Newton's method, or by the paper's Adam steps.
 
 Both minimise the mean loss + ridge/2 |(W, b)|^2 over the output layer alone, a convex problem. With
-sample weights the mean is the weighted one.
+sample weights the mean is the weighted one. The problem is small, and nearly singular where there
+is little ridge: it is solved in NumPy, in float64, whatever the device and dtype of the model.
+`W` stands for (W, b) as one matrix (c, n + 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.optim.adam import adam as adam_steps
 
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.training import small_heads
 
 Head = RegressionHead | SigmoidHead | SoftmaxHead
-
-Part = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
+Batch = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
-# A few steps suffice where the next minibatch has another optimum anyway.
-MINIBATCH_STEPS = {"newton": 5, "adam": 10}
+# For a minibatch, from zero: the next one has another optimum anyway.
+NEWTON_STEPS = 5
+ADAM_STEPS = 10
 REFIT_STEPS = 50
+START_STEPS = 8
+ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
+QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
+CHUNK = 4096  # samples that go through a network at once
 
 
 class Outcome(NamedTuple):
-    """The loss of a minibatch and its gradient, with the output layer found for it."""
+    """The loss of a minibatch, its accuracy and its gradient, with the output layer for it."""
 
     loss: float
-    correct: float  # the fraction, for classes
+    accuracy: float  # NaN for a regression
     gradient: Tensor  # of the mean loss in the features
 
 
-class Output:
-    """An output layer and how it is found: "newton", "adam", or "joint" with the hidden layers."""
+class Scores(NamedTuple):
+    """Log loss and accuracy, or mean squared error and R^2 (NaN where all targets are equal)."""
 
-    def __init__(self, head: Head, solver: str, ridge: float, rate: float, y: Tensor) -> None:
-        self.head, self.solver, self.ridge, self.rate = head, solver, ridge, rate
-        usable = small_heads.usable(head, y, solver)
-        self.small = small_heads.SmallHead(head) if usable else None
-
-    def solve(self, y: Tensor, t: Tensor, weight: Tensor | None = None) -> Outcome:
-        """Find the output layer for these features, and what the loss is with it."""
-        part, solver = (y, t, weight), self.solver
-        if solver == "joint":
-            if self.small is None:
-                return outcome(self.head, *part, joint=True)
-            found, gradient = self.small.joint(*part)
-            put_gradient(self.head, torch.from_numpy(gradient))
-            return Outcome(*found)
-        # Adam starts from zero each time: a rate that falls would leave it there.
-        steps, options = MINIBATCH_STEPS[solver], (self.ridge, self.rate)
-        if self.small is not None:
-            if solver == "newton":
-                return Outcome(*self.small.newton(*part, self.ridge, steps))
-            return Outcome(*self.small.adam([part], *options, steps, len(y)))
-        if solver == "newton":
-            newton(self.head, *part, self.ridge, steps)
-        else:
-            adam(self.head, [part], *options, steps)
-        return outcome(self.head, *part)
-
-    def refit(
-        self, y: Tensor, t: Tensor, weight: Tensor | None, generator: torch.Generator, batch: int
-    ) -> None:
-        """Fit the output layer to all data, in minibatches of an order of their own for Adam."""
-        if self.solver == "newton":
-            newton(self.head, y, t, weight, self.ridge, REFIT_STEPS)
-            return
-        orders = [torch.randperm(len(y), generator=generator) for _ in range(REFIT_STEPS)]
-        orders = [order.to(y.device) for order in orders]
-        passes = ((y[o], t[o], None if weight is None else weight[o]) for o in orders)
-        if self.small is not None:
-            self.small.adam(passes, self.ridge, self.rate, 1, batch)
-        else:
-            parts = (part for whole in passes for part in minibatches(whole, batch))
-            adam(self.head, parts, self.ridge, self.rate, 1)
-
-
-def minibatches(whole: Part, size: int) -> Iterator[Part]:
-    """The minibatches of a pass over the data, without those whose samples all have weight 0."""
-    y, t, weight = whole
-    for low in range(0, len(y), size):
-        part = slice(low, low + size)
-        w = None if weight is None else weight[part]
-        if w is None or bool(w.any()):
-            yield y[part], t[part], w
+    loss: float
+    score: float
 
 
 class OutputProblem:
-    """Features (B, n) with a one beside them, targets (B, c), and the share of each sample."""
+    """The mean loss of an output layer as a function of its scores (B, c).
 
-    def __init__(
-        self, head: Head, y: Tensor, t: Tensor, weight: Tensor | None, dtype: torch.dtype
-    ) -> None:
+    A (B, n + 1) has the features and a column of ones, T (B, c) the targets, and `share` the weight
+    of each sample in the mean.
+    """
+
+    def __init__(self, head: Head, batch: Batch) -> None:
+        y, t, weight = batch
         self.head = head
-        A = y.new_ones(len(y), y.shape[1] + 1, dtype=dtype)
-        A[:, :-1] = y
-        self.A, c = A, head.weight.shape[0]
-        if isinstance(head, SoftmaxHead):
-            self.T = F.one_hot(t, c).to(dtype)
+        self.softmax = isinstance(head, SoftmaxHead)
+        self.regression = isinstance(head, RegressionHead)
+        self.A = np.ones((len(y), y.shape[1] + 1))
+        self.A[:, :-1] = y.numpy(force=True)
+        targets = t.numpy(force=True)
+        if self.softmax:
+            self.T = np.zeros((len(y), head.outputs))
+            self.T[np.arange(len(y)), targets] = 1.0
         else:
-            self.T = t.reshape(len(y), c).to(dtype)
-        if weight is None:
-            self.share: Tensor | float = 1 / len(y)
-        else:
-            self.share = (weight / weight.sum()).to(dtype)[:, None]
+            self.T = targets.reshape(len(y), head.outputs).astype(np.float64)
+        self.share: np.ndarray | float = 1 / len(y)
+        if weight is not None:
+            weights = weight.numpy(force=True).astype(np.float64)
+            self.share = (weights / weights.sum())[:, None]
 
-    def scores(self, W: Tensor) -> Tensor:
-        return self.A @ W.T
+    def mean(self, values: np.ndarray) -> float:
+        if isinstance(self.share, float):
+            return float(values.sum()) * self.share
+        return float((values * self.share).sum())
+
+    def loss(self, S: np.ndarray) -> float:
+        if self.regression:
+            return self.mean((S - self.T) ** 2) / S.shape[1]
+        if not self.softmax:
+            return self.mean(np.logaddexp(0.0, S) - S * self.T)
+        highest = S.max(1, keepdims=True)
+        log_sum = highest + np.log(np.exp(S - highest).sum(1, keepdims=True))
+        return self.mean(log_sum - (S * self.T).sum(1, keepdims=True))
+
+    def predictions(self, S: np.ndarray) -> np.ndarray:
+        if self.regression:
+            return S
+        if not self.softmax:
+            return 0.5 + 0.5 * np.tanh(0.5 * S)
+        P = np.exp(S - S.max(1, keepdims=True))
+        return P / P.sum(1, keepdims=True)
+
+    def residual(self, P: np.ndarray) -> np.ndarray:
+        """The gradient of the mean loss in the scores, from the predictions: (B, c)."""
+        residual = (P - self.T) * self.share
+        return residual * (2 / P.shape[1]) if self.regression else residual
+
+    def hessian(self, P: np.ndarray) -> np.ndarray:
+        """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
+        A = self.A
+        c, d = P.shape[1], A.shape[1]
+        if c == 1:
+            curvature = np.full_like(P, 2.0) if self.regression else P * (1 - P)
+            return A.T @ (A * (curvature * self.share))
+        H = np.zeros((c, d, c, d))
+        for i in range(c):
+            curvature = np.full_like(P[:, :1], 2 / c) if self.regression else P[:, i : i + 1]
+            H[i, :, i] = A.T @ (A * (curvature * self.share))
+        H = H.reshape(c * d, c * d)
+        if self.softmax:  # diag(P) - P P^T
+            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), c * d)
+            H -= M.T @ (M * self.share)
+        return H
 
     def curvature(self) -> float:
-        """The largest that the loss of a sample can have in its scores."""
-        if isinstance(self.head, RegressionHead):
-            return 2 / self.T.shape[1]
-        return 0.5 if isinstance(self.head, SoftmaxHead) else 0.25
+        """The largest curvature that the loss of a sample can have in its scores."""
+        if self.regression:
+            return 2 / self.head.outputs
+        return 0.5 if self.softmax else 0.25
 
-    def residual(self, S: Tensor) -> Tensor:
-        """The gradient of the mean loss in the scores: (B, c)."""
-        if isinstance(self.head, RegressionHead):
-            return (S - self.T) * (2 / S.shape[1]) * self.share
-        P = S.softmax(1) if isinstance(self.head, SoftmaxHead) else S.sigmoid()
-        return (P - self.T) * self.share
-
-    def loss(self, S: Tensor) -> Tensor:
-        if isinstance(self.head, RegressionHead):
-            each = (S - self.T).square().mean(1, keepdim=True)
-        elif isinstance(self.head, SoftmaxHead):
-            each = S.logsumexp(1, keepdim=True) - (S * self.T).sum(1, keepdim=True)
+    def accuracy(self, S: np.ndarray) -> float:
+        """The share of right classes; NaN for a regression."""
+        if self.regression:
+            return math.nan
+        if self.softmax:
+            right = (S.argmax(1) == self.T.argmax(1))[:, None]
         else:
-            each = F.softplus(S) - S * self.T
-        return (each * self.share).sum()
+            right = (S > 0) == (self.T > 0.5)
+        return self.mean(right)
 
-    def hessian(self, S: Tensor) -> Tensor:
-        """The Hessian of the mean loss in all of W, row by row: (c d, c d)."""
-        A, c = self.A, S.shape[1]
-        if isinstance(self.head, SigmoidHead):
-            P = S.sigmoid()
-            return (A * (P * (1 - P) * self.share)).T @ A
-        softmax = isinstance(self.head, SoftmaxHead)
-        P = S.softmax(1) if softmax else torch.full_like(S, 2 / c)
-        D = P * self.share
-        blocks = torch.block_diag(*((A * D[:, i : i + 1]).T @ A for i in range(c)))
-        if softmax:  # diag(P) - P P^T
-            M = (P[:, :, None] * A[:, None, :]).reshape(len(A), -1)
-            blocks -= (M * self.share).T @ M
-        return blocks
+    def r2(self, S: np.ndarray) -> float:
+        """The mean of R^2 over those outputs whose targets differ."""
+        mean = (self.T * self.share).sum(0)
+        spread = ((self.T - mean) ** 2 * self.share).sum(0)
+        error = ((self.T - S) ** 2 * self.share).sum(0)
+        differ = spread > 0
+        return float((1 - error[differ] / spread[differ]).mean()) if differ.any() else math.nan
 
 
-@torch.no_grad()
-def outcome(
-    head: Head, y: Tensor, t: Tensor, weight: Tensor | None, joint: bool = False
-) -> Outcome:
-    """The loss of features y and its gradient; `joint` sets that of the output layer too."""
-    problem = OutputProblem(head, y, t, weight, y.dtype)
-    scores = problem.scores(weights_of(head))
-    residual = problem.residual(scores)
-    if joint:
-        put_gradient(head, residual.T @ problem.A)
-    correct = 0.0
-    if not isinstance(head, RegressionHead):
-        correct = float((head.predict(scores) == t).double().mean())
-    return Outcome(float(problem.loss(scores)), correct, residual @ head.weight)
+class Output:
+    """The output layer of a model, and how it is found: "newton", "adam" or "joint".
 
-
-def put_gradient(head: Head, gradient: Tensor) -> None:
-    """Set the gradients of W and b, if they are trained."""
-    for p, g in ((head.weight, gradient[:, :-1]), (head.bias, gradient[:, -1])):
-        if p.requires_grad:
-            p.grad = g.to(p.dtype).contiguous()
-
-
-def weights_of(head: Head) -> Tensor:
-    """(W, b) as one matrix (c, n + 1)."""
-    return torch.cat([head.weight.detach(), head.bias.detach()[:, None]], 1)
-
-
-@torch.no_grad()
-def put(head: Head, W: Tensor) -> None:
-    """Let (W, b) be these."""
-    head.weight.copy_(W[:, :-1])
-    head.bias.copy_(W[:, -1])
-
-
-@torch.no_grad()
-def newton(
-    head: Head, y: Tensor, t: Tensor, weight: Tensor | None, ridge: float, steps: int
-) -> None:
-    """Damped Newton steps from zero; for ridge > 0 the result does not depend on the start.
-
-    In float64 whatever the model's dtype: with little ridge the Hessian is nearly singular.
+    With "joint" it is trained together with the hidden layers, and `solve` sets its gradient.
     """
-    problem = OutputProblem(head, y, t, weight, torch.float64)
-    c, d = head.weight.shape[0], problem.A.shape[1]
-    W, S = problem.A.new_zeros(c, d), problem.A.new_zeros(len(y), c)
-    unit = ridge * torch.eye(c * d, dtype=W.dtype, device=W.device)
-    value = float(problem.loss(S))
+
+    def __init__(self, head: Head, solver: str, ridge: float, rate: float) -> None:
+        self.head = head
+        self.solver = solver
+        self.ridge = ridge
+        self.rate = rate
+
+    @QUIET
+    def solve(self, batch: Batch) -> Outcome:
+        """Find the output layer for these features, and the loss with it."""
+        problem = OutputProblem(self.head, batch)
+        if self.solver == "newton":
+            W = newton(problem, self.ridge, NEWTON_STEPS)
+        elif self.solver == "adam":
+            W = self._adam([problem] * ADAM_STEPS)
+        else:
+            W = weights_of(self.head)
+        S = problem.A @ W.T
+        residual = problem.residual(problem.predictions(S))
+        if self.solver == "joint":
+            gradient = torch.from_numpy(residual.T @ problem.A)
+            self.head.weight.grad = gradient[:, :-1].to(self.head.weight).contiguous()
+            self.head.bias.grad = gradient[:, -1].to(self.head.bias).contiguous()
+        else:
+            assign(self.head, W)
+        gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
+        return Outcome(problem.loss(S), problem.accuracy(S), gradient)
+
+    @QUIET
+    def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
+        """Fit the output layer to all data; Adam does so in minibatches of this size."""
+        if self.solver == "newton":
+            assign(self.head, newton(OutputProblem(self.head, batch), self.ridge, REFIT_STEPS))
+        elif self.solver == "adam":
+            assign(self.head, self._adam(self._minibatches(batch, size, generator)))
+
+    def _minibatches(
+        self, batch: Batch, size: int, generator: torch.Generator
+    ) -> Iterable[OutputProblem]:
+        y, t, weight = batch
+        for _ in range(REFIT_STEPS):
+            order = torch.randperm(len(y), generator=generator).to(y.device)
+            for index in order.split(size):
+                weights = None if weight is None else weight[index]
+                if weights is None or weights.any():
+                    yield OutputProblem(self.head, (y[index], t[index], weights))
+
+    def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
+        """One Adam step on each problem, from zero: the paper's inner solver."""
+        W = np.zeros((self.head.outputs, self.head.features + 1))
+        m = np.zeros_like(W)
+        v = np.zeros_like(W)
+        for count, problem in enumerate(problems, 1):
+            P = problem.predictions(problem.A @ W.T)
+            g = problem.residual(P).T @ problem.A + self.ridge * W
+            m += 0.1 * (g - m)
+            v += 0.001 * (g * g - v)
+            size = self.rate / (1 - 0.9**count)
+            W -= size * m / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+        return W
+
+    @QUIET
+    def start(self, batch: Batch) -> None:
+        """Let joint training begin near the optimum for the features that there are.
+
+        An output layer that ignores the features would leave them without a gradient. The steps are
+        Newton's with the largest possible curvature in place of the Hessian (Boehning, 1992), so
+        that one factorisation serves all steps and outputs.
+        """
+        problem = OutputProblem(self.head, batch)
+        A = problem.A
+        ridge = 2 * self.ridge  # no gradient may be zero but for rounding: Adam would magnify it
+        H = problem.curvature() * (A * problem.share).T @ A
+        H += np.eye(len(H)) * (ridge + 1e-9 * H.diagonal().mean())  # some features may be zero
+        inverse = np.linalg.inv(H)
+        W = np.zeros((self.head.outputs, len(H)))
+        for _ in range(START_STEPS):
+            P = problem.predictions(A @ W.T)
+            W -= (problem.residual(P).T @ A + ridge * W) @ inverse
+        if np.isfinite(W).all():  # else the features are not, and `fit` will say so
+            assign(self.head, W)
+
+
+def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
+    """W after damped Newton steps from zero."""
+    A = problem.A
+    W = np.zeros((problem.T.shape[1], A.shape[1]))
+    S = np.zeros_like(problem.T)
+    value = problem.loss(S)
+    unit = ridge * np.eye(W.size)
     for _ in range(steps):
-        gradient = problem.residual(S).T @ problem.A + ridge * W
-        hessian = problem.hessian(S) + unit
-        step, info = torch.linalg.solve_ex(hessian, gradient.reshape(-1, 1))
-        if int(info):  # rounding in a nearly singular Hessian must not stop a training
-            step = torch.linalg.lstsq(hessian, gradient.reshape(-1, 1)).solution
-        step = step.reshape(c, d)
-        decrease = float((gradient * step).sum())
-        if not decrease > 1e-14:
+        P = problem.predictions(S)
+        gradient = problem.residual(P).T @ A + ridge * W
+        try:
+            step = np.linalg.solve(problem.hessian(P) + unit, gradient.reshape(-1))
+        except np.linalg.LinAlgError:  # rounding must not stop a training
             break
-        move = problem.scores(step)
+        step = step.reshape(W.shape)
+        decrease = np.vdot(gradient, step)
+        if not decrease > ENOUGH:
+            break
+        move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
-        for halvings in range(30):
-            size = 0.5**halvings
-            W_new, S_new = W - size * step, S - size * move
-            trial = float(problem.loss(S_new) + 0.5 * ridge * W_new.square().sum())
+        size = 1.0
+        while size > 1e-9:
+            W_new = W - size * step
+            S_new = S - size * move
+            trial = problem.loss(S_new) + 0.5 * ridge * np.vdot(W_new, W_new)
             if trial <= value - 1e-4 * size * decrease:
-                W, S, value = W_new, S_new, trial
                 break
+            size *= 0.5
         else:
             break
-    put(head, W)
+        W, S, value = W_new, S_new, trial
+    return W
+
+
+@QUIET
+def evaluate(head: Head, batch: Batch) -> Scores:
+    """Loss and score of an output layer as it is."""
+    problem = OutputProblem(head, batch)
+    S = problem.A @ weights_of(head).T
+    score = problem.r2(S) if problem.regression else problem.accuracy(S)
+    return Scores(problem.loss(S), score)
+
+
+def weights_of(head: Head) -> np.ndarray:
+    """(W, b) as one matrix (c, n + 1)."""
+    W = np.empty((head.outputs, head.features + 1))
+    W[:, :-1] = head.weight.numpy(force=True)
+    W[:, -1] = head.bias.numpy(force=True)
+    return W
 
 
 @torch.no_grad()
-def adam(head: Head, parts: Iterable[Part], ridge: float, rate: float, steps: int) -> None:
-    """So many Adam steps, from zero, on each minibatch in turn: the paper's inner solver.
+def assign(head: Head, W: np.ndarray) -> None:
+    """Set weights and biases from one matrix (c, n + 1)."""
+    values = torch.from_numpy(W)
+    head.weight.copy_(values[:, :-1])
+    head.bias.copy_(values[:, -1])
 
-    Calls the function that `torch.optim.Adam` uses: its `step` takes twice as long for few weights.
-    """
-    W = torch.zeros_like(weights_of(head))
-    m, v, count = torch.zeros_like(W), torch.zeros_like(W), torch.zeros(())
-    for y, t, weight in parts:
-        problem = OutputProblem(head, y, t, weight, head.weight.dtype)
-        for _ in range(steps):
-            g = problem.residual(problem.scores(W)).T @ problem.A
-            adam_steps(
-                *([W], [g], [m], [v], [], [count]),
-                foreach=False,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
-                lr=rate,
-                weight_decay=ridge,
-                eps=1e-8,
-                maximize=False,
-            )
-    put(head, W)
+
+@torch.no_grad()
+def features(run: Callable[[Tensor], Tensor], y_0: Tensor) -> Tensor:
+    """The last states y_N of all samples, computed in chunks that fit into memory."""
+    return torch.cat([run(chunk) for chunk in y_0.split(CHUNK)])

@@ -1,0 +1,735 @@
+"""The doctor: what is wrong with the gradients of any model, and where.
+
+A copy of the model runs a few times on some inputs. The states y_j are read from the graph of
+automatic differentiation: a tensor is one if every path from the output back to the input leads
+through it. Weights without a gradient are moved, to see whether the output depends on them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hdnn import plotting
+from hdnn.analysis.certificate import call_module, mapped, plain, unwrapped
+from hdnn.analysis.rules import ActivationCount, Examination, Finding, LayerGain, judge
+from hdnn.analysis.sensitivity import copied
+from hdnn.analysis.watch import Watcher
+from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SAMPLES = 8
+SEED = 20210527
+DRAWS = 2  # random gradients at y_N
+NUDGES = (0.02, 1.0)  # of the size of weights, to see what depends on them
+SHARE = 0.025  # of the training time that examinations may take
+EXPECTED = 300  # steps of training that a first examination takes
+MASKED = 5e3  # below the largest logit: what lies further down is masked
+
+# Where the slope of an activation is less than a thousandth of its largest, by its name.
+ONE_SIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x <= 0,
+    "gelu": lambda x: x < -4.0,
+    "silu": lambda x: x < -9.5,
+    "mish": lambda x: x < -11.0,
+    "hardswish": lambda x: x <= -3.0,
+    "elu": lambda x: x < -7.0,
+    "softplus": lambda x: x < -7.0,
+    "relu6": lambda x: (x <= 0) | (x >= 6.0),
+}
+TWO_SIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda x: x.abs() > 8.3,
+    "tanh": lambda x: x.abs() > 4.15,
+    "hardtanh": lambda x: x.abs() >= 1.0,
+    "hardsigmoid": lambda x: x.abs() >= 3.0,
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with the gradients of a model at some inputs.
+
+    Made by `diagnose`. Print it to read it; `plot()` draws the gradient against depth.
+
+    Attributes:
+        model: the kind of module.
+        findings: every `Finding`, faults first.
+        layers: the states y_j on the way through the model, with their sizes and what is left of a
+            random gradient there.
+        unknown: what could not be computed or decided.
+        samples: how many were looked at.
+        seconds: how long it took.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> diagnosis = hdnn.diagnose(hdnn.H2(features=4, layers=8), torch.randn(8, 4))
+        >>> diagnosis.healthy, diagnosis.faults
+        (True, ())
+        >>> print(diagnosis)
+        H2: no fault was found, gradients reach every layer...
+    """
+
+    model: str
+    findings: tuple[Finding, ...]
+    layers: tuple[LayerGain, ...] = ()
+    unknown: tuple[str, ...] = ()
+    samples: int = 0
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that say that something is wrong."""
+        return tuple(finding for finding in self.findings if finding.fault)
+
+    @property
+    def healthy(self) -> bool:
+        """True only if no fault was found and nothing is unknown."""
+        return not self.faults and not self.unknown
+
+    @property
+    def summary(self) -> str:
+        """The result in a sentence."""
+        count = len(self.faults)
+        if count:
+            where = ", ".join(f"{fault.kind} at {fault.layer}" for fault in self.faults)
+            return f"{self.model}: {count} fault{'s' * (count > 1)} found: {where}."
+        if self.unknown:
+            return f"{self.model}: no fault was found, but NOT EVERYTHING IS KNOWN."
+        return f"{self.model}: no fault was found, gradients reach every layer."
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        return plain(
+            {
+                "model": self.model,
+                "healthy": self.healthy,
+                "summary": self.summary,
+                "findings": [finding.to_dict() for finding in self.findings],
+                "unknown": self.unknown,
+                "layers": [vars(layer) for layer in self.layers],
+                "samples": self.samples,
+                "seconds": self.seconds,
+            }
+        )
+
+    def to_json(self) -> str:
+        """One JSON object; a number that is not finite is null."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw what is left of a gradient against depth, with the layers at fault marked."""
+        return plotting.diagnosis_gains(self, ax)
+
+    def __str__(self) -> str:
+        lines = [self.summary, *map(str, self.findings)]
+        lines += [f"NOT KNOWN: {text}." for text in self.unknown]
+        if self.layers:
+            width = min(max(len(layer.layer) for layer in self.layers), 40)
+            lines += ["", f"{'layer':<{width}}  gradient left"]
+            lines += [f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}" for s in self.layers]
+        return "\n".join(lines)
+
+
+def diagnose(
+    model: nn.Module,
+    x: Any,
+    *,
+    loss: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    samples: int = SAMPLES,
+) -> Diagnosis:
+    """Find out whether and where the gradients of a model vanish, explode, end or get lost.
+
+    Copies of the model run a few times on x, in training mode if it is in it. Nothing of the model
+    is changed, and no random numbers are used up.
+
+    Args:
+        model: any `nn.Module` that can be copied.
+        x: its inputs: a tensor, a tuple of arguments, or a dict of named ones.
+        loss: output -> a number, or (output, target) -> a number if there is a `target`. By default
+            a random projection of the output.
+        target: what the loss compares the output with.
+        samples: the most to look at, where all tensors of x have as many rows.
+
+    Returns:
+        A `Diagnosis`; print it to read it.
+
+    Raises:
+        OptionError: if the model is no module or has no parameters.
+        DataError: if x has no tensors or NaN in it, or if the model cannot be copied, run on it and
+            differentiated.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> from torch import nn
+        >>> layers = [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(12)]
+        >>> diagnosis = hdnn.diagnose(nn.Sequential(*layers), torch.randn(8, 4))
+        >>> diagnosis.healthy, [fault.kind for fault in diagnosis.faults]
+        (False, ['vanishing'])
+    """
+    begun = time.perf_counter()
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"diagnose takes an nn.Module, but got {type(model).__name__}.")
+    model = unwrapped(model)
+    _check(model, x)
+    positive_int("samples", samples)
+    rows = _row_count(x)
+    if rows > samples and (target is None or _row_count(target) == rows):
+        x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
+    probe = Probe(model, x, loss, target)
+    try:
+        with warnings.catch_warnings(), _random_state_kept(), torch.inference_mode(False):
+            warnings.simplefilter("ignore")
+            seen = probe.examine()
+    except HDNNError:
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        raise DataError(
+            f"this {type(model).__name__} cannot be copied, run on x and differentiated "
+            f"({type(error).__name__}: {text}); give x as the module takes it: a tensor, a tuple "
+            "of arguments, or a dict of named ones."
+        ) from error
+    return Diagnosis(
+        type(model).__name__,
+        tuple(judge(seen)),
+        tuple(seen.layers),
+        tuple(seen.unknown),
+        min(rows, samples),
+        time.perf_counter() - begun,
+    )
+
+
+def _check(model: nn.Module, x: Any) -> None:
+    if not any(True for _ in model.parameters()):
+        raise OptionError(f"this {type(model).__name__} has no parameters: nothing can be trained.")
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.detach().isfinite().all()):
+            raise DataError(f"the parameter {name} is not finite.")
+    tensors = _tensors(x)
+    if not any(tensor.numel() for tensor in tensors):
+        raise DataError(
+            "x must be a tensor, a tuple of arguments or a dict of named ones, with at least one "
+            f"sample, but got {type(x).__name__}."
+        )
+    if any(bool(tensor.isnan().any()) for tensor in tensors):
+        raise DataError("x has NaN in it: no gradient can be computed from that.")
+
+
+class _random_state_kept:  # noqa: N801
+    """The random numbers of Python, NumPy and PyTorch go on afterwards as if nobody had drawn."""
+
+    def __enter__(self) -> None:
+        self.states = random.getstate(), np.random.get_state()  # noqa: NPY002
+        self.torch = torch.random.fork_rng()
+        self.torch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        random.setstate(self.states[0])
+        np.random.set_state(self.states[1])  # noqa: NPY002
+        self.torch.__exit__(*error)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors inside tuples, lists, dicts and the outputs of models, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    elif hasattr(value, "__dataclass_fields__"):
+        value = [*vars(value).values()]
+    if not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for each in value for tensor in _tensors(each)]
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [t for t in _tensors(value) if t.is_floating_point() and t.numel()]
+
+
+def _row_count(x: Any) -> int:
+    """The number of samples, if all tensors have equally many rows; 1 otherwise."""
+    counts = {len(tensor) for tensor in _tensors(x) if tensor.ndim}
+    return counts.pop() if len(counts) == 1 else 1
+
+
+# One run of a copy
+
+
+@dataclass
+class ModuleCall:
+    """One call of one module, with its tensors and the calls that it happens in."""
+
+    name: str
+    module: nn.Module
+    begun: int
+    parent: str
+    inputs: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    ended: int = 0
+
+
+class ModelRun:
+    """A run of a copy of a model with weights moved: outputs, and the calls of its modules."""
+
+    def __init__(self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None) -> None:
+        self.model = copied(model)
+        self.calls: list[ModuleCall] = []
+        self.open: list[ModuleCall] = []
+        self.activations: dict[tuple[str, str], ActivationCount] = {}
+        self.clock = 0
+        self._prepare(moved or {})
+        self.x = mapped(_fresh, x)
+        self.starts = [t for t in _floats(self.x) if t.requires_grad]
+        torch.manual_seed(SEED)  # the same dropout in every run, whoever draws it
+        random.seed(SEED)
+        np.random.seed(SEED % 2**32)  # noqa: NPY002
+        device = next(self.model.parameters()).device.type
+        with (
+            torch.enable_grad(),
+            torch.autocast(device, enabled=False),
+            torch.compiler.set_stance("force_eager"),
+            ActivationTrace(self),
+        ):
+            self.output = call_module(self.model, self.x)
+        several = [t for t in _floats(self.output) if t.numel() > 1]
+        self.outputs = several or _floats(self.output)
+
+    def _prepare(self, moved: Mapping[str, float]) -> None:
+        for name, module in self.model.named_modules():
+            if getattr(module, "inplace", False) is True:
+                module.inplace = False  # pyright: ignore
+            if name:
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+                module.register_forward_hook(self._after)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor.data = tensor.data.float()
+        self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        for name, scale in moved.items():
+            weight = self.weights[name].data
+            weight += scale * weight.norm() / math.sqrt(weight.numel()) * random_like(weight)
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, options: Any) -> None:
+            self.clock += 1
+            parent = self.open[-1].name if self.open else ""
+            call = ModuleCall(name, module, self.clock, parent, _floats([args, options]))
+            self.calls.append(call)
+            self.open.append(call)
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.clock += 1
+        call = self.open.pop()
+        call.ended = self.clock
+        call.outputs = _floats(output)
+
+    def objective(self, loss: Any, target: Any) -> Tensor | None:
+        """The loss, or a random projection of all outputs; None if it has no gradient."""
+        if loss is not None:
+            value = loss(self.output) if target is None else loss(self.output, target)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise OptionError("loss must give one number, as a tensor.")
+            return value if value.requires_grad else None
+        parts = [(t * random_like(t)).sum() for t in self.outputs if t.requires_grad]
+        return torch.stack(parts).sum() if parts else None
+
+    def chain(self) -> list[tuple[str, Tensor, int]]:
+        """The states y_j: name, tensor and time, from the input to the output."""
+        end = next((t for t in self.outputs if t.requires_grad), None)
+        if end is None:
+            return []
+        recorded = self._recorded()
+        recorded.setdefault(end.grad_fn, ("output", end, self.clock + 1))
+        cuts = _cut_nodes(end.grad_fn, recorded)
+        return sorted((recorded[node] for node in cuts), key=lambda state: state[2])
+
+    def _recorded(self) -> dict[Any, tuple[str, Tensor, int]]:
+        """The first tensor of each node of the graph that a module was given or gave."""
+        states = [("input", tensor, 0) for tensor in self.starts if tensor.ndim > 1]
+        for call in self.calls:
+            name = call.parent or self._last_ended(call.begun)
+            states += [(name, tensor, call.begun) for tensor in call.inputs]
+            states += [(call.name, tensor, call.ended) for tensor in call.outputs]
+        recorded: dict[Any, tuple[str, Tensor, int]] = {}
+        for state in sorted(states, key=lambda state: state[2]):
+            if state[1].grad_fn is not None:
+                recorded.setdefault(state[1].grad_fn, state)
+        return recorded
+
+    def _last_ended(self, time: int) -> str:
+        ended = [call for call in self.calls if 0 < call.ended < time]
+        return max(ended, key=lambda call: call.ended).name if ended else "input"
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A copy, in float32 where it was in half precision, which is part of the graph."""
+    if not tensor.is_floating_point():
+        return tensor.detach().clone()
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    return tensor.detach().clone().requires_grad_().clone()
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    """The same random numbers for every tensor of this shape."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    return torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> list[Any]:
+    """The recorded nodes that every path from the end back to the first of them leads through."""
+    order = _from_leaves_on(end)
+    first = min((node for node in order if node in recorded), key=lambda node: recorded[node][2])
+    leading = _leading_to(first, order)
+    path = [node for node in reversed(order) if node in leading]
+    place = {node: k for k, node in enumerate(path)}
+    furthest = 0
+    cuts = []
+    for k, node in enumerate(path[: place[first] + 1]):
+        if k >= furthest and node in recorded:  # no edge leads around it
+            cuts.append(node)
+        ahead = [place[child] for child, _ in node.next_functions if child in place]
+        furthest = max(furthest, *ahead, 0)
+    return cuts
+
+
+def _leading_to(first: Any, order: list[Any]) -> set[Any]:
+    """The nodes from which a path leads back to the first."""
+    leading = {first}
+    for node in order:
+        if any(child in leading for child, _ in node.next_functions):
+            leading.add(node)
+    return leading
+
+
+def _from_leaves_on(end: Any) -> list[Any]:
+    """All nodes of the graph, each after those that it is computed from."""
+    order: list[Any] = []
+    seen: set[Any] = set()
+    stack = [(end, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None]
+    return order
+
+
+class ActivationTrace(TorchFunctionMode):
+    """Counts how many entries of activations are flat, whether modules or functions call them."""
+
+    def __init__(self, run: ModelRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").rstrip("_")
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if x is None or x.numel() < 2 or not x.is_floating_point():
+            return out
+        if name in ONE_SIDED or name in TWO_SIDED:
+            self._count(name, x.detach())
+        elif name == "softmax" and isinstance(out, Tensor) and out.shape[-1] > 1:
+            self._count_softmax(x.detach(), out.detach())
+        return out
+
+    def _activation(self, name: str) -> ActivationCount:
+        module = self.run.open[-1].name if self.run.open else "output"
+        return self.run.activations.setdefault((module, name), ActivationCount(module, name))
+
+    def _count(self, name: str, x: Tensor) -> None:
+        a = self._activation(name)
+        a.one_sided = name in ONE_SIDED
+        flat = (ONE_SIDED if a.one_sided else TWO_SIDED)[name](x)
+        a.entries += flat.numel()
+        a.flat += int(flat.sum())
+        axis = 1 if flat.ndim > 3 else flat.ndim - 1
+        by_unit = flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
+        dead = by_unit.all(1)
+        always = ~by_unit.any(1)
+        if a.units and int(dead.sum()) >= a.dead:  # called again: dead only if so every time
+            return
+        a.units = len(dead)
+        a.dead = int(dead.sum())
+        a.always = int(always.sum())
+        a.samples = len(x)
+        living = by_unit[~(dead | always)]
+        a.active = float((~living).float().mean()) if living.numel() else 0.0
+
+    def _count_softmax(self, x: Tensor, out: Tensor) -> None:
+        # With a mask, a row may have one place to look at only: it is certain, and rightly so.
+        choices = (x > x.amax(-1, keepdim=True) - MASKED).sum(-1) > 1
+        certain = (out.amax(-1) > 1 - 1e-4)[choices]
+        a = self._activation("softmax")
+        a.entries += certain.numel()
+        a.flat += int(certain.sum())
+
+
+# What is measured
+
+
+class Probe:
+    """A model and inputs for it, which are run on copies with weights moved."""
+
+    def __init__(self, model: nn.Module, x: Any, loss: Any, target: Any) -> None:
+        self.model = model
+        self.x = x
+        self.loss = loss
+        self.target = target
+        self.seen = Examination()
+
+    def examine(self) -> Examination:
+        """Run the model, differentiate it, and collect all that the rules look at."""
+        run = ModelRun(self.model, self.x)
+        self.seen.activations = [*run.activations.values()]
+        self.seen.not_finite = _first_not_finite(run)
+        if self.seen.not_finite:
+            return self.seen
+        objective = run.objective(self.loss, self.target)
+        states = run.chain()
+        grads: dict[str, Tensor | None] = dict.fromkeys(run.weights)
+        if objective is not None:
+            values = torch.autograd.grad(
+                objective, [*run.weights.values()], retain_graph=True, allow_unused=True
+            )
+            grads = dict(zip(run.weights, values, strict=True))
+        if objective is not None and states:
+            self._measure_gains(run, states)
+        self._find_detached(run, [name for name, g in grads.items() if g is None])
+        if objective is None and not self.seen.detached:
+            raise DataError(
+                f"no gradient leads from the output of this {type(self.model).__name__} back to "
+                "its parameters: it cannot be differentiated."
+            )
+        return self.seen
+
+    def _measure_gains(self, run: ModelRun, states: list[tuple[str, Tensor, int]]) -> None:
+        tensors = [tensor for _, tensor, _ in states]
+        body = _body(run, states)
+        squares = torch.zeros(body + 1, dtype=torch.float64)
+        y_N = tensors[body]
+        generator = torch.Generator().manual_seed(SEED)
+        for _ in range(DRAWS):
+            u = torch.randn(y_N.shape, generator=generator).to(y_N)
+            grads = torch.autograd.grad(
+                y_N, tensors[: body + 1], u, retain_graph=True, allow_unused=True
+            )
+            for k, g in enumerate(grads):
+                if g is not None:
+                    squares[k] += g.double().square().sum().cpu() / u.double().square().sum().cpu()
+        gains = (squares / DRAWS).sqrt().tolist()
+        for k, (name, tensor, _) in enumerate(states[: body + 1]):
+            size = float(tensor.detach().double().norm())
+            layer = LayerGain(name, size, size / math.sqrt(tensor.numel()), gains[k])
+            if k:
+                layer.own = gains[k - 1] / gains[k] if gains[k] > 0 else 1.0
+            if not math.isfinite(gains[k]):
+                self.seen.bad_gradient = states[k + 1][0]
+            self.seen.layers.append(layer)
+
+    def _find_detached(self, run: ModelRun, lost: list[str]) -> None:
+        """Modules that cut gradients off, by what changes when weights are moved."""
+        if not _same(run, ModelRun(self.model, self.x)):
+            self.seen.unknown.append(
+                "whether branches are detached: the model gives other values in each call"
+            )
+            return
+        other = ModelRun(self.model, self.x, dict.fromkeys(run.weights, NUDGES[0]))
+        if len(other.calls) == len(run.calls):
+            self.seen.detached += _severed(run, other)
+        else:
+            self.seen.unknown.append("whether branches are detached: other modules run each time")
+        called = {call.name for call in run.calls} | {""}
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in lost):
+            names = [name for name in lost if name.rpartition(".")[0] == module]
+            if self._matters(run, names):
+                self.seen.detached.append(module or names[0])
+            elif module in called:
+                self.seen.unknown.append(
+                    f"whether {module or names[0]} is trained: it runs, but its weights get no "
+                    "gradient, and the output did not change when they were moved"
+                )
+            else:
+                self.seen.unused += names
+
+    def _matters(self, run: ModelRun, names: list[str]) -> bool:
+        """True if the output depends on these weights."""
+        runs = (ModelRun(self.model, self.x, dict.fromkeys(names, scale)) for scale in NUDGES)
+        return any(not _same(run, moved) for moved in runs)
+
+
+def _first_not_finite(run: ModelRun) -> str:
+    """The first module that makes NaN or infinity of finite inputs; a mask may hold -inf."""
+    for call in sorted(run.calls, key=lambda call: call.ended):
+        if all(map(_finite, call.inputs)) and not all(map(_finite, call.outputs)):
+            return call.name
+    return "" if all(map(_finite, run.outputs)) else "output"
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not bool((tensor.isnan() | (tensor == math.inf)).any())
+
+
+def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
+    """The index of y_N: the state that enters the last module with parameters."""
+    weighted = [c for c in run.calls if any(True for _ in c.module.parameters(recurse=False))]
+    if not weighted:
+        return len(states) - 1
+    entering = [k for k, state in enumerate(states) if state[2] <= weighted[-1].begun]
+    return entering[-1] if entering and entering[-1] > 0 else len(states) - 1
+
+
+def _same(a: ModelRun, b: ModelRun) -> bool:
+    """True if two runs have the same outputs."""
+    pairs = zip(a.outputs, b.outputs, strict=False)
+    return all(x.shape == y.shape and torch.equal(x.detach(), y.detach()) for x, y in pairs)
+
+
+def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
+    """Modules whose input depends on trainable weights, though no gradient leads back to them."""
+    names = []
+    for call, other in zip(run.calls, moved.calls, strict=True):
+        for x, y in zip(call.inputs, other.inputs, strict=False):
+            same = x.shape == y.shape and torch.equal(x.detach(), y.detach())
+            if not same and not x.requires_grad:
+                names.append(call.name)
+                break
+    return names[:1]
+
+
+# Through a training
+
+
+@dataclass
+class Look:
+    """The norms of the gradients of all parameters after one step of a training."""
+
+    step: int
+    gradient: dict[str, float]
+
+
+class GradientDoctor(Watcher):
+    """Looks at every so many steps of a training, and examines the model now and then.
+
+    A look takes the gradients that the training has made. An examination is a `diagnose` at the
+    last inputs; it runs by itself as long as all of them take no more than a `share` of the
+    training. `examine()` runs one at once. A fault is told by a `GradientWarning`. Print the doctor
+    to read what it knows.
+
+    Args:
+        model: any `nn.Module`.
+        optimizer: whose steps count, in a `with` block; without one, call `step()` after each.
+        every: steps from one look to the next.
+        share: of the time of the training that examinations may take; 0 for none by themselves.
+        loss: output -> a number, as `diagnose` takes it.
+
+    Attributes:
+        findings: every `Finding` so far, once each.
+        diagnoses: the `Diagnosis` of each examination.
+        looks: the gradients at each look.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 1)), torch.randn(8, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with hdnn.analysis.GradientDoctor(model, optimizer=optimizer, share=0.0) as doctor:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         model(x).square().mean().backward()
+        ...         loss = optimizer.step()
+        >>> doctor.examine().healthy, len(doctor.looks)
+        (True, 1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 100,
+        share: float = SHARE,
+        loss: Any = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"a doctor watches an nn.Module, but got {type(model).__name__}.")
+        super().__init__(optimizer, every, share)
+        self.model = unwrapped(model)
+        self.loss = loss
+        self.inputs: Any = None
+        self.looks: list[Look] = []
+        self.diagnoses: list[Diagnosis] = []
+        self.findings: list[Finding] = []
+        self.handles.append(self.model.register_forward_pre_hook(self._keep, with_kwargs=True))
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not args or not options:
+            self.inputs = args or options
+
+    def look(self) -> None:
+        """Record the gradients as they are now, and examine the model if there is time."""
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = float(parameter.grad.norm())
+        self.looks.append(Look(self.steps, gradients))
+        bad = [name for name, size in gradients.items() if not math.isfinite(size)]
+        if bad:
+            text = f"At step {self.steps} the gradient of {bad[0]} is not finite."
+            self._tell(Finding("not finite", bad[0], text))
+        elif self.share and self.inputs is not None and self.affordable(self._expected()):
+            self.examine()
+
+    def _expected(self) -> float:
+        """The seconds that an examination takes: as the last one, or as many steps of training."""
+        if self.diagnoses:
+            return self.diagnoses[-1].seconds
+        return EXPECTED * (time.perf_counter() - self.start) / self.steps
+
+    def examine(self) -> Diagnosis:
+        """Diagnose the model as it is now, at its last inputs."""
+        if self.inputs is None:
+            raise OptionError("the doctor has seen no inputs yet: let the model run once first.")
+        diagnosis = diagnose(self.model, self.inputs, loss=self.loss)
+        self.diagnoses.append(diagnosis)
+        for fault in diagnosis.faults:
+            self._tell(fault)
+        return diagnosis
+
+    def _tell(self, finding: Finding) -> None:
+        if self.warn(f"{finding.kind} {finding.layer}", finding.sentence):
+            self.findings.append(finding)
+
+    @property
+    def healthy(self) -> bool:
+        """True if the model was examined, and nothing was found then or in between."""
+        return not self.findings and bool(self.diagnoses) and self.diagnoses[-1].healthy
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.looks)} looks and {len(self.diagnoses)} examinations in {self.steps} steps",
+            *map(str, self.findings),
+            str(self.diagnoses[-1]) if self.diagnoses else "NOT EXAMINED so far: call examine().",
+        ]
+        return "\n".join(lines)

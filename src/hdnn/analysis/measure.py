@@ -1,0 +1,287 @@
+"""The norms of dy_N/dy_j at some states, and how far rounding can have moved them.
+
+Vectors have their matrices multiplied layer by layer in closed form. Images and blocks of any
+modules are multiplied by vectors (Lanczos), so that their norms are lower bounds. What a module
+really computes is compared with its layers in turn: a hook or a method of its own that changes
+values or gradients makes the measurement worthless, and `trouble` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hdnn import activations, engine
+from hdnn.analysis.lanczos import Chain, Derivative, unit_layers
+from hdnn.analysis.sensitivity import (
+    backward_factors,
+    norms,
+    singular_values,
+    steps_of,
+    symplectic_defect,
+    trajectory,
+)
+from hdnn.errors import HDNNError
+from hdnn.networks import HamiltonianUnit, Network
+
+SAME = 1e-6  # relative difference of two ways to compute the same
+HIDDEN = 0.01  # relative: with a larger error bound, nothing can be concluded
+LARGE = 1e100  # entries of a product that are scaled down
+LAYERS = 6  # of images and blocks, at the most
+FEW = 3  # samples of these, at the most
+STEPS = 8  # of Lanczos; if they see a norm below 1, take
+MORE_STEPS = 64
+CHANGED = (
+    "what it computes, or its gradient, is not that of its layers in turn: a hook, a method of "
+    "its own or random numbers change it"
+)
+
+
+@dataclass
+class Measured:
+    """Norms (L+1, B) of dy_N/dy_j for some layers j and for j = N; NaN where not computed."""
+
+    depth: int
+    features: int
+    layers: list[int]
+    norms: Tensor
+    slack: Tensor  # (L, B): the relative distance that rounding can have moved a norm
+    trouble: str = ""
+    complete: bool = True  # False if norms are lower bounds that may be too small
+    smallest: float | None = None  # singular value
+    defect: float | None = None  # of symplecticity, the largest of all layers
+    symplectic: bool | None = None
+    end: Tensor | None = None  # dy_N/dy_0: (B, n, n)
+
+
+# Vectors
+
+
+@torch.no_grad()
+def measure_network(net: Network, y: Tensor) -> Measured:
+    """All norms of a network in float64 at states y (B, n)."""
+    with engine.use(engine="reference", backprop="stored"):
+        states = trajectory(net, y)
+        result = _measure_matrices(net, states)
+        if result.end is not None:
+            u = _random(y)
+            gradient = (result.end @ u.unsqueeze(-1)).squeeze(-1)
+            if _differs(net, y, u, states[-1], gradient):
+                result.trouble = CHANGED
+    return result
+
+
+def _measure_matrices(net: Network, states: Tensor) -> Measured:
+    N, B, n = net.layers, *states.shape[1:]
+    eps = torch.finfo(states.dtype).eps
+    J = _constant_J(net)
+    size = _factor_sizes(net)
+    P = torch.eye(n, dtype=states.dtype).repeat(B, 1, 1)
+    scale = states.new_zeros(B)  # dy_N/dy_j = P exp(scale)
+    sizes = states.new_full((N + 1, B), torch.nan)
+    sizes[N] = 1.0
+    moved = states.new_zeros(B)
+    slack = states.new_zeros(N, B)
+    result = Measured(N, n, list(range(N)), sizes, slack)
+    result.symplectic = None if J is None else True
+    least = 1.0
+    for j, M in backward_factors(net, states):
+        P, scale = _rescaled(M @ P, scale)
+        values = singular_values(P)
+        growth = scale.exp()
+        sizes[j] = values[:, 0] * growth
+        # Layer j moves Phi_j by eps |Phi_{j+1}| |Phi_j^-1| times the size of its factors.
+        inverse = values[:, -1].clamp_min(eps * values[:, 0]) * growth
+        moved = moved + size[j] * sizes[j + 1] / inverse
+        slack[j] = (4 * n * eps * (1 + moved)).nan_to_num(torch.inf)
+        least = min(least, float((values[:, -1] * growth).nan_to_num(torch.inf).min()))
+        if J is not None:
+            _see_symplecticity(result, M, J, 64 * n * eps * size[j])
+    sizes[:-1, ~states.isfinite().all(-1).all(0)] = torch.nan
+    result.smallest = least
+    if bool(sizes.isfinite().all()):
+        result.end = P * scale.exp()[:, None, None]
+    else:
+        result.trouble = _why_not_finite(net, states)
+    return result
+
+
+def _see_symplecticity(result: Measured, M: Tensor, J: Tensor, error: Tensor) -> None:
+    """Compare the defect of one layer with the rounding of M, which is off by `error`."""
+    defects = symplectic_defect(M, J).nan_to_num(0.0)
+    allowed = error / norms(M).clamp_min(1.0)
+    result.defect = max(result.defect or 0.0, float(defects.max()))
+    if bool((defects > allowed).any()):
+        result.symplectic = False
+    elif bool((allowed > HIDDEN).any()) and result.symplectic:
+        result.symplectic = None
+
+
+def _rescaled(P: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same P exp(scale), with entries of P that are not very large."""
+    largest = P.abs().amax((1, 2))
+    large = (largest > LARGE) & largest.isfinite()
+    factor = largest.where(large, 1.0)
+    return P / factor[:, None, None], scale + factor.log()
+
+
+def _constant_J(net: Network) -> Tensor | None:
+    """The J of all layers, if the network is symplectic with respect to one."""
+    if not net.symplectic:
+        return None
+    J = net.field()["J"]
+    return J if J.ndim == 2 else None
+
+
+def _factor_sizes(net: Network) -> Tensor:
+    """The product of the norms of all factors of each dy_{j+1}/dy_j: (N,), at least 1."""
+    if not hasattr(net, "h"):
+        return torch.ones(net.layers)
+    try:
+        shears = activations.get(net.activation).S * net.shear_norms()
+        return (1 + shears).reshape(-1, net.layers).prod(0)
+    except HDNNError:  # its layers are not made of shears
+        size = 1 + steps_of(net) * net.field_rates()
+        return size**3 if net.implicit else size
+
+
+def _why_not_finite(net: Network, states: Tensor) -> str:
+    for name, weight in net.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"the weight {name} is not finite"
+    finite = states.isfinite().all(-1).all(-1)
+    if bool(finite.all()):
+        return "norms are beyond the largest float64"
+    return f"states are not finite from layer {int((~finite).nonzero()[0])} on"
+
+
+def _differs(module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor) -> bool:
+    """True if a module's value, or the gradient of its product with u, is another one."""
+    with torch.enable_grad():
+        leaf = y.detach().clone().requires_grad_()
+        out = module(leaf)
+        if not isinstance(out, Tensor) or out.shape != end.shape or not out.requires_grad:
+            return True
+        (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
+    return g is None or not (_close(out.detach(), end) and _close(g, gradient))
+
+
+def _random(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1)).to(like)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    finite = a.isfinite() & b.isfinite()
+    size = b.where(finite, 0.0).abs().max()
+    return bool(((a - b).where(finite, 0.0).abs() <= SAME * size + 1e-290).all())
+
+
+# Images and blocks of any modules
+
+
+class Call(NamedTuple):
+    """The state and the further arguments that a unit or a block is called with."""
+
+    y: Tensor
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def measure_layers(module: Any, call: Call, *, promised: bool) -> Measured:
+    """Norms of a unit or of blocks in float64, for a few layers and samples, by Lanczos.
+
+    Lanczos starts from one sample. If samples do not depend on each other, it sees that sample's
+    matrix alone, and otherwise that of the whole batch, which is one state.
+    """
+    y, args, options = call
+    if not args and not options:
+        y = y[_spread(len(y), FEW)]
+    with sdpa_kernel(SDPBackend.MATH), engine.use(engine="reference", backprop="stored"):
+        functions = [
+            lambda y, layer=layer: layer(y, *args, **options) for layer in _layers_of(module)
+        ]
+        chain = Chain(functions, y)
+        layers = _spread(len(functions), LAYERS)
+        sizes = y.new_ones(len(layers) + 1, min(len(y), FEW))
+        slack = torch.full_like(sizes[:-1], 1e-9 + 100 * _rounding(chain, y))
+        result = Measured(len(functions), y[0].numel(), layers, sizes, slack)
+        result.complete = _measure_chain(chain, y, layers, sizes, STEPS)
+        if promised and not result.complete and bool((sizes < 1).any()):
+            result.complete = _measure_chain(chain, y, layers, sizes, MORE_STEPS)
+        result.trouble = _chain_trouble(module, Call(y, args, options), chain, result)
+        if getattr(module, "symplectic", False):
+            result.defect = _block_defect(chain, y, module.dim)
+            result.symplectic = result.defect <= float(slack[0, 0])
+    return result
+
+
+def _layers_of(module: Any) -> list[Any]:
+    """The layers of a unit, the blocks of a stack, or a block alone."""
+    if isinstance(module, HamiltonianUnit):
+        return unit_layers(module)
+    return list(module) if hasattr(module, "__len__") else [module]
+
+
+def _measure_chain(chain: Chain, y: Tensor, layers: list[int], sizes: Tensor, steps: int) -> bool:
+    """Fill in the largest singular values; True if all are exact up to rounding."""
+    complete = True
+    for column, i in enumerate(_spread(len(y), FEW)):
+        start = torch.zeros_like(y)
+        start[i] = _random(y[i])
+        for row, j in enumerate(layers):
+            ritz = chain.extremes(start, j, steps)
+            sizes[row, column] = ritz.largest
+            complete = complete and ritz.complete
+    return complete
+
+
+def _chain_trouble(module: Any, call: Call, chain: Chain, result: Measured) -> str:
+    if not bool(result.norms.isfinite().all()):
+        return "a state or a derivative is not finite"
+    if float(result.slack[0, 0]) > HIDDEN:
+        return "its modules compute in too coarse a precision"
+    end = chain.end
+    u = _random(end)
+    g = u
+    after = getattr(module, "after", None)  # a normalisation behind the layers of a unit
+    if after is not None:
+        M = Derivative(after, end)
+        end = M.out
+        g = M.backwards(u)
+
+    def run(y: Tensor) -> Tensor:
+        return module(y, *call.args, **call.options)
+
+    return CHANGED if _differs(run, call.y, u, end, chain.backwards(g)) else ""
+
+
+def _rounding(chain: Chain, y: Tensor) -> float:
+    """The relative difference of u . (M v) and (M^T u) . v."""
+    u = _random(y)
+    v = chain.backwards(u)
+    square = float(v.square().sum())
+    return abs(float((u * chain.forwards(v)).sum()) - square) / max(square, 1e-300)
+
+
+def _block_defect(chain: Chain, y: Tensor, dim: int) -> float:
+    """|Phi^T J Phi u - J u| for a random u and the canonical J, relative to |Phi u|^2."""
+    u = _random(y)
+    u = u / u.norm()
+    v = chain.backwards(u)
+    difference = chain.forwards(_turned(v, dim)) - _turned(u, dim)
+    return float(difference.norm()) / max(1.0, float(v.norm()) ** 2)
+
+
+def _turned(v: Tensor, dim: int) -> Tensor:
+    """J v for the canonical J."""
+    p, q = v.chunk(2, dim)
+    return torch.cat([-q, p], dim)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of 0 .. count - 1, evenly spread, with the first and the last."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long().tolist()

@@ -1,0 +1,270 @@
+"""What the doctor looks for: vanishing, exploding, dead, saturated, detached, unused, not finite.
+
+A rule is a function of an `Examination`, which holds all that was measured of a model on some
+inputs. Thresholds are meant for models of any kind: they leave out what is unusual but harmless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+VANISHED = 1e-4
+SHRUNK = 1e-2  # no gain above this counts as vanished
+FAINT = 1e-3  # a state this small has died out, in whatever units the inputs are
+EXPLODED = 1e3
+GROWN = 100.0  # states that grow by so much, and to so much, explode with the gradient
+DEAD = 0.5  # of the units of a healthy layer of ReLU can be off for all samples
+MOSTLY_DEAD = 0.85
+RARE = 1e-4  # how unlikely so many dead units must be by chance
+SATURATED = 0.8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing: where it is, in a sentence, with its figures.
+
+    Attributes:
+        kind: "vanishing", "exploding", "dead units", "saturated", "detached", "unused" or "not
+            finite".
+        layer: the module where it is.
+        sentence: what is wrong.
+        figures: the numbers behind the sentence.
+        fault: False for a note, which may well be meant.
+        layers: all layers that it holds for.
+    """
+
+    kind: str
+    layer: str
+    sentence: str
+    figures: dict[str, float] = field(default_factory=dict)
+    fault: bool = True
+    layers: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    def __str__(self) -> str:
+        return f"{'FAULT' if self.fault else 'note'}: {self.sentence}"
+
+
+@dataclass
+class LayerGain:
+    """A state y_j on the way through a model, and what is left of a random gradient there.
+
+    Attributes:
+        layer: the module that makes the state.
+        size: the norm of the state.
+        rms: the root of the mean square of its entries.
+        gain: the size of the gradient at y_j for one of size 1 at y_N.
+        own: the part of the gradient at y_j that the layer lets through to y_{j-1}.
+    """
+
+    layer: str
+    size: float
+    rms: float
+    gain: float
+    own: float = 1.0
+
+
+@dataclass
+class ActivationCount:
+    """How many units and entries of an activation inside a module lie where it is flat."""
+
+    module: str
+    operation: str
+    one_sided: bool = False
+    entries: int = 0
+    flat: int = 0
+    samples: int = 0
+    units: int = 0
+    dead: int = 0  # units that are flat for all samples
+    always: int = 0  # units that are flat for none
+    active: float = 0.0  # the share of samples for which the other units are not flat
+
+
+@dataclass
+class Examination:
+    """All that was measured of a model on some inputs."""
+
+    layers: list[LayerGain] = field(default_factory=list)  # up to y_N, which enters the head
+    activations: list[ActivationCount] = field(default_factory=list)
+    not_finite: str = ""  # the first module that makes NaN or infinity of finite inputs
+    bad_gradient: str = ""  # the last state whose gradient is not finite
+    detached: list[str] = field(default_factory=list)  # modules that cut the gradient off
+    unused: list[str] = field(default_factory=list)  # parameters that nothing depends on
+    unknown: list[str] = field(default_factory=list)
+
+
+def judge(seen: Examination) -> list[Finding]:
+    """All findings, faults first."""
+    findings = [*not_finite(seen)]
+    if not findings:
+        for rule in (detached, dead, saturated, vanishing, exploding, unused):
+            findings += rule(seen)
+    return sorted(findings, key=lambda finding: not finding.fault)
+
+
+def not_finite(seen: Examination) -> Iterator[Finding]:
+    if seen.not_finite:
+        yield Finding(
+            "not finite",
+            seen.not_finite,
+            f"{seen.not_finite} gives NaN or infinity for inputs that are finite; nothing after it "
+            "can be trained.",
+        )
+    elif seen.bad_gradient:
+        yield Finding(
+            "not finite",
+            seen.bad_gradient,
+            "The output is finite, but the gradient becomes NaN or infinite on its way back "
+            f"through {seen.bad_gradient}: a root, a norm or a division at zero does that.",
+        )
+
+
+def detached(seen: Examination) -> Iterator[Finding]:
+    if seen.detached:
+        name = seen.detached[-1]
+        yield Finding(
+            "detached",
+            name,
+            f"The output depends on weights at {name} or before, but no gradient leads back to "
+            "them: look for detach(), no_grad(), .data, argmax or rounding there.",
+            layers=tuple(seen.detached),
+        )
+
+
+def dead(seen: Examination) -> Iterator[Finding]:
+    names = [a.module for a in seen.activations if a.one_sided and _is_dead(a)]
+    if names:
+        first = next(a for a in seen.activations if a.module == names[0] and _is_dead(a))
+        others = len(set(names)) - 1
+        more = f" (and so in {others} other layers)" if others else ""
+        yield Finding(
+            "dead units",
+            names[0],
+            f"{first.dead} of {first.units} units of {first.operation} in {names[0]} are off for "
+            f"all samples{more}: no gradient comes through them.",
+            {"dead": float(first.dead), "units": float(first.units)},
+            layers=tuple(dict.fromkeys(names)),
+        )
+
+
+def _is_dead(a: ActivationCount) -> bool:
+    """True if half of the units or more are dead, and more than chance explains.
+
+    Half of the units may be off where all samples are alike, but then as many are always on. Where
+    samples differ, a unit is off for all of them as often as those that live are off for one.
+    """
+    if a.dead < DEAD * a.units:
+        return False
+    alike = _tail(a.units, a.dead, DEAD) if a.dead >= MOSTLY_DEAD * a.units else 1.0
+    uneven = _tail(a.dead + a.always, a.dead, 0.5)
+    unlucky = _tail(a.units, a.dead, (1 - a.active) ** a.samples)
+    return min(alike, max(uneven, unlucky)) < RARE
+
+
+def _tail(n: int, k: int, p: float) -> float:
+    """The chance of k or more of n, by a normal distribution where n is large."""
+    if n > 1000:
+        spread = math.sqrt(max(2 * n * p * (1 - p), 1e-300))
+        return 0.5 * math.erfc((k - 0.5 - n * p) / spread)
+    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+
+
+def saturated(seen: Examination) -> Iterator[Finding]:
+    for a in seen.activations:
+        if a.one_sided or a.entries < 8 or a.flat < SATURATED * a.entries:
+            continue
+        share = a.flat / a.entries
+        yield Finding(
+            "saturated",
+            a.module,
+            f"{share:.0%} of the {a.operation} in {a.module} lie where it is flat: gradients do "
+            "not come through.",
+            {"share": share},
+        )
+
+
+def vanishing(seen: Examination) -> Iterator[Finding]:
+    """In units of the two states, so that the scale of inputs is no fault."""
+    if not seen.layers:
+        return
+    last = seen.layers[-1]
+    for k, state in enumerate(seen.layers[:-1]):
+        relative = state.gain * _ratio(state.size, last.size)
+        faint = state.gain < VANISHED and last.rms < FAINT
+        if faint or (relative < VANISHED and state.gain < SHRUNK):
+            between = seen.layers[k + 1 :]
+            yield _vanished(between, state)
+            return
+
+
+def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
+    """The layers that shrink gradients: the one that stands out, or all that take part."""
+    logs = [math.log(min(max(layer.own, 1e-300), 1.0)) for layer in between]
+    worst = min(logs)
+    blamed = [between[logs.index(worst)]]
+    if worst > 0.5 * sum(logs):
+        blamed = [layer for layer, log in zip(between, logs, strict=True) if log <= 0.5 * worst]
+    rate = median(layer.own for layer in blamed)
+    names = list(dict.fromkeys(layer.layer for layer in blamed))
+    where = f"{names[0]} lets"
+    if len(names) > 1:
+        where = f"each of {len(names)} layers from {names[0]} to {names[-1]} lets"
+    return Finding(
+        "vanishing",
+        names[0],
+        f"The gradient vanishes: {where} through {_few(rate)} of it, and {_few(first.gain)} is "
+        f"left at {first.layer}.",
+        {"left": first.gain, "a layer": rate},
+        layers=tuple(names),
+    )
+
+
+def exploding(seen: Examination) -> Iterator[Finding]:
+    if not seen.layers:
+        return
+    last = seen.layers[-1]
+    for k, state in enumerate(seen.layers[:-1]):
+        grown = last.rms > GROWN * max(state.rms, 1.0)
+        relative = state.gain * _ratio(state.size, last.size)
+        if state.gain > EXPLODED and (grown or relative > EXPLODED):
+            between = seen.layers[k + 1 :]
+            most = max(between, key=lambda layer: layer.own)
+            yield Finding(
+                "exploding",
+                most.layer,
+                f"The gradient explodes: {most.layer} multiplies it by {most.own:.3g}, and by "
+                f"{state.gain:.2g} in all on the way back to {state.layer}. Smaller weights or a "
+                "normalisation there help.",
+                {"in all": state.gain, "a layer": most.own},
+                layers=tuple(layer.layer for layer in between if layer.own > 1),
+            )
+            return
+
+
+def unused(seen: Examination) -> Iterator[Finding]:
+    if seen.unused:
+        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused))
+        yield Finding(
+            "unused",
+            modules[0],
+            f"{', '.join(modules[:5])}{' and more' if len(modules) > 5 else ''}: not called on "
+            "these inputs, and the output does not depend on the weights there.",
+            {"parameters": float(len(seen.unused))},
+            fault=False,
+            layers=tuple(modules),
+        )
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else math.inf
+
+
+def _few(value: float) -> str:
+    return "nothing" if value == 0 else f"{value:.2g}"

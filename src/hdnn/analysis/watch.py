@@ -1,0 +1,264 @@
+"""Watch gradients through a training, in any loop: when to look, and what looks show."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from hdnn import plotting
+from hdnn.analysis.certificate import over_samples
+from hdnn.analysis.sensitivity import backward_sensitivity, exact, norms
+from hdnn.errors import OptionError, ShapeError, choose, positive_int
+from hdnn.networks import Network
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHARE = 0.04  # of the training time that looks of a monitor may take
+GROWTH = 1.1  # of the steps, after which it looks whatever that takes
+SAMPLES = 64
+NAMES = ("smallest", "median", "largest", "of_mean")
+VANISHED = 1e-6
+EXPLODED = 1e6
+
+
+class GradientWarning(UserWarning):
+    """Gradients that vanish, explode or cannot be computed, seen by a monitor or a doctor."""
+
+
+class Watcher:
+    """Counts the steps of a training, and calls `look` at some of them.
+
+    In a `with` block it counts the steps of an optimiser; otherwise call `step()` after each.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, every: int | None, share: float
+    ) -> None:
+        self.optimizer = optimizer
+        self.every = None if every is None else positive_int("every", every)
+        self.share = share
+        self.steps = 0
+        self.last = 0  # the step of the last look
+        self.spent = 0.0
+        self.start = time.perf_counter()
+        self.warned: list[str] = []
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        if self.optimizer is not None:
+            self.handles.append(self.optimizer.register_step_post_hook(lambda *_: self.step()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take all hooks away again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def step(self) -> None:
+        """Count a step of the training, and look if it is time to."""
+        self.steps += 1
+        if self._due():
+            begun = time.perf_counter()
+            self.look()
+            self.last = self.steps
+            self.spent += time.perf_counter() - begun
+
+    def look(self) -> Any:
+        """Look at the gradients as they are now."""
+        raise NotImplementedError
+
+    def _due(self) -> bool:
+        if self.every is not None:
+            return (self.steps - 1) % self.every == 0
+        return self.steps >= GROWTH * self.last or self.affordable()
+
+    def affordable(self, seconds: float = 0.0) -> bool:
+        """True if all looks have taken no more than their share of the time."""
+        training = time.perf_counter() - self.start - self.spent
+        return self.spent + seconds <= self.share * training
+
+    def warn(self, what: str, text: str) -> bool:
+        """Warn of something for the first time."""
+        if what in self.warned:
+            return False
+        self.warned.append(what)
+        warnings.warn(f"step {self.steps}: {text}", GradientWarning, stacklevel=4)
+        return True
+
+
+@dataclass(frozen=True)
+class Record:
+    """One look at the norms of dy_N/dy_j, for layers j = 0 .. N, over the samples.
+
+    Samples that could not be computed are left out, except that the largest norm is then infinite.
+    """
+
+    step: int
+    smallest: list[float]
+    median: list[float]
+    largest: list[float]
+    of_mean: list[float]  # the norm of the mean of all samples' matrices, which the paper shows
+    missing: int  # samples that could not be computed
+
+
+class GradientMonitor(Watcher):
+    """Records norm(dy_N/dy_j) of a network every few steps of a training.
+
+    It is a callback of `hdnn.training.fit`, or watches an optimiser in a `with` block around any
+    other loop. A `GradientWarning` tells when gradients vanish or explode for the first time. Print
+    the monitor for a summary, or see `plot()`, `table()` and `to_csv()`.
+
+    Args:
+        model: a `hdnn.Model` or a network; a callback of `fit` gets it from there.
+        x: samples to look at: inputs of a model, states of a network.
+        every: steps from one look to the next. By default it looks often, as long as that takes
+            little of the time, and after each tenth more steps.
+        samples: the most samples of x to look at.
+        optimizer: whose steps count, in a `with` block; without one, call `step()` after each.
+
+    Attributes:
+        records: one for each look: its step, and for each layer the smallest, median and largest
+            norm over the samples, and the norm of their mean matrix.
+        findings: the sentences of its warnings.
+
+    Examples:
+        >>> import hdnn, torch
+        >>> net, x = hdnn.H2(features=4, layers=16), torch.randn(32, 4)
+        >>> optimizer = torch.optim.Adam(net.parameters())
+        >>> with hdnn.analysis.GradientMonitor(net, x, every=5, optimizer=optimizer) as monitor:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         net(x).square().mean().backward()
+        ...         loss = optimizer.step()
+        >>> monitor.recorded_steps
+        [1, 6]
+        >>> bool((monitor.table("smallest") >= 1 - 1e-9).all())
+        True
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        x: Tensor | None = None,
+        *,
+        every: int | None = None,
+        samples: int = SAMPLES,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        if not isinstance(x, Tensor) or x.ndim < 1 or not x.numel():
+            raise ShapeError("x must be a tensor with the samples to look at, at least one.")
+        super().__init__(optimizer, every, SHARE)
+        self.model = model
+        self.x = x.detach().reshape(-1, x.shape[-1])[: positive_int("samples", samples)]
+        self.records: list[Record] = []
+        self.findings: list[str] = []
+
+    def __call__(self, moment: Any) -> None:
+        """As a callback of `hdnn.training.fit`."""
+        self.model = moment.model
+        self.step()
+
+    @torch.no_grad()
+    def look(self) -> Record:
+        """Record the gradients as they are now, and return the record."""
+        net = getattr(self.model, "net", self.model)
+        if not isinstance(net, Network):
+            raise OptionError(
+                "a monitor watches a hdnn.Model or a network; give it one, or use it as a callback "
+                f"of fit, but got {type(self.model).__name__}."
+            )
+        model = exact(self.model)
+        y = self.x.to("cpu", torch.float64)
+        if model is not net and hasattr(model, "embed"):
+            y = model.embed(y)
+        Phi = backward_sensitivity(getattr(model, "net", model), y)
+        sizes = norms(Phi)
+        lost = sizes.isnan().any(0)
+        sizes[:, lost] = torch.nan
+        smallest, median, largest = over_samples(sizes)
+        if bool(lost.any()):
+            largest[:-1] = torch.inf
+        of_mean = norms(Phi[:, ~lost].mean(1))
+        curves = [curve.tolist() for curve in (smallest, median, largest, of_mean)]
+        record = Record(self.steps, *curves, missing=int(lost.sum()))
+        self.records.append(record)
+        self._judge(record)
+        return record
+
+    def _judge(self, record: Record) -> None:
+        """Warn the first time that gradients vanish, explode or cannot be computed."""
+        small = [j for j, norm in enumerate(record.median[:-1]) if norm < VANISHED]
+        large = [j for j, norm in enumerate(record.largest[:-1]) if norm > EXPLODED]
+        if small:
+            self._say(
+                "vanish",
+                f"gradients vanish: half of the samples have less than {VANISHED:g} of the "
+                f"gradient left from layer {max(small)} down; H2 and its relatives cannot do that.",
+            )
+        if record.missing:
+            self._say(
+                "missing",
+                f"the gradients of {record.missing} of {len(self.x)} samples cannot be computed: "
+                "states or weights are not finite.",
+            )
+        elif large:
+            self._say(
+                "explode",
+                f"gradients explode: they grow by {max(record.largest[:-1]):.2g} on the way back, "
+                f"by more than {EXPLODED:g} from layer {max(large)} down; use a smaller step h or "
+                "smaller weights.",
+            )
+
+    def _say(self, what: str, text: str) -> None:
+        if self.warn(what, text):
+            self.findings.append(text)
+
+    def table(self, name: str = "smallest") -> Tensor:
+        """One of the recorded norms as (records, N+1): smallest, median, largest or of_mean."""
+        choose("name", name, NAMES)
+        rows = [getattr(record, name) for record in self.records]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    @property
+    def recorded_steps(self) -> list[int]:
+        """The steps at which it looked."""
+        return [record.step for record in self.records]
+
+    def to_csv(self) -> str:
+        """All records as text: step, layer, and the norms over the samples."""
+        lines = [f"step,layer,{','.join(NAMES)}"]
+        for record in self.records:
+            columns = zip(*(getattr(record, name) for name in NAMES), strict=True)
+            for j, values in enumerate(columns):
+                lines.append(f"{record.step},{j}," + ",".join(f"{value:.6g}" for value in values))
+        return "\n".join([*lines, ""])
+
+    def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:
+        """Draw the norms over steps and layers as colours, into `ax` or a new figure.
+
+        Args:
+            ax: the Axes to draw into.
+            name: what is shown of the samples, as in `table`.
+        """
+        return plotting.gradient_surface(self, ax, name=name)
+
+    def __str__(self) -> str:
+        if not self.records:
+            return "no gradients recorded yet"
+        low = float(self.table("smallest")[:, :-1].nan_to_num(torch.inf).min())
+        high = float(self.table("largest")[:, :-1].max())
+        text = (
+            f"{len(self.records)} looks in {self.steps} steps, {len(self.x)} samples: "
+            f"norm(dy_N/dy_j) from {low:.6g} to {high:.6g}"
+        )
+        return "\n".join([text, *self.findings])

@@ -1,0 +1,154 @@
+"""Costs of a closed loop: distance, effort, collisions, roughness in time, energy at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdnn.control.loop import ClosedLoop
+from hdnn.errors import OptionError, ShapeError
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A weighted sum of terms, called with the loop and a trajectory; a mean over all samples.
+
+    With h the step and T the time at the end of the horizon:
+
+    - `state`: `h sum_j discount^(T - t_j) |z_j - rest|^2`, the distance of plants from their rest
+    - `effort`: `h sum_j |u_j|^2`
+    - `barrier`: `h sum_j 1/(d^2 + 0.001)` for pairs of agents at a distance d below `distance`,
+      less its value at that distance, so that it has no jump there
+    - `smoothness`: `sum_t |K_t+1 - K_t|^2 + |b_t+1 - b_t|^2` of the controllers
+    - `end`: the energy in the last state, which bounds all that follows
+
+    Args:
+        state: weight of the distance.
+        discount: of the distance, above 0 and at most 1.
+        effort: weight of the effort.
+        barrier: weight of the barrier.
+        distance: below which the barrier acts.
+        smoothness: weight of the smoothness.
+        end: weight of the energy at the end.
+        pairs: agents that the barrier compares; by default all.
+        dimensions: an agent's first states are its position.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> loop = control.ClosedLoop(
+        ...     control.robots(torch.zeros(2, 2)), control.Controller(2, steps=10)
+        ... )
+        >>> trajectory = loop(loop.start(torch.randn(3, 2, 4)))
+        >>> sorted(control.Cost().terms(loop, trajectory))
+        ['barrier', 'effort', 'end', 'smoothness', 'state']
+    """
+
+    state: float = 1.0
+    discount: float = 0.95
+    effort: float = 0.05
+    barrier: float = 300.0
+    distance: float = 1.2
+    smoothness: float = 1e-3
+    end: float = 10.0
+    pairs: Pairs | None = None
+    dimensions: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("state", "effort", "barrier", "smoothness", "end"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise OptionError(f"{name} must be >= 0, but is {getattr(self, name)}.")
+        if not 0 < self.discount <= 1:
+            raise OptionError(f"discount must be above 0, at most 1, but is {self.discount}.")
+
+    def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        """The cost of a trajectory `(steps + 1, *batch, N, n)` from step 0 on."""
+        return torch.stack(list(self.terms(loop, trajectory).values())).sum()
+
+    def terms(self, loop: ClosedLoop, trajectory: Tensor) -> dict[str, Tensor]:
+        """The terms of the sum by name, each times its weight; 0 for a weight of 0."""
+        terms = {
+            "state": self._state,
+            "effort": self._effort,
+            "barrier": self._barrier,
+            "smoothness": self._smoothness,
+            "end": self._end,
+        }
+        values = {}
+        for name, term in terms.items():
+            weight = getattr(self, name)
+            value = term(loop, trajectory) if weight else trajectory.new_zeros(())
+            values[name] = weight * value
+        return values
+
+    def _state(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        apart = trajectory[..., : loop.plant.states] - loop.plant.rest().to(trajectory)
+        squares = apart.square().sum((-2, -1)).reshape(len(trajectory), -1).mean(1)
+        left = loop.controller.steps - torch.arange(len(trajectory), device=squares.device)
+        discounts = self.discount ** (loop.step * left.clamp(min=0).to(squares))
+        return loop.step * (discounts * squares).sum()
+
+    def _effort(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        inputs = loop.inputs(trajectory)
+        return loop.step * inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1).sum()
+
+    def _barrier(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        squares = squared_distances(trajectory, self.dimensions, self.pairs)
+        far = self.distance**2
+        near = squares[squares < far]  # most pairs are far from each other
+        price = (1 / (near + 1e-3) - 1 / (far + 1e-3)).sum()
+        return loop.step * price / trajectory.shape[1:-2].numel()
+
+    def _smoothness(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        controller = loop.controller
+        return controller.K.diff(dim=0).square().sum() + controller.b.diff(dim=0).square().sum()
+
+    def _end(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
+        return loop.energy(trajectory[-1], len(trajectory) - 2).mean()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        return asdict(self)
+
+
+def collisions(
+    trajectory: Tensor, distance: float = 0.5, *, dimensions: int = 2, pairs: Pairs | None = None
+) -> Tensor:
+    """True for each sample in which two agents come closer than a distance, `(*batch,)`.
+
+    A position that is not finite is a collision.
+
+    Args:
+        trajectory: states `(steps + 1, *batch, N, n)`, positions first.
+        distance: below which it is a collision.
+        dimensions: the number of coordinates of a position.
+        pairs: agents to compare; by default all.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> apart = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).expand(5, 1, 2, 2)
+        >>> control.collisions(apart), control.collisions(apart, distance=4.0)
+        (tensor([False]), tensor([True]))
+    """
+    squares = squared_distances(trajectory, dimensions, pairs)
+    return ~(squares >= distance**2).all(-1).all(0)
+
+
+def squared_distances(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor:
+    """Squared distances of pairs of agents in states `(*batch, N, n)`: `(*batch, pairs)`."""
+    N, n = y.shape[-2:]
+    if not 1 <= dimensions <= n:
+        raise ShapeError(f"an agent has {n} states, so that {dimensions} are not a position.")
+    if pairs is None:
+        i, k = torch.triu_indices(N, N, 1, device=y.device)
+    else:
+        i, k = torch.tensor(pairs, dtype=torch.long, device=y.device).view(-1, 2).unbind(1)
+    q = y[..., :dimensions]
+    return (q[..., i, :] - q[..., k, :]).square().sum(-1)

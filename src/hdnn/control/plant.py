@@ -1,0 +1,351 @@
+"""Plants: agents with an energy, ports, and skew couplings between neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import activations
+from hdnn.errors import OptionError, ShapeError
+
+Edges = tuple[tuple[int, int], ...]
+
+ROUNDING = 1e-12  # relative: how far from skew or semidefinite a matrix may be
+
+
+class Plant(nn.Module):
+    """N agents `z_i' = (J_i - R_i) dH/dz_i + sum_k C_ik dH/dz_k + g_i u_i`, `y_i = g_i^T dH/dz_i`.
+
+    The energy of an agent is the sum of `s(A_i z_i + a_i)` over its rows, where s is the integral
+    of an activation: x^2/2 of the identity, 1 - cos x of sin (a pendulum), log cosh x of tanh (a
+    spring whose force has a limit). Agents k along an edge of i act on it by `C_ik`, and i acts
+    back by `-C_ik^T`, so that they pass energy on and make none. All of it is in float64.
+
+    Args:
+        A: rows of the energies, `(N, r, p)`.
+        J: skew-symmetric, `(N, p, p)`.
+        R: dissipation, symmetric and positive semidefinite, `(N, p, p)`.
+        g: ports, `(N, p, m)`: where the m inputs of an agent act.
+        a: offsets of the rows, `(N, r)`; by default 0.
+        links: pairs (i, k) of coupled agents.
+        couplings: `C_ik` for each pair, `(E, p, p)`.
+        activation: of the rows: one name, or a list of r names.
+        weights: positive factors of the energies of rows, `(N, r)`; by default 1.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> J = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]])  # one mass on a spring
+        >>> control.Plant(torch.eye(2)[None], J, 0 * J, torch.tensor([[[0.0], [1.0]]]))
+        Plant(1 agents of 2 states and 1 inputs, 0 links)
+    """
+
+    A: Tensor
+    a: Tensor
+    J: Tensor
+    R: Tensor
+    g: Tensor
+    couplings: Tensor
+    weights: Tensor
+
+    def __init__(
+        self,
+        A: Tensor,
+        J: Tensor,
+        R: Tensor,
+        g: Tensor,
+        *,
+        a: Tensor | None = None,
+        links: Sequence[tuple[int, int]] = (),
+        couplings: Tensor | None = None,
+        activation: str | Sequence[str] = "identity",
+        weights: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        A = _matrix("A", A, 3)
+        N, r, p = A.shape
+        if a is None:
+            a = torch.zeros(N, r)
+        if weights is None:
+            weights = torch.ones(N, r)
+        if couplings is None:
+            couplings = torch.zeros(len(links), p, p)
+        shapes = {
+            "J": (J, (N, p, p)),
+            "R": (R, (N, p, p)),
+            "g": (g, (N, p, g.shape[-1])),
+            "a": (a, (N, r)),
+            "weights": (weights, (N, r)),
+            "couplings": (couplings, (len(links), p, p)),
+        }
+        self.register_buffer("A", A)
+        for name, (value, shape) in shapes.items():
+            matrix = _matrix(name, value, len(shape))
+            if matrix.shape != shape:
+                raise ShapeError(f"{name} must be {shape} to fit A, but is {tuple(matrix.shape)}.")
+            self.register_buffer(name, matrix)
+        check_skew("J", self.J)
+        _check_semidefinite(self.R)
+        if bool((self.weights < 0).any()):
+            raise OptionError("weights must be >= 0, or the energy has no lower bound.")
+        names = [activation] * r if isinstance(activation, str) else list(activation)
+        if len(names) != r:
+            raise ShapeError(f"activation must be one name or {r} names, but got {activation!r}.")
+        self.activation = tuple(activations.get(name).name for name in names)
+        self.links = edges(links, N)
+        self.couplings = self._ordered(links)
+
+    def _ordered(self, links: Sequence[tuple[int, int]]) -> Tensor:
+        """The couplings in the order of `self.links`, as the first end of each link has them."""
+        by_pair = {}
+        for C, (i, k) in zip(self.couplings, links, strict=True):
+            by_pair[i, k] = C
+            by_pair[k, i] = -C.mT
+        ordered = [by_pair[pair] for pair in self.links]
+        return torch.stack(ordered) if ordered else self.couplings
+
+    @property
+    def agents(self) -> int:
+        """N."""
+        return self.A.shape[0]
+
+    @property
+    def states(self) -> int:
+        """p, the states of an agent."""
+        return self.A.shape[2]
+
+    @property
+    def inputs(self) -> int:
+        """m, the inputs of an agent."""
+        return self.g.shape[2]
+
+    @property
+    def quadratic(self) -> bool:
+        """True if the energy is `|A z + a|^2 / 2`, up to weights."""
+        return set(self.activation) == {"identity"}
+
+    def rows(self, z: Tensor) -> Tensor:
+        """`A z + a` for states `(*batch, N, p)`."""
+        return (self.A.to(z) @ z.unsqueeze(-1)).squeeze(-1) + self.a.to(z)
+
+    def energy(self, z: Tensor) -> Tensor:
+        """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
+        energies = self.weights.to(z) * activations.by_row(self.activation).integral(self.rows(z))
+        return energies.sum((-2, -1))
+
+    def rest(self) -> Tensor:
+        """States `(N, p)` in which no agent is moved by its own energy."""
+        z = -(torch.linalg.pinv(self.A) @ self.a.unsqueeze(-1)).squeeze(-1)
+        forces = self.weights * activations.by_row(self.activation)(self.rows(z))
+        slope = (self.A.mT @ forces.unsqueeze(-1)).squeeze(-1)
+        size = self.A.abs().sum((-2, -1)) * (1 + self.a.abs().sum(-1))
+        if bool((slope.abs().amax(-1) > 1e-9 * size).any()):
+            raise OptionError(
+                "the plant has no rest that can be told from its rows, which a cost of its states "
+                "needs; use Cost(state=0)."
+            )
+        return z
+
+    def config(self) -> dict[str, Any]:
+        """The arguments of the constructor that are not tensors."""
+        return {"links": [list(pair) for pair in self.links], "activation": list(self.activation)}
+
+    def constants(self) -> dict[str, Tensor]:
+        """The arguments of the constructor that are tensors."""
+        names = ("A", "J", "R", "g", "a", "couplings", "weights")
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return (
+            f"Plant({self.agents} agents of {self.states} states and {self.inputs} inputs, "
+            f"{len(self.links)} links)"
+        )
+
+
+def robots(
+    targets: Tensor, *, mass: float = 1.0, spring: float = 1.0, damping: float = 0.2
+) -> Plant:
+    """Point masses in the plane or in space, each pulled to its target by a spring and damped.
+
+    The states of a robot are its position and its momentum; its inputs are forces.
+
+    Args:
+        targets: `(N, d)`, with d = 2 in the plane.
+        mass: of each robot.
+        spring: the force to the target for each unit of distance.
+        damping: the force against each unit of velocity.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> control.robots(torch.tensor([[3.0, 1.0], [-3.0, 1.0]]))
+        Plant(2 agents of 4 states and 2 inputs, 0 links)
+    """
+    targets = _matrix("targets", targets, 2)
+    N, d = targets.shape
+    identity = torch.eye(d, dtype=torch.float64)
+    zero = torch.zeros_like(identity)
+    A = torch.block_diag(spring**0.5 * identity, mass**-0.5 * identity)
+    J = torch.cat([torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)])
+    R = torch.block_diag(zero, damping * identity)
+    g = torch.cat([zero, identity])
+    a = torch.cat([-(spring**0.5) * targets, torch.zeros_like(targets)], 1)
+    return Plant(*(matrix.repeat(N, 1, 1) for matrix in (A, J, R, g)), a=a)
+
+
+def oscillators(
+    links: Sequence[tuple[int, int]],
+    *,
+    agents: int | None = None,
+    mass: float = 1.0,
+    spring: float = 1.0,
+    coupling: float = 1.0,
+    damping: float = 0.1,
+) -> Plant:
+    """Masses on springs of their own, and on a spring along each link of a graph.
+
+    The states of an agent are its position, its momentum, and the extension of each spring that
+    starts at it. Agents with fewer springs than others have states that never move. The input is
+    a force.
+
+    Args:
+        links: pairs of agents.
+        agents: N; by default as many as the links name.
+        mass: of each agent.
+        spring: of each agent's own spring.
+        coupling: of the springs along links.
+        damping: the force against each unit of velocity.
+
+    Examples:
+        >>> from hdnn import control
+        >>> control.oscillators([(0, 1), (1, 2), (0, 2)])
+        Plant(3 agents of 4 states and 1 inputs, 3 links)
+    """
+    return Plant(**_chain(links, agents, 1 / mass, damping, coupling, spring))
+
+
+def pendulums(
+    links: Sequence[tuple[int, int]],
+    *,
+    agents: int | None = None,
+    mass: float = 1.0,
+    length: float = 1.0,
+    gravity: float = 9.81,
+    coupling: float = 1.0,
+    damping: float = 0.1,
+) -> Plant:
+    """Masses on rods in gravity, with a spring along each link of a graph.
+
+    As `oscillators`, with the angle in the place of the position: 0 where a mass hangs, pi where
+    it stands. The input is a torque.
+
+    Args:
+        links: pairs of agents.
+        agents: N; by default as many as the links name.
+        mass: of each agent.
+        length: of its rod.
+        gravity: the acceleration of what falls.
+        coupling: of the springs along links, for each unit of angle.
+        damping: the torque against each unit of angular velocity.
+
+    Examples:
+        >>> from hdnn import control
+        >>> control.pendulums([(0, 1)])
+        Plant(2 agents of 3 states and 1 inputs, 1 links)
+    """
+    arguments = _chain(links, agents, 1 / (mass * length**2), damping, coupling, 1.0)
+    N, r, _ = arguments["A"].shape
+    weights = torch.ones(N, r, dtype=torch.float64)
+    weights[:, 0] = mass * gravity * length
+    names = ["sin"] + ["identity"] * (r - 1)
+    return Plant(**arguments, activation=names, weights=weights)
+
+
+def _chain(links, agents, inverse_mass, damping, coupling, spring) -> dict[str, Any]:
+    """Arguments of a plant of masses with a position, a momentum and the springs of links."""
+    N = agents or max((max(pair) for pair in links), default=0) + 1
+    pairs = edges(links, N)
+    owned = {pair: 2 + sum(i == pair[0] for i, _ in pairs[:e]) for e, pair in enumerate(pairs)}
+    p = max(owned.values(), default=1) + 1
+    A = torch.zeros(N, p, p, dtype=torch.float64)
+    J = torch.zeros_like(A)
+    R = torch.zeros_like(A)
+    g = torch.zeros(N, p, 1, dtype=torch.float64)
+    couplings = torch.zeros(len(pairs), p, p, dtype=torch.float64)
+    A[:, 0, 0] = spring**0.5
+    A[:, 1, 1] = inverse_mass**0.5
+    J[:, 0, 1] = 1
+    J[:, 1, 0] = -1
+    R[:, 1, 1] = damping
+    g[:, 1, 0] = 1
+    for e, ((i, _), slot) in enumerate(owned.items()):
+        A[i, slot, slot] = coupling**0.5
+        J[i, slot, 1] = 1  # the spring is drawn out by the difference of the velocities
+        J[i, 1, slot] = -1
+        couplings[e, slot, 1] = -1
+    return {"A": A, "J": J, "R": R, "g": g, "links": pairs, "couplings": couplings}
+
+
+# Links
+
+
+def edges(links: Any, agents: int) -> Edges:
+    """Pairs (i, k), i < k, colour by colour: edges of one colour share no agent.
+
+    Links are pairs of agents or a symmetric 0-1 matrix.
+    """
+    if isinstance(links, Tensor):
+        if links.shape != (agents, agents) or bool((links != links.mT).any()):
+            raise OptionError(f"links must be pairs, or a symmetric ({agents}, {agents}) matrix.")
+        links = links.triu(1).nonzero().tolist()
+    pairs = set()
+    for pair in links or ():
+        if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= i < agents for i in pair):
+            raise OptionError(
+                f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
+            )
+        pairs.add((min(pair), max(pair)))
+    return tuple(pair for colour in colours(sorted(pairs)) for pair in colour)
+
+
+def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
+    groups: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        free = [group for group in groups if not any(set(pair) & set(other) for other in group)]
+        if free:
+            free[0].append(pair)
+        else:
+            groups.append([pair])
+    return groups
+
+
+# Checks
+
+
+def check_skew(name: str, J: Tensor) -> None:
+    """Raise unless the matrices `(..., n, n)` are skew-symmetric, to rounding."""
+    if bool(((J + J.mT).abs() > ROUNDING * J.abs().amax()).any()):
+        raise OptionError(f"{name} must be skew-symmetric; use ({name} - {name}.mT) / 2.")
+
+
+def _check_semidefinite(R: Tensor) -> None:
+    size = R.abs().amax()
+    if bool(((R - R.mT).abs() > ROUNDING * size).any()):
+        raise OptionError("R must be symmetric; use (R + R.mT) / 2.")
+    if R.numel() and float(torch.linalg.eigvalsh(R).amin()) < -ROUNDING * float(size):
+        raise OptionError("R must be positive semidefinite, for it takes energy away.")
+
+
+def _matrix(name: str, value: Any, axes: int) -> Tensor:
+    """A tensor of finite numbers, in float64."""
+    matrix = torch.as_tensor(value).detach().double()
+    if matrix.ndim != axes or not bool(matrix.isfinite().all()):
+        raise ShapeError(
+            f"{name} must be finite numbers with {axes} axes, but its shape is "
+            f"{tuple(matrix.shape)}."
+        )
+    return matrix.clone()

@@ -1,0 +1,172 @@
+"""Problems of control: a closed loop, where its agents start, and the cost to minimise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdnn.control.controller import Controller
+from hdnn.control.cost import Cost, collisions
+from hdnn.control.loop import ClosedLoop
+from hdnn.control.plant import robots
+from hdnn.errors import DataError, OptionError, ShapeError
+
+TRIES = 100  # draws of colliding starts before giving up
+SWIRL = 3.0  # seconds for which controllers push their robots to one side at first
+
+
+@dataclass(eq=False)
+class LoopProblem:
+    """A closed loop, the states in which its agents start, and the cost to minimise.
+
+    Args:
+        loop: the agents and their controllers, whose weights a training changes.
+        z: states of the plants at the start, `(N, p)`.
+        xi: states of the controllers at the start: a number, `(c,)` or `(N, c)`.
+        cost: a `Cost`, or any function of the loop and a trajectory.
+        radius: agents start within it of z, in each coordinate of their positions.
+        collision: two agents that are closer collide; 0 if they cannot.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import control
+        >>> z = torch.tensor([[-1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+        >>> plant = control.robots(-z[:, :2])  # two robots that change places
+        >>> loop = control.ClosedLoop(plant, control.Controller(2, steps=50, links=[(0, 1)]))
+        >>> problem = control.LoopProblem(loop, z, cost=control.Cost(barrier=10.0))
+        >>> problem.starts(16).shape
+        torch.Size([16, 2, 8])
+    """
+
+    loop: ClosedLoop
+    z: Tensor
+    xi: Any = 0.0
+    cost: Callable[[ClosedLoop, Tensor], Tensor] = field(default_factory=Cost)
+    radius: float = 0.5
+    collision: float = 0.5
+
+    def __post_init__(self) -> None:
+        N = self.loop.plant.agents
+        p = self.loop.plant.states
+        self.z = torch.as_tensor(self.z).detach().double()
+        self.xi = torch.as_tensor(self.xi).detach().double().expand(N, self.loop.controller.states)
+        if self.z.shape != (N, p):
+            raise ShapeError(f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}.")
+        if not callable(self.cost):
+            raise OptionError(f"cost must be a function of loop and trajectory, not {self.cost!r}.")
+        if bool(self._colliding(self.z[None]).any()):
+            raise DataError(f"agents start in a collision, closer than {self.collision:g}.")
+
+    @property
+    def dimensions(self) -> int:
+        """The number of coordinates of a position."""
+        return getattr(self.cost, "dimensions", 2)
+
+    def start(self) -> Tensor:
+        """States of the loop at z and xi, `(N, n)`."""
+        return self.loop.start(self.z, self.xi)
+
+    def starts(self, count: int, *, seed: int = 0, draw: int = 0, disc: bool = False) -> Tensor:
+        """Random states to start from: positions within the radius of z, all else as it is.
+
+        A sample in which agents would collide from the start is drawn again.
+
+        Args:
+            count: of the samples.
+            seed: of the numbers drawn.
+            draw: the number of the draw: a training takes 0, 1, ..
+            disc: draw from a disc (a ball in space) instead of a square.
+
+        Returns:
+            States `(count, N, n)`.
+        """
+        source = np.random.default_rng([seed, draw])
+        z = self.z.repeat(count, 1, 1)
+        again = torch.arange(count)
+        for _ in range(TRIES):
+            moves = torch.from_numpy(self._moves(source, len(again), disc))
+            z[again, :, : self.dimensions] = self.z[:, : self.dimensions] + self.radius * moves
+            again = again[self._colliding(z[again])]
+            if not len(again):
+                return self.loop.start(z, self.xi)
+        raise DataError(
+            f"agents collide at random starts within {self.radius:g}; use a smaller radius, or "
+            "let them start further apart."
+        )
+
+    def _moves(self, source: np.random.Generator, count: int, disc: bool) -> np.ndarray:
+        shape = count, self.loop.plant.agents, min(self.dimensions, self.loop.plant.states)
+        if not disc:
+            return source.uniform(-1, 1, shape)
+        way = source.standard_normal(shape)
+        size = source.uniform(0, 1, (*shape[:2], 1)) ** (1 / shape[2])
+        return size * way / np.linalg.norm(way, axis=-1, keepdims=True)
+
+    def _colliding(self, z: Tensor) -> Tensor:
+        if not self.collision:
+            return torch.zeros(len(z), dtype=torch.bool)
+        return collisions(z[None], self.collision, dimensions=self.dimensions)
+
+
+def crossing(
+    links: Any = (),
+    seed: int = 0,
+    *,
+    steps: int = 100,
+    horizon: float = 5.0,
+    cost: Callable[[ClosedLoop, Tensor], Tensor] | None = None,
+    engine: str | None = None,
+) -> LoopProblem:
+    """Twelve robots in two columns that all must pass through the middle to change places.
+
+    Robots of mass 1 and damping 0.2 stand at x = -3 and 3, y = 5, 3, .. -5, and move up or down at
+    speed 0.5; a spring 1 pulls each to its target, opposite with respect to the middle.
+    Controllers have 4 states and dissipation 12 on their momenta, which start at 3. They start out
+    as springs and dampers, slightly different from robot to robot, that push their robot to its
+    right for the first 3 seconds.
+
+    Args:
+        links: as `Controller` takes them, or "ring".
+        seed: of the weights.
+        steps: T, of a horizon.
+        horizon: its time.
+        cost: by default `Cost()`.
+        engine: of the loop, as `ClosedLoop` takes it.
+
+    Examples:
+        >>> from hdnn import control
+        >>> control.crossing("ring").loop.controller
+        Controller(12 agents, 100 steps, 4 states, 2 inputs, 12 links)
+    """
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return 0.1 * torch.randn(*shape, generator=source, dtype=torch.float64)
+
+    z = torch.zeros(12, 4, dtype=torch.float64)
+    z[:6, 0] = -3
+    z[6:, 0] = 3
+    z[:, 1] = torch.tensor([5.0, 3.0, 1.0, -1.0, -3.0, -5.0]).repeat(2)
+    z[:, 3] = 0.5 * z[:, 1].sign()
+    if links == "ring":
+        order = torch.atan2(z[:, 1], z[:, 0]).argsort(stable=True).tolist()
+        links = list(zip(order, order[1:] + order[:1], strict=True))
+    with torch.random.fork_rng(devices=[]):
+        controller = Controller(12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0])
+    identity = torch.eye(2, dtype=torch.float64)
+    time = horizon / steps * torch.arange(steps)
+    push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
+    aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
+    with torch.no_grad():
+        controller.K.copy_(torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4))
+        controller.G.copy_(torch.cat([identity, 3 * identity]) + normal(12, 4, 2))
+        controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
+        controller.C.copy_(normal(*controller.C.shape))
+    loop = ClosedLoop(robots(-z[:, :2]), controller, horizon / steps, engine=engine)
+    return LoopProblem(loop, z, torch.tensor([0.0, 0.0, 3.0, 3.0]), cost or Cost())

@@ -1,0 +1,211 @@
+"""Training of closed loops: Adam on the cost of a horizon, from fresh starts in each iteration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hdnn.control.certificate import LoopCertificate
+from hdnn.control.cost import squared_distances
+from hdnn.control.problem import LoopProblem
+from hdnn.errors import ConvergenceError, OptionError, positive_float, positive_int
+from hdnn.progress import Progress
+from hdnn.training import checkpoint
+
+SAVE_EVERY = 2.0  # seconds between checkpoints
+WARM_UP = 10  # iterations in which the rate rises
+LOWEST = 0.02  # of the rate, at the end
+# Robots that meet have gradients a thousand times as large as others, after which Adam hardly moves
+# until it has forgotten them: in 1,000 iterations by the usual beta of 0.999, in 5 by 0.8. With
+# both betas the same, no weight ever moves by more than the rate.
+BETAS = (0.8, 0.8)
+
+
+class LoopTraining:
+    """A training of the controllers of a problem, in place; `run` does it, or goes on with it.
+
+    In each iteration the loop is simulated over one horizon from a batch of fresh random starts,
+    and Adam takes a step. The rate rises for 10 iterations, then falls to 2% as a cosine.
+
+    With a folder, a training that was interrupted or killed goes on to the very bits that it would
+    have had: make the problem again, and give the folder with `resume=True`.
+
+    Args:
+        problem: its controllers are trained.
+        iterations: of Adam.
+        batch: starts an iteration.
+        rate: the largest rate of Adam.
+        seed: of the starts.
+        folder: for checkpoints; by default nothing is written.
+        resume: go on with the training in `folder`, or begin there if it is empty.
+
+    Examples:
+        >>> from hdnn import control
+        >>> problem = control.crossing("ring", steps=10)
+        >>> training = control.LoopTraining(problem, iterations=3, batch=2)
+        >>> history = training.run(progress=False)
+        >>> training.done, len(history["cost"])
+        (3, 3)
+        >>> training.certify().holds
+        True
+    """
+
+    def __init__(
+        self,
+        problem: LoopProblem,
+        *,
+        iterations: int = 300,
+        batch: int = 4,
+        rate: float = 0.1,
+        seed: int = 0,
+        folder: str | Path | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.loop = problem.loop
+        self.iterations = positive_int("iterations", iterations)
+        self.batch = positive_int("batch", batch)
+        self.rate = positive_float("rate", rate)
+        self.seed = seed
+        weights = [weight for weight in self.loop.parameters() if weight.requires_grad]
+        if not weights:
+            raise OptionError("all weights of the controllers are frozen; nothing can be trained.")
+        self.optimizer = torch.optim.Adam(weights, lr=self.rate, betas=BETAS, fused=True)
+        self.history: dict[str, list[float]] = {}
+        self.done = 0
+        self.folder = folder
+        self.identity = self._identity()
+        if folder is not None:
+            with ExitStack() as stack:
+                self.folder = checkpoint.open_folder(folder, resume, stack)
+                self._restore(folder)
+
+    def run(
+        self,
+        progress: bool = True,
+        *,
+        until: int | None = None,
+        callback: Callable[[Self], bool | None] | None = None,
+    ) -> dict[str, list[float]]:
+        """Train to the end, or up to an iteration.
+
+        Args:
+            progress: show one line while a person waits at a terminal.
+            until: the number of iterations after which to return; by default all.
+            callback: called with this training after each iteration; the run ends if it returns
+                True, and another run goes on from there.
+
+        Returns:
+            The history, a number an iteration: the cost, its terms (each times its weight), the
+            smallest distance between two agents, and the rate.
+
+        Raises:
+            ConvergenceError: if the cost is not finite, or a step of the loop has no solution.
+        """
+        last = self.iterations if until is None else min(until, self.iterations)
+        saved = time.monotonic()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # idle threads of PyTorch would spin on the kernel's cores
+        try:
+            with ExitStack() as stack:
+                line = stack.enter_context(Progress("training", last)) if progress else None
+                if self.folder is not None:
+                    checkpoint.open_folder(self.folder, True, stack)
+                while self.done < last:
+                    self._iterate()
+                    if line is not None:
+                        line.update(self.done, f"cost {self.history['cost'][-1]:.4g}")
+                    stop = callback is not None and callback(self)
+                    if time.monotonic() - saved > SAVE_EVERY:
+                        self._save()
+                        saved = time.monotonic()
+                    if stop:
+                        break
+        finally:
+            torch.set_num_threads(threads)
+            self._save()
+        return self.history
+
+    def starts(self, iteration: int) -> Tensor:
+        """The states that an iteration starts from, `(batch, N, n)`; its number counts from 0."""
+        return self.problem.starts(self.batch, seed=self.seed, draw=iteration)
+
+    def certify(self, samples: int = 16, horizons: int = 2) -> LoopCertificate:
+        """The certificate of the loop, from starts that the training does not take."""
+        y = self.problem.starts(samples, seed=self.seed, draw=self.iterations)
+        return self.loop.certify(y, horizons)
+
+    def _iterate(self) -> None:
+        rate = self.rate * rate_factor(self.done, self.iterations)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        trajectory = self.loop(self.starts(self.done))
+        cost, terms = self._cost(trajectory)
+        value = float(cost.detach())
+        if not math.isfinite(value):
+            raise ConvergenceError(
+                f"the cost is not finite in iteration {self.done + 1}; lower the rate, or the "
+                "weights of the cost."
+            )
+        cost.backward()
+        self.optimizer.step()
+        self.done += 1
+        numbers = {"cost": value, **terms, "rate": rate}
+        if self.loop.plant.agents > 1:
+            squares = squared_distances(trajectory.detach(), self.problem.dimensions, None)
+            numbers["distance"] = float(squares.amin()) ** 0.5
+        for name, number in numbers.items():
+            self.history.setdefault(name, []).append(number)
+
+    def _cost(self, trajectory: Tensor) -> tuple[Tensor, dict[str, float]]:
+        cost: Any = self.problem.cost
+        if not hasattr(cost, "terms"):
+            return cost(self.loop, trajectory), {}
+        terms = cost.terms(self.loop, trajectory)
+        values = {name: float(term.detach()) for name, term in terms.items()}
+        return torch.stack(list(terms.values())).sum(), values
+
+    # The checkpoint
+
+    def _identity(self) -> dict[str, Any]:
+        """Everything that decides the bits of the training."""
+        cost: Any = self.problem.cost
+        return {
+            "iterations": self.iterations,
+            "batch": self.batch,
+            "rate": self.rate,
+            "seed": self.seed,
+            "cost": cost.to_dict() if hasattr(cost, "to_dict") else str(cost),
+            "radius": self.problem.radius,
+            "start": checkpoint.digest([self.problem.z, self.problem.xi]),
+            "weights": checkpoint.digest(self.loop.state_dict().values()),
+        }
+
+    def _save(self) -> None:
+        if self.folder is not None:
+            values = {"done": self.done, "history": self.history}
+            checkpoint.write(
+                Path(self.folder), self.identity, values, {}, self.loop, self.optimizer
+            )
+
+    def _restore(self, folder: str | Path) -> None:
+        saved = checkpoint.read(Path(folder), self.identity)
+        if saved is None:
+            return
+        checkpoint.restore(saved, self.loop, self.optimizer)
+        self.done = saved.values["done"]
+        self.history = saved.values["history"]
+
+
+def rate_factor(done: int, iterations: int) -> float:
+    """The factor of the rate after some iterations: it rises, then falls as a cosine."""
+    falling = 0.5 * (1 + math.cos(math.pi * done / iterations))
+    return min(1.0, (done + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * falling)

@@ -1,0 +1,583 @@
+"""Tables: a file or a data frame becomes inputs of a model, and a target to learn.
+
+pandas reads files. An `Encoder` learns what each column holds and turns rows into standardised
+inputs; a `Target` turns one column into labels or values, and outputs back. Both are kept as JSON.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Self
+
+import numpy as np
+
+from hdnn.errors import DataError, OptionError, TableWarning, choose, require
+
+require("pandas", extra="sklearn")
+
+import pandas as pd  # noqa: E402
+from pandas.tseries.api import guess_datetime_format  # noqa: E402
+
+__all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
+
+SAMPLE = 2**16  # bytes from which the form of a CSV file is guessed
+MISSING = ["?", "-", "na", "none", "NONE", "NAN", "NaT", "<na>"]  # besides pandas' own words
+Series = Any  # of pandas, whose stubs are stricter than it is
+
+FEW = 20  # values: so few are categories, however seldom they repeat
+MOST = 255  # categories of a column
+HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
+RANKS = 200  # quantiles that describe such a column
+HALF = 0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
+IDENTIFIER = re.compile(r"(.*[_ .-])?(id|index|idx|key|nr|no|row|number)|unnamed.*|", re.IGNORECASE)
+DRESSED = re.compile(r"[+-]?\s*[$€£¥]?\s*[+-]?\d[\d.,'\s]*\s*[$€£¥%]?")
+DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?|\d{1,2}[ -][A-Za-z]{3,9}[ -]\d{2,4}")
+
+
+class CellTypeError(DataError, TypeError):
+    """A cell that holds neither a number nor a text."""
+
+
+# Files
+
+
+def read(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """The table in a CSV, Parquet or Excel file.
+
+    The delimiter of a CSV file (comma, semicolon, tab or bar) and its decimal sign are detected;
+    its first line names the columns.
+
+    Raises:
+        DataError: if the file is not there, is of another kind, or has lines of different length.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    choose("a table must be a file of a known kind; the ending", suffix, READERS)
+    if not path.is_file():
+        raise DataError(f"{path} does not exist or is not a file; check its name and folder.")
+    try:
+        frame = READERS[suffix](path)
+    except ImportError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read as a table: {reason[:200]}") from error
+    if frame.empty:
+        raise DataError(f"{path} has no rows; a table needs names of columns, and rows below them.")
+    return frame
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    with path.open("rb") as file:
+        raw = file.read(SAMPLE)
+    try:
+        # A letter may be cut at the end of the sample.
+        sample = raw[: raw.rfind(b"\n") + 1 or None].decode("utf-8-sig")
+        encoding = "utf-8-sig"
+    except UnicodeDecodeError:
+        encoding = "latin-1"
+        sample = raw.decode(encoding)
+    lines = [line for line in sample.splitlines() if line.strip()][:100]
+    if not lines:
+        raise DataError(f"{path} is empty.")
+    delimiter = _delimiter(lines)
+    cells = [cell.strip() for row in csv.reader(lines[1:], delimiter=delimiter) for cell in row]
+    comma = any(re.fullmatch(r"-?\d+,\d+", cell) for cell in cells)
+    point = any(re.fullmatch(r"-?\d+\.\d+", cell) for cell in cells)
+    frame = pd.read_csv(
+        path,
+        sep=delimiter,
+        decimal="," if comma and not point and delimiter != "," else ".",
+        encoding=encoding,
+        skipinitialspace=True,
+        na_values=MISSING,
+        low_memory=False,
+    )
+    if all(re.fullmatch(r"-?[\d.]+", str(name)) for name in frame.columns):
+        raise DataError(f"{path} has numbers in its first line; it must name the columns.")
+    return frame
+
+
+def _delimiter(lines: Sequence[str]) -> str:
+    """The delimiter that divides the most lines alike, and into the most cells."""
+    best = ","
+    record = (0, 1)
+    for delimiter in ",;\t|":
+        lengths = [len(row) for row in csv.reader(lines, delimiter=delimiter)]
+        width = lengths[0]
+        score = (lengths.count(width), width)
+        if width > 1 and score > record:
+            best, record = delimiter, score
+    return best
+
+
+READERS: Mapping[str, Any] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".txt": _read_csv,
+    ".parquet": pd.read_parquet,
+    ".pq": pd.read_parquet,
+    ".xlsx": pd.read_excel,
+    ".xls": pd.read_excel,
+}
+
+
+# Columns
+
+
+@dataclass
+class Encoder:
+    """How the columns of a table become inputs of a model: learned by `fit`, kept as JSON.
+
+    Numbers, dates (as days) and true or false become one standardised input each, by their ranks
+    where a few values lie far from the others; a text becomes an input for each category. Missing
+    numbers are filled by the median and marked by one more input. Columns that are empty, constant
+    or identify rows are left out; `notes` says which.
+
+    Examples:
+        >>> import pandas as pd
+        >>> from hdnn.data.tables import Encoder
+        >>> frame = pd.DataFrame({"size": [1.0, None, 3.0], "kind": ["a", "b", "a"]})
+        >>> encoder = Encoder.fit(frame)
+        >>> encoder.names
+        ['size', 'size is missing', 'kind = a', 'kind = b']
+        >>> encoder.transform(frame).shape
+        (3, 4)
+    """
+
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def fit(
+        cls,
+        frame: pd.DataFrame,
+        *,
+        categorical: Iterable[str] = (),
+        missing: str = "fill",
+        weight: np.ndarray | None = None,
+    ) -> Self:
+        """Learn the columns of a table.
+
+        Args:
+            frame: the inputs, without the target.
+            categorical: names of columns whose numbers are categories.
+            missing: "fill" missing values, or "refuse" them.
+            weight: of each row, in means and deviations.
+        """
+        choose("missing", missing, ("fill", "refuse"))
+        categorical = list(categorical)
+        for name in categorical:
+            _column(frame, name)
+        encoder = cls()
+        for name in frame.columns:
+            series: Series = frame[name]
+            if missing == "refuse" and series.isna().any():
+                row = int(series.isna().to_numpy().argmax()) + 1
+                raise DataError(f"column {name!r}, row {row}: the value is missing.")
+            encoder._learn(str(name), series, name in categorical, weight)
+        if not encoder.columns:
+            raise DataError("the table has no usable column: all are empty or constant.")
+        return encoder
+
+    def _learn(
+        self, name: str, series: Series, categorical: bool, weight: np.ndarray | None
+    ) -> None:
+        """Add a column, or a note that says why it is left out."""
+        column: dict[str, Any] = {"name": name, "gaps": bool(series.isna().any())}
+        if series.isna().all():
+            self.notes.append(f"column {name!r} has no value and is left out.")
+            return
+        numbers = None
+        if not categorical and series.dtype != "category":
+            column["kind"] = _kind(name, series)
+            numbers = _numbers(column, series)
+        if numbers is None:
+            self._learn_categories(column, series, categorical, weight)
+        elif IDENTIFIER.fullmatch(name) and _counts(numbers):
+            self.notes.append(f"column {name!r} only numbers the rows and is left out.")
+        else:
+            self._learn_numbers(column, numbers, weight)
+
+    def _learn_categories(
+        self,
+        column: dict[str, Any],
+        series: Series,
+        categorical: bool,
+        weight: np.ndarray | None,
+    ) -> None:
+        texts = _texts(series)
+        values = sorted(texts.dropna().unique())
+        name = column["name"]
+        many = len(values) > FEW and len(values) > len(texts) / 2
+        if not categorical and (many or len(values) > MOST):
+            self.notes.append(
+                f"column {name!r} has {len(values)} different texts, such as {values[0][:40]!r}; "
+                "it looks like names or identifiers and is left out."
+            )
+        elif len(values) == 1 and not column["gaps"]:
+            self.notes.append(f"column {name!r} is the same in every row and is left out.")
+        else:
+            shares = [_mean(texts.to_numpy() == value, weight) for value in values]
+            column |= {"kind": "category", "values": values, "shares": shares}
+            self.columns.append(column)
+
+    def _learn_numbers(
+        self, column: dict[str, Any], numbers: np.ndarray, weight: np.ndarray | None
+    ) -> None:
+        name = column["name"]
+        present = numbers[~np.isnan(numbers)]
+        fill = float(np.median(present))
+        filled = np.where(np.isnan(numbers), fill, numbers)
+        with np.errstate(over="ignore", invalid="ignore"):
+            center = _mean(filled, weight)
+            scale = _mean(np.square(filled - center), weight) ** 0.5
+        if not np.isfinite(scale):
+            raise DataError(f"the numbers in column {name!r} are too large; rescale them.")
+        constant = scale <= 1e-12 * abs(center)
+        if constant and not column["gaps"]:
+            self.notes.append(f"column {name!r} is the same in every row and is left out.")
+            return
+        column |= {"fill": fill, "center": center, "scale": 1.0 if constant else scale}
+        column["share"] = _mean(np.isnan(numbers), weight)
+        if not constant and np.abs(filled - center).max() > HEAVY * scale:
+            column["ranks"] = _ranks(filled)
+        self.columns.append(column)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each input."""
+        return [name for column in self.columns for name in _input_names(column)]
+
+    @property
+    def sources(self) -> list[str]:
+        """The column that each input is made of."""
+        return [column["name"] for column in self.columns for _ in _input_names(column)]
+
+    def transform(self, frame: pd.DataFrame) -> np.ndarray:
+        """Inputs `(rows, inputs)` of a model, in float64.
+
+        Values unlike those learned from are handled and named in a `TableWarning`: a new category
+        is none of the known ones, a new gap is the median.
+        """
+        inputs = np.empty((len(frame), len(self.names)))
+        position = 0
+        for column in self.columns:
+            series = _column(frame, column["name"])
+            if column["kind"] == "category":
+                block = _encode_categories(column, series)
+            else:
+                block = _encode_numbers(column, series)
+            for values in block:
+                inputs[:, position] = values
+                position += 1
+        return inputs
+
+    def config(self) -> dict[str, Any]:
+        """All that was learned, as JSON can hold it: `Encoder(**config)` is this encoder."""
+        return asdict(self)
+
+
+def _mean(values: np.ndarray, weight: np.ndarray | None) -> float:
+    return float(np.average(values, weights=weight))
+
+
+def _column(frame: pd.DataFrame, name: str) -> Series:
+    if name in frame.columns:
+        return frame[name]
+    names = [str(label) for label in frame.columns]
+    if name in names:
+        return frame.iloc[:, names.index(name)]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(repr, names[:8]))}."
+    raise DataError(f"the table has no column {name!r}; {hint}")
+
+
+def _kind(name: str, series: Series) -> str:
+    """'number', 'date' or 'category', from the type of a column and the texts in it."""
+    if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(series):
+        return "number"
+    if pd.api.types.is_datetime64_any_dtype(series) or isinstance(series.dtype, pd.PeriodDtype):
+        return "date"
+    present = series.dropna()
+    sample = present.iloc[:: len(present) // 1000 + 1]
+    texts = [str(value).strip() for value in sample]
+    if all(isinstance(value, bool) for value in sample):
+        return "number"
+    wrong = next((value for value in sample if isinstance(value, (list, dict, set, tuple))), None)
+    if wrong is not None:
+        raise CellTypeError(
+            f"column {name!r} holds a {type(wrong).__name__}, but a cell of this argument must be "
+            "a string or a number; leave the column out."
+        )
+    if sum(bool(DATE.fullmatch(text)) for text in texts) > len(texts) / 2:
+        return "date"
+    if sum(bool(DRESSED.fullmatch(text)) for text in texts) > len(texts) / 2:
+        return "number"
+    return "category"
+
+
+def _numbers(column: Mapping[str, Any], series: Series) -> np.ndarray | None:
+    """The numbers in a column, NaN where they are missing; None for categories."""
+    if column["kind"] == "category":
+        return None
+    if column["kind"] == "date":
+        values = _days(series)
+    elif pd.api.types.is_numeric_dtype(series):
+        values = series.to_numpy(np.float64, na_value=np.nan)
+    else:
+        values = _plain_numbers(series)
+    wrong = (np.isnan(values) & series.notna().to_numpy()) | np.isinf(values)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"column {column['name']!r}, row {row + 1}: {str(series.iloc[row])[:40]!r} is not a "
+            f"finite {column['kind']}, unlike most of the column; mend it, leave the column out, "
+            "or name it as categorical."
+        )
+    return values
+
+
+def _plain_numbers(series: Series) -> np.ndarray:
+    """Numbers of texts such as '$1,234' and '12 %'; '1,5' is 1.5."""
+    texts = series.astype("str").str.replace(r"[\s$€£¥%']", "", regex=True)
+    texts = texts.str.replace(r",(?=\d{3}(\D|$))", "", regex=True).str.replace(",", ".")
+    numbers: Series = pd.to_numeric(texts.where(series.notna()), errors="coerce")
+    return numbers.to_numpy(np.float64)
+
+
+def _days(series: Series) -> np.ndarray:
+    """Dates as days since 1970, NaN where they are missing or no dates."""
+    if isinstance(series.dtype, pd.PeriodDtype):
+        series = series.dt.to_timestamp()
+    if not pd.api.types.is_datetime64_any_dtype(series):
+        texts = series.astype("str").where(series.notna())
+        first = texts.dropna().iloc[0].strip()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it names dates that only one order fits
+            guesses = [guess_datetime_format(first, dayfirst=day) for day in (False, True)]
+        formats = ["ISO8601", *[guess for guess in guesses if guess]]
+        tries = [pd.to_datetime(texts, format=way, errors="coerce", utc=True) for way in formats]
+        series = min(tries, key=lambda dates: dates.isna().sum())
+    if series.dt.tz is not None:
+        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
+    days = (series - pd.Timestamp(0)) / pd.Timedelta(days=1)
+    return days.to_numpy(np.float64)
+
+
+def _texts(series: Series) -> Series:
+    """Categories as texts; 1 and 1.0 are one category."""
+    if series.dtype == "category":
+        series = series.astype(series.cat.categories.dtype)
+    if pd.api.types.is_numeric_dtype(series) and not pd.api.types.is_bool_dtype(series):
+        names = {value: f"{value:.15g}" for value in series.dropna().unique()}
+        return series.map(names).astype("object")
+    return series.astype("str").str.strip().where(series.notna()).astype("object")
+
+
+def _counts(numbers: np.ndarray) -> bool:
+    """True if whole numbers identify the rows: each is there once."""
+    whole = np.array_equal(numbers, np.round(numbers))
+    return whole and len(numbers) > FEW and len(np.unique(numbers)) == len(numbers)
+
+
+def _ranks(numbers: np.ndarray) -> list[list[float]]:
+    """Quantiles of a column, and the normal score of each."""
+    shares = (np.arange(RANKS) + 0.5) / RANKS
+    scores = np.array([NormalDist().inv_cdf(share) for share in shares])
+    quantiles = np.quantile(numbers, np.linspace(0, 1, RANKS))
+    values, position = np.unique(quantiles, return_inverse=True)
+    means = np.bincount(position, scores) / np.bincount(position)
+    return [values.tolist(), means.tolist()]
+
+
+def _input_names(column: Mapping[str, Any]) -> list[str]:
+    name = column["name"]
+    if column["kind"] == "category":
+        names = [f"{name} = {value}" for value in column["values"]]
+    else:
+        names = [name]
+    return [*names, f"{name} is missing"] if column["gaps"] else names
+
+
+def _encode_numbers(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
+    numbers = _numbers(column, series)
+    assert numbers is not None
+    gaps = np.isnan(numbers)
+    if gaps.any() and not column["gaps"]:
+        _warn(column, f"{gaps.sum()} rows have no value, which is taken as {column['fill']:g}")
+    filled = np.where(gaps, column["fill"], numbers)
+    if "ranks" in column:
+        yield np.interp(filled, *column["ranks"])
+    else:
+        yield (filled - column["center"]) / column["scale"]
+    if column["gaps"]:
+        yield (gaps - column["share"]) / HALF
+
+
+def _encode_categories(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
+    codes = pd.Index(column["values"]).get_indexer(_texts(series))
+    gaps = series.isna().to_numpy()
+    unknown = (codes < 0) & ~(gaps & column["gaps"])
+    if unknown.any():
+        value = str(series.iloc[int(unknown.argmax())])[:40]
+        _warn(column, f"{unknown.sum()} rows have a value that was not learned, such as {value!r}")
+    for code, share in enumerate(column["shares"]):
+        yield ((codes == code) - share) / HALF
+    if column["gaps"]:
+        yield (gaps - max(0.0, 1 - sum(column["shares"]))) / HALF
+
+
+def _warn(column: Mapping[str, Any], message: str) -> None:
+    warnings.warn(f"column {column['name']!r}: {message}.", TableWarning, stacklevel=4)
+
+
+# Targets
+
+
+@dataclass
+class Target:
+    """The column to learn: labels of classes, or values in units of their standard deviation."""
+
+    name: str
+    task: str
+    classes: list[str] = field(default_factory=list)
+    center: float = 0.0
+    scale: float = 1.0
+
+    @classmethod
+    def fit(cls, frame: pd.DataFrame, name: str, task: str = "auto") -> Self:
+        """Learn a target: texts and few whole numbers are classes, other numbers are values.
+
+        Args:
+            frame: the table.
+            name: the column to learn.
+            task: "classification", "regression", or "auto" to see it from the values.
+        """
+        series = _column(frame, name)
+        _check_target(name, series)
+        column = {"name": name, "kind": _kind(name, series)}
+        choose("task", task, ("auto", "classification", "regression"))
+        if task == "auto":
+            task = _guess_task(column, series)
+        if task == "regression":
+            values = _numbers({**column, "kind": "number"}, series)
+            assert values is not None
+            scale = float(values.std())
+            if scale == 0:
+                raise DataError(f"the target {name!r} is the same in every row.")
+            return cls(name, task, center=float(values.mean()), scale=scale)
+        texts = _texts(series)
+        classes = _sorted(texts.unique())
+        if len(classes) < 2:
+            raise DataError(
+                f"the target {name!r} has one class only, {classes[0]!r}; two are needed."
+            )
+        if len(classes) > max(FEW, len(texts) // 2):
+            raise DataError(
+                f"the target {name!r} has {len(classes)} different values in {len(texts)} rows, "
+                f"such as {classes[0]!r}, too many for classes; is it the right column?"
+            )
+        return cls(name, task, classes)
+
+    def encode(self, frame: pd.DataFrame) -> np.ndarray:
+        """Labels 0, 1, .. `(rows,)`, or standardised values `(rows,)`, of a table."""
+        series = _column(frame, self.name)
+        _check_target(self.name, series)
+        if self.task == "regression":
+            values = _numbers({"name": self.name, "kind": "number"}, series)
+            return (np.asarray(values) - self.center) / self.scale
+        labels = pd.Index(self.classes).get_indexer(_texts(series))
+        if (labels < 0).any():
+            value = series.iloc[int((labels < 0).argmax())]
+            raise DataError(
+                f"the target {self.name!r} has the value {value!r}, which is none of the classes "
+                f"{', '.join(self.classes[:8])}."
+            )
+        return labels.astype(np.int64)
+
+    def decode(self, outputs: np.ndarray) -> np.ndarray:
+        """Names of classes for labels, or values in their own units."""
+        if self.task == "regression":
+            return outputs * self.scale + self.center
+        return np.array(self.classes, object)[outputs]
+
+    def config(self) -> dict[str, Any]:
+        """All that was learned, as JSON can hold it: `Target(**config)` is this target."""
+        return asdict(self)
+
+
+def _check_target(name: str, series: Series) -> None:
+    gaps = series.isna().to_numpy()
+    if gaps.any():
+        raise DataError(
+            f"the target {name!r} is missing in {gaps.sum()} rows, first in row "
+            f"{gaps.argmax() + 1}; remove these rows or fill them in."
+        )
+
+
+def _guess_task(column: Mapping[str, Any], series: Series) -> str:
+    if column["kind"] != "number" or pd.api.types.is_bool_dtype(series):
+        return "classification"
+    values = _numbers(column, series)
+    assert values is not None
+    whole = np.array_equal(values, np.round(values))
+    few = len(np.unique(values)) <= min(FEW, max(2, len(values) // 2))
+    return "classification" if whole and few else "regression"
+
+
+def _sorted(texts: Iterable[str]) -> list[str]:
+    try:
+        return sorted(texts, key=float)
+    except ValueError:
+        return sorted(texts)
+
+
+# Rows and classes
+
+
+def hold_out(t: np.ndarray, fraction: float, seed: int, *, classes: bool) -> tuple[Any, Any]:
+    """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
+    random = np.random.default_rng(seed)
+    groups = (
+        [np.flatnonzero(t == label) for label in np.unique(t)] if classes else [np.arange(len(t))]
+    )
+    train = []
+    held = []
+    for group in groups:
+        shuffled = random.permutation(group)
+        count = min(round(fraction * len(group)), len(group) - 1)
+        held.append(shuffled[:count])
+        train.append(shuffled[count:])
+    return np.sort(np.concatenate(train)), np.sort(np.concatenate(held))
+
+
+def class_weights(
+    weight: str | Mapping[Any, float] | None, labels: np.ndarray, classes: Sequence[Any]
+) -> np.ndarray | None:
+    """The weight of each row: "balanced", or a number for each class (1 where none is named)."""
+    if weight is None:
+        return None
+    if isinstance(weight, str):
+        choose("class_weight", weight, ("balanced",))
+        counts = np.bincount(labels, minlength=len(classes))
+        factors = len(labels) / (len(classes) * np.maximum(counts, 1))
+    else:
+        names = {name: number for number, name in enumerate(classes)}
+        factors = np.ones(len(classes))
+        for name, value in weight.items():
+            if name not in names:
+                shown = ", ".join(repr(label) for label in classes[:8])
+                raise OptionError(f"class_weight names {name!r}, but the classes are {shown}.")
+            factors[names[name]] = value
+    if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
+        raise OptionError(f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}.")
+    return factors[labels]

@@ -1,0 +1,267 @@
+"""Messages between linked processes, by gloo: rows of the state, and sums along a tree.
+
+`exchange` is the one function that gradients pass through: its backward is the reverse exchange.
+There is no collective operation, and gloo opens a connection when it is first used, so processes
+that own no linked nodes are never connected. Messages are neither encrypted nor authenticated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from hdnn.distributed.plan import Halo, Plan
+from hdnn.errors import HDNNError, OptionError
+
+PATIENCE = timedelta(seconds=2)  # for the store, after a fault
+
+
+class LostError(HDNNError):
+    """A process of the training is gone or silent; it may help to start all of them again."""
+
+
+def world() -> tuple[int, int]:
+    """The number of this process and of all, as torchrun says; 0 and 1 without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Messages:
+    """The messages of one process to its peers, counted.
+
+    Args:
+        plan: the share of this process.
+        store: where all processes meet; None for a single process.
+        timeout: seconds after which a silent process counts as lost.
+
+    Attributes:
+        sent: messages to each peer.
+        bytes: bytes to each peer.
+    """
+
+    def __init__(self, plan: Plan, store: Any = None, timeout: float = 60.0) -> None:
+        self.plan = plan
+        self.store = store
+        self.timeout = timeout
+        self.sent: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()
+
+    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+        """Send tensors to some processes and receive from some, all at once."""
+        pending = []
+        peer = -1
+        try:
+            for peer, tensor in into.items():
+                pending.append((peer, dist.irecv(tensor, peer)))
+            for peer, tensor in out.items():
+                pending.append((peer, dist.isend(tensor, peer)))
+                self.sent[peer] += 1
+                self.bytes[peer] += tensor.nbytes
+            for peer, work in pending:  # noqa: B007
+                work.wait()
+        except RuntimeError as error:
+            late = "imed out" in str(error)
+            reason = f"sent nothing for {self.timeout:g} s" if late else "is gone"
+            raise self.lost(f"{self.plan.name(peer)} {reason}") from error
+
+    # Along the tree
+
+    def up(self, x: Tensor) -> Tensor:
+        """The sum over all processes at the root; elsewhere the sum over those below."""
+        received = {child: torch.empty_like(x) for child in self.plan.children}
+        self.swap({}, received)
+        total = x.contiguous()
+        for other in received.values():
+            total = total + other
+        if self.plan.parent is not None:
+            self.swap({self.plan.parent: total}, {})
+        return total
+
+    def down(self, x: Tensor) -> Tensor:
+        """The root's x, everywhere; others give a tensor of the same shape and dtype."""
+        x = x.contiguous()
+        if self.plan.parent is not None:
+            x = torch.empty_like(x)
+            self.swap({}, {self.plan.parent: x})
+        self.swap(dict.fromkeys(self.plan.children, x), {})
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all processes, everywhere."""
+        return self.down(self.up(x))
+
+    def traffic(self) -> list[list[int]]:
+        """`[from, to, messages, bytes]` of all processes that talked, at the root."""
+        counts = torch.zeros(self.plan.size, self.plan.size, 2, dtype=torch.int64)
+        for peer, sent in self.sent.items():
+            counts[self.plan.rank, peer] = torch.tensor([sent, self.bytes[peer]])
+        counts = self.up(counts)
+        pairs = counts[..., 0].nonzero().tolist()
+        return [[i, k, *counts[i, k].tolist()] for i, k in pairs]
+
+    # Beginning and end
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Wait for all processes, and raise unless all were started for the same training.
+
+        All links are opened here: later, gloo would wait much longer for a peer that is gone.
+        """
+        if self.store is None:
+            return
+        entries = [_parsed(entry) for entry in self._collect(json.dumps(facts))]
+        for rank, entry in enumerate(entries):
+            differing = [word for word in facts if entry.get(word) != entries[0].get(word)]
+            if differing:
+                raise OptionError(
+                    f"{self.plan.name(rank)} has another {' and another '.join(differing)} than "
+                    f"{self.plan.name(0)}; start all processes with the same."
+                )
+        one = torch.ones(1)
+        self.swap(
+            dict.fromkeys(self.plan.peers, one), {peer: one.clone() for peer in self.plan.peers}
+        )
+
+    def _collect(self, entry: str) -> list[bytes]:
+        """The entries of all processes."""
+        keys = [f"facts-{rank}" for rank in range(self.plan.size)]
+        absent: list[int] = []
+        try:
+            self.store.set(keys[self.plan.rank], entry)
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(keys, timedelta(seconds=self.timeout))
+            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            if not absent:
+                entries = [self.store.get(key) for key in keys]
+                # Nobody may leave, and take the store along, before all have read.
+                self.store.set(f"read-{self.plan.rank}", "")
+                with contextlib.suppress(RuntimeError):
+                    self.store.wait([f"read-{rank}" for rank in range(len(keys))], PATIENCE)
+                return entries
+        except RuntimeError as error:
+            raise self.lost("the store is gone") from error
+        names = ", ".join(map(self.plan.name, absent[:4]))
+        raise self.lost(f"{names} did not start within {self.timeout:g} s")
+
+    def report(self, text: str) -> str:
+        """Tell all processes why the training stops; the first reason is returned."""
+        if self.store is None:
+            return text
+        with contextlib.suppress(RuntimeError):
+            self.store.set_timeout(PATIENCE)
+            return self.store.compare_set("fault", "", text).decode(errors="replace")
+        return text
+
+    def lost(self, text: str) -> LostError:
+        """The error for a lost process; all processes name the one that was lost first."""
+        reason = self.report(text).rstrip(".")
+        return LostError(f"the training stopped because {reason}; start it again with resume.")
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self.store is not None:
+            dist.destroy_process_group()
+
+
+def connect(plan: Plan, timeout: float = 60.0) -> Messages:
+    """Meet the other processes, as the variables of torchrun say.
+
+    Args:
+        plan: the share of this process.
+        timeout: seconds after which a process that does not answer counts as lost.
+
+    Raises:
+        LostError: if the processes do not meet in time.
+        OptionError: if this process is in a process group already.
+    """
+    rank, size = world()
+    if size == 1:
+        return Messages(plan)
+    if dist.is_initialized():
+        raise OptionError("this process is in a process group already; destroy that first.")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # otherwise all connect to all
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # one machine: nothing leaves it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    wait = timedelta(seconds=timeout)
+    met: list[Any] = []
+
+    def meet() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            met.append(next(rendezvous("env://", timeout=wait))[0])
+
+    # A thread, because PyTorch waits forever for a listener that accepts and never answers.
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not met:
+        address = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+        raise LostError(f"rendezvous of {size} processes at {address} failed in {timeout:g} s.")
+    store = PrefixStore(f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    return Messages(plan, store, timeout)
+
+
+def _parsed(entry: bytes) -> dict[str, Any]:
+    """An entry of the store; nothing of one that is malformed."""
+    try:
+        value = json.loads(entry)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def exchange(x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False) -> Tensor:
+    """The own rows and those of neighbours; in reverse, what all processes add to the own rows.
+
+    Each is the transpose of the other, and so its backward.
+
+    Args:
+        x: the own rows `(rows, batch)`; in reverse, the extended ones.
+        halo: which rows go where.
+        messages: of this process.
+        reverse: add up instead of gather.
+
+    Returns:
+        The extended rows `(extended, batch)`; in reverse, the own ones.
+    """
+    if not halo.send and not halo.receive:
+        return x
+    return _Exchange.apply(x, halo, messages, reverse)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool) -> Tensor:
+        ctx.settings = halo, messages, reverse
+        batch = x.shape[1]
+        if not reverse:
+            out = {peer: x.index_select(0, rows) for peer, rows in halo.send.items()}
+            into = {}
+            for peer, (first, last) in halo.receive.items():
+                into[peer] = x.new_empty(last - first, batch)
+            messages.swap(out, into)
+            return torch.cat([x, *into.values()])
+        out = {peer: x[first:last].contiguous() for peer, (first, last) in halo.receive.items()}
+        into = {peer: x.new_empty(len(rows), batch) for peer, rows in halo.send.items()}
+        messages.swap(out, into)
+        total = x[: halo.rows].clone(memory_format=torch.contiguous_format)
+        for peer, rows in halo.send.items():
+            total.index_add_(0, rows, into[peer])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        halo, messages, reverse = ctx.settings
+        gradient = exchange(gradients[0], halo, messages, reverse=not reverse)
+        return gradient, None, None, None

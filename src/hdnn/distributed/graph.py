@@ -1,0 +1,322 @@
+"""Graphs of nodes that own features: who is linked to whom, from Python or from a TOML file.
+
+    nodes = 8
+    edges = [[0, 1], [1, 2]]          # S: who may depend on whom, both ways
+    R = [[0, 1]]                      # links of K; by default those that free most weights
+    T = [[0, 1]]                      # links of X or J; by default none
+    sizes = 1                         # pairs (p, q) of features of a node, or a list of them
+    names = ["pump", "valve", ..]     # instead of nodes; numbers still work
+    columns = {flow = "pump", ..}     # which node has which column of a table
+
+Patterns are kept as lists of neighbours, whose length grows with the links and not with the square
+of the nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+
+from hdnn import sparsity
+from hdnn.errors import DataError, HDNNError, OptionError, positive_int
+from hdnn.sparsity import Breach, Sparsity
+
+Links = list[list[int]]  # the neighbours of each node, itself among them, in order
+
+KEYS = ("nodes", "edges", "R", "T", "sizes", "names", "columns")
+NAME = re.compile(r"[^\W_]([\w .-]{0,62}[\w-])?")  # files are called by it
+MOST_NODES = 200_000  # each process walks over all of them
+MOST_DESIGNED = 1000  # nodes, for which an R is found in seconds
+
+
+class Graph:
+    """Nodes that own features, the links they talk along, and the patterns of their weights.
+
+    Args:
+        nodes: their number; may be left out if `names` are given.
+        edges: pairs of nodes that may depend on each other (S); if given, R and T must keep to
+            them.
+        R: the links of K, as pairs of nodes or as a matrix of 0 and 1; by default those that free
+            most weights for the edges.
+        T: the links of X or J, likewise; by default none.
+        sizes: the pairs (p, q) of features of each node, or one number for all.
+        names: of the nodes, for messages and files.
+        columns: the node of each column of a table, or the columns of each node.
+
+    Raises:
+        OptionError: if there are too many nodes, or a link, size, name or column does not fit them.
+
+    Examples:
+        >>> from hdnn.distributed import Graph
+        >>> Graph(4, R=[[0, 1], [1, 2], [2, 3], [3, 0]], sizes=2)
+        Graph(4 nodes, 4 links)
+        >>> Graph(names=["pump", "valve"], R=[["pump", "valve"]]).label(1)
+        'valve'
+    """
+
+    def __init__(
+        self,
+        nodes: int | None = None,
+        *,
+        edges: Any = None,
+        R: Any = None,
+        T: Any = None,
+        sizes: int | Sequence[int] = 1,
+        names: Sequence[str] = (),
+        columns: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.names = _checked_names(names)
+        self.nodes = positive_int("nodes", len(self.names) if nodes is None else nodes)
+        if self.nodes > MOST_NODES:
+            raise OptionError(f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}.")
+        if self.names and len(self.names) != self.nodes:
+            raise OptionError(f"there are {len(self.names)} names, but {self.nodes} nodes.")
+        alike = isinstance(sizes, int)
+        self.sizes = sparsity.node_sizes([sizes] * self.nodes if alike else sizes, self.nodes)
+        self.columns = self._columns(columns or {})
+        self.S = None if edges is None else self._pairs("edges", edges)
+        self.T = [[i] for i in range(self.nodes)] if T is None else self._pattern("T", T)
+        if sparsity.transposed(self.T) != self.T:
+            raise OptionError("T must be symmetric, because J is skew-symmetric; use T + T^T.")
+        if R is not None:
+            self.R = self._pattern("R", R)
+        else:
+            self.R = self._designed()
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Graph:
+        """The graph of a TOML file, whose keys are the arguments of this class.
+
+        Raises:
+            DataError: if the file cannot be read or is not valid TOML.
+            OptionError: if it does not describe a graph.
+        """
+        try:
+            with open(path, "rb") as file:
+                table = tomllib.load(file)
+        except OSError as error:
+            raise DataError(f"cannot read the graph {path}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not valid TOML: {error}.") from error
+        return cls.of(table, str(path))
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], where: str = "the graph") -> Graph:
+        """The graph of a mapping with the keys of a file; errors name `where` it comes from."""
+        strange = sorted(set(table) - set(KEYS))
+        if strange:
+            raise OptionError(f"{where} has {strange[0]!r}, but only {', '.join(KEYS)} are known.")
+        if "nodes" not in table and "names" not in table:
+            raise OptionError(f"{where} does not say how many nodes there are; add nodes = 8.")
+        try:
+            return cls(**table)
+        except HDNNError as error:
+            raise OptionError(f"{where}: {error}") from error
+
+    @classmethod
+    def ring(cls, nodes: int, size: int = 1) -> Graph:
+        """Nodes on a ring, each linked with its two neighbours."""
+        return cls(nodes, R=[[i, (i + 1) % nodes] for i in range(nodes)], sizes=size)
+
+    @classmethod
+    def grid(cls, rows: int, columns: int, size: int = 1) -> Graph:
+        """Nodes on a grid, each linked with its up to four neighbours."""
+        nodes = range(rows * columns)
+        links = [[i, i + 1] for i in nodes if (i + 1) % columns]
+        links += [[i, i + columns] for i in nodes[:-columns]]
+        return cls(len(nodes), R=links, sizes=size)
+
+    # Facts
+
+    @property
+    def features(self) -> int:
+        """n, of all nodes together."""
+        return 2 * sum(self.sizes)
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The first feature of each node, in a half of the state of all nodes."""
+        return [0, *accumulate(self.sizes)]
+
+    @cached_property
+    def used(self) -> Links:
+        """`R + R^T + T`: the links that carry messages."""
+        back = sparsity.transposed(self.R)
+        return [sorted({*row, *b, *t}) for row, b, t in zip(self.R, back, self.T, strict=True)]
+
+    @cached_property
+    def talking(self) -> Links:
+        """The links in use, or the edges if links in use do not join all nodes that edges join."""
+        if self.S is not None and len(sparsity.groups(self.used)) > 1:
+            return [sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)]
+        return self.used
+
+    def breaches(self, most: int = 1000) -> list[Breach]:
+        """Pairs of nodes that updates need and the edges lack, up to so many of them."""
+        if self.S is None:
+            return []
+        return list(islice(sparsity.breaches(self.T, self.R, self.S), most))
+
+    def check(self) -> None:
+        """Raise an `OptionError` unless updates need linked nodes only and all are joined."""
+        sparsity.check_no_breach(self.breaches(5), self.label)
+        apart = sparsity.groups(self.talking)
+        if len(apart) > 1:
+            raise OptionError(
+                f"the graph has {len(apart)} connected components, but nodes learn together only "
+                f"if links join them: add one between {self.label(apart[0][0])} and "
+                f"{self.label(apart[1][0])}."
+            )
+
+    def label(self, node: int) -> str:
+        """The name of a node, or its number."""
+        return self.names[node] if self.names else str(node)
+
+    def key(self, node: int) -> str:
+        """The name of a node in file names: node-00003 or node-pump."""
+        return f"node-{self.names[node]}" if self.names else f"node-{node:05d}"
+
+    def digest(self) -> str:
+        """A text that is the same for equal graphs only."""
+        content = json.dumps([self.R, self.T, self.S, self.sizes])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def table(self) -> dict[str, Any]:
+        """The arguments that make this graph, as TOML and JSON can hold them."""
+        table: dict[str, Any] = {"nodes": self.nodes}
+        if self.S is not None:
+            table["edges"] = _edges(self.S)
+        table["R"] = _short(self.R)
+        table["T"] = _short(self.T)
+        table["sizes"] = list(self.sizes)
+        if self.names:
+            table["names"] = list(self.names)
+        if self.columns:
+            table["columns"] = dict(self.columns)
+        return table
+
+    def patterns(self) -> Sparsity:
+        """The patterns and sizes for the option `sparsity` of one network of all nodes."""
+        return Sparsity(_matrix(self.R), sizes=self.sizes)
+
+    def __repr__(self) -> str:
+        links = (sum(map(len, self.used)) - self.nodes) // 2
+        return f"Graph({self.nodes} nodes, {links} links)"
+
+    # Arguments
+
+    def _designed(self) -> Links:
+        """The R that leaves most weights free."""
+        if self.S is None:
+            raise OptionError("the graph has no edges and no R; give one of them.")
+        if self.nodes > MOST_DESIGNED:
+            raise OptionError(
+                f"R is designed for up to {MOST_DESIGNED} nodes, but there are {self.nodes}; "
+                "give R."
+            )
+        return sparsity.links_of(sparsity.design(_matrix(self.S), self.sizes).R)
+
+    def _number(self, node: Any, where: str) -> int:
+        """The number of a node that is given by number or by name."""
+        if isinstance(node, str) and node in self._numbers:
+            return self._numbers[node]
+        if isinstance(node, int) and not isinstance(node, bool) and 0 <= node < self.nodes:
+            return node
+        names = f", or {', '.join(self.names[:8])}" if self.names else ""
+        raise OptionError(
+            f"{where} has {_shown(node)}, but nodes are 0 to {self.nodes - 1}{names}."
+        )
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def _pairs(self, key: str, pairs: Any) -> Links:
+        """The neighbours that undirected links make, each node with itself."""
+        if not isinstance(pairs, (list, tuple)):
+            raise OptionError(f"{key} must be pairs of nodes, but is {_shown(pairs)}.")
+        rows = [{i} for i in range(self.nodes)]
+        for pair in pairs:
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise OptionError(f"{key} must be pairs of nodes, but has {_shown(pair)}.")
+            i, k = (self._number(node, key) for node in pair)
+            rows[i].add(k)
+            rows[k].add(i)
+        return [sorted(row) for row in rows]
+
+    def _pattern(self, key: str, value: Any) -> Links:
+        """A pattern from pairs of nodes, or from a matrix with ones on its diagonal."""
+        if isinstance(value, torch.Tensor):
+            value = value.int().tolist()
+        square = isinstance(value, (list, tuple)) and len(value) == self.nodes
+        square = square and all(
+            isinstance(row, (list, tuple)) and len(row) == self.nodes for row in value
+        )
+        # Two nodes: [[1, 0], [0, 1]] is a matrix, other rows are links.
+        if not square or (self.nodes == 2 and not value[0][0] == value[1][1] == 1):
+            return self._pairs(key, value)
+        links = sparsity.links_of(sparsity.binary(key, value))
+        if any(i not in row for i, row in enumerate(links)):
+            raise OptionError(f"every node is its own neighbour: {key} needs ones on its diagonal.")
+        return links
+
+    def _columns(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """The node of each column."""
+        if not isinstance(given, Mapping):
+            raise OptionError(f'columns must be as in flow = "pump", but is {_shown(given)}.')
+        columns: dict[str, int] = {}
+        for key, value in given.items():
+            node, owned = (key, value) if isinstance(value, list) else (value, [key])
+            if isinstance(node, str) and node.isdecimal():
+                node = int(node)
+            for column in owned:
+                if column in columns:
+                    raise OptionError(f"columns gives {column!r} to two nodes; give it to one.")
+                columns[column] = self._number(node, "columns")
+        return columns
+
+
+def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
+    seen: set[str] = set()
+    for name in names:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name.isdecimal():
+            raise OptionError(
+                f"names has {_shown(name)}, but a name has 1 to 64 letters, digits, blanks, dots, "
+                "- and _, begins with a letter or a digit, and is not a number."
+            )
+        if name.casefold() in seen:
+            raise OptionError(f"names has {name!r} twice; files are called by it.")
+        seen.add(name.casefold())
+    return tuple(names)
+
+
+def _matrix(links: Links) -> torch.Tensor:
+    pattern = torch.zeros(len(links), len(links), dtype=torch.bool)
+    for i, row in enumerate(links):
+        pattern[i, row] = True
+    return pattern
+
+
+def _edges(links: Links) -> list[list[int]]:
+    return [[i, k] for i, row in enumerate(links) for k in row if i < k]
+
+
+def _short(links: Links) -> list[list[int]]:
+    """A list of links if the pattern is symmetric, else its matrix."""
+    if sparsity.transposed(links) == links:
+        return _edges(links)
+    return _matrix(links).int().tolist()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,1 +1,0 @@
-"""How messages get from one part of a graph to another."""

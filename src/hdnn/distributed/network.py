@@ -1,0 +1,240 @@
+"""The layers of a network on the nodes of one process: its rows of K and b, in any scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hdnn import activations, schemes
+from hdnn.activations import Activation
+from hdnn.distributed.exchange import Messages, exchange
+from hdnn.distributed.plan import Halo, Plan
+from hdnn.errors import choose, positive_float, positive_int
+from hdnn.networks import BY_NAME, Network
+
+SCHEMES = {
+    "h1": schemes.FORWARD_EULER,
+    "h2": schemes.SEMI_IMPLICIT_EULER,
+    "verlet": schemes.VERLET,
+    "yoshida4": schemes.YOSHIDA4,
+}
+
+
+class GraphForce(NamedTuple):
+    """`K^T sigma(K x + b)` for the rows of one process, as `hdnn.schemes.Force` for all rows.
+
+    The neighbours' x is gathered, then what K^T adds to their rows goes back to them.
+
+    Args:
+        K: the free entries of the own block rows, node after node: `(N, entries)`.
+        b: biases of the own rows, `(N, rows)`.
+        halo: which rows go where.
+        messages: of this process.
+    """
+
+    K: Tensor
+    b: Tensor
+    halo: Halo
+    messages: Messages
+
+    def layers(self) -> Iterator[GraphForce]:
+        """The force of each layer alone."""
+        for K, b in zip(self.K.unbind(0), self.b.unbind(0), strict=True):
+            yield self._replace(K=K, b=b)
+
+    def __call__(self, x: Tensor, sigma: Activation) -> Tensor:
+        """The force of one layer at the own states `(batch, rows)`."""
+        halo = self.halo
+        state = exchange(x.mT, halo, self.messages)
+        batch = state.shape[1]
+        blocks = [self.K[group.first : group.last].view(group.shape) for group in halo.groups]
+        products = []
+        for group, K in zip(halo.groups, blocks, strict=True):
+            read = state.index_select(0, group.columns).view(len(K), -1, batch)
+            products.append((K @ read).flatten(0, 1))
+        z = sigma(torch.cat(products) + self.b[:, None])
+        contributions = state.new_zeros(halo.extended, batch)
+        for group, K, part in zip(halo.groups, blocks, self._split(z), strict=True):
+            given = (K.mT @ part.view(len(K), -1, batch)).flatten(0, 1)
+            contributions = contributions.index_add(0, group.columns, given)
+        v = exchange(contributions, halo, self.messages, reverse=True).mT
+        return v if halo.scale == 1 else _turned(v, halo)
+
+    def _split(self, z: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each group."""
+        return z.split([nodes * rows for nodes, rows, _ in (g.shape for g in self.halo.groups)])
+
+
+def _turned(v: Tensor, halo: Halo) -> Tensor:
+    """J v, node by node (-v_q, v_p), where rows of a node are first p, then q."""
+    pieces = []
+    for node in halo.plan.nodes:
+        first = halo.place[node]
+        p, q = v[:, first : first + halo.height(node)].chunk(2, 1)
+        pieces += [-q, p]
+    return torch.cat(pieces, 1)
+
+
+class GraphNetwork(nn.Module):
+    """N layers of a network, for the nodes of one process; the others have the other rows.
+
+    States are `(batch, features of these nodes)`, in the order of `positions`. With one process it
+    is the whole network.
+
+    Args:
+        plan: the share of this process.
+        messages: to the others.
+        network: "h1", "h2", "verlet" or "yoshida4".
+        layers: N.
+        step: h.
+        activation: the name of sigma.
+        dtype: of weights and states.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn.distributed import Graph, GraphNetwork, Messages, Plan
+        >>> plan = Plan(Graph.ring(8), owner=[0] * 8)
+        >>> net = GraphNetwork(plan, Messages(plan), layers=4)
+        >>> net(torch.randn(5, 16)).shape
+        torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        messages: Messages,
+        *,
+        network: str = "h2",
+        layers: int = 4,
+        step: float = 0.5,
+        activation: str = "tanh",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.network = choose("network", network, SCHEMES)
+        self.scheme = SCHEMES[network]
+        self.layers = positive_int("layers", layers)
+        self.step = positive_float("step", step)
+        self.activation = activations.get(activation)
+        self.plan = plan
+        self.messages = messages
+        self.halo = Halo(plan, 1 if self.scheme.halves else 2)
+        for half in ("_p", "_q") if self.scheme.halves else ("",):
+            K = torch.zeros(layers, self.halo.entries, dtype=dtype)
+            b = torch.zeros(layers, self.halo.rows, dtype=dtype)
+            self.register_parameter(f"K{half}", nn.Parameter(K))
+            self.register_parameter(f"b{half}", nn.Parameter(b))
+
+    @property
+    def positions(self) -> Tensor:
+        """The columns of the state of all nodes that are the own columns."""
+        whole = self._own_positions(self.plan.nodes)
+        if self.scheme.halves:
+            return torch.cat([whole, whole + self.plan.graph.features // 2])
+        return whole
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The own features of y_N, from those of y_0."""
+        # With frozen weights a backward without this would be pruned, and neighbours would wait.
+        if torch.is_grad_enabled() and not y.requires_grad:
+            y = y.detach().requires_grad_()
+        forces: list[Any] = []
+        for half in ("_p", "_q") if self.scheme.halves else ("",):
+            K = self.get_parameter(f"K{half}")
+            b = self.get_parameter(f"b{half}")
+            forces.append(GraphForce(K, b, self.halo, self.messages))
+        return schemes.run(self.scheme, y, forces, self.step, self.activation)
+
+    def smoothness(self) -> Tensor:
+        """The own share of the penalty on differences between neighbouring layers."""
+        squares = [weight.diff(dim=0).square().sum() for weight in self.parameters()]
+        return 0.5 * self.step * torch.stack(squares).sum()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int, gain: float = 1.0) -> None:
+        """Draw each node's weights from a generator of its own: the same for any processes.
+
+        K is `gain` times N(0, 1/w), where w is the number of features that a row reads; b is 0.
+        """
+        for node, blocks in self._blocks():
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + node) % 2**63)
+            for name, block in blocks.items():
+                drawn = torch.randn(block.shape, generator=generator, dtype=torch.float64)
+                scale = gain * block.shape[-1] ** -0.5 if name.startswith("K") else 0.0
+                block.copy_(scale * drawn)
+
+    # One network of all nodes
+
+    def whole(self) -> Network:
+        """A network of all nodes with the same options, and initial weights."""
+        return BY_NAME[self.network](
+            self.plan.graph.features,
+            self.layers,
+            step=self.step,
+            activation=self.activation.name,
+            sparsity=self.plan.graph.patterns(),
+            dtype=next(self.parameters()).dtype,
+        )
+
+    @torch.no_grad()
+    def load(self, net: Network) -> None:
+        """Take the own weights from a network of all nodes."""
+        for node, blocks in self._blocks():
+            rows, columns = self._rows_and_columns(node)
+            for name, block in blocks.items():
+                weight = net.weight(name)[:, rows]
+                block.copy_(weight[:, :, columns] if name.startswith("K") else weight)
+
+    @torch.no_grad()
+    def gather(self) -> Network | None:
+        """At the root a network with the weights of all nodes, which come along the tree."""
+        net = self.whole()
+        for name in dict(self.named_parameters()):
+            weight = torch.zeros_like(net.weight(name).detach())
+            for node, blocks in self._blocks():
+                rows, columns = self._rows_and_columns(node)
+                if name.startswith("K"):
+                    weight[:, rows[:, None], columns] = blocks[name]
+                else:
+                    weight[:, rows] = blocks[name]
+            weight = self.messages.up(weight)
+            if self.plan.is_root:
+                net.assign(name, weight)
+        return net if self.plan.is_root else None
+
+    def _blocks(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Each own node, with views of its weights: K (N, rows, columns) and b (N, rows)."""
+        nodes = iter(self.plan.nodes)
+        row = 0
+        for group in self.halo.groups:
+            count, height, width = group.shape
+            for k in range(count):
+                first = group.first + k * height * width
+                blocks = {}
+                for name, weight in self.named_parameters():
+                    if name.startswith("K"):
+                        entries = weight[:, first : first + height * width]
+                        blocks[name] = entries.view(-1, height, width)
+                    else:
+                        blocks[name] = weight[:, row : row + height]
+                row += height
+                yield next(nodes), blocks
+
+    def _rows_and_columns(self, node: int) -> tuple[Tensor, Tensor]:
+        """The rows and columns of a node in the matrices of all nodes."""
+        return self._own_positions([node]), self._own_positions(self.plan.graph.R[node])
+
+    def _own_positions(self, nodes: list[int]) -> Tensor:
+        """The places of some nodes in a half of the state of all nodes, or in the whole state."""
+        places: list[int] = []
+        for node in nodes:
+            first = self.plan.graph.first[node]
+            size = self.plan.graph.sizes[node]
+            places += range(first, first + size)
+            if not self.scheme.halves:
+                half = self.plan.graph.features // 2
+                places += range(half + first, half + first + size)
+        return torch.tensor(places)

@@ -1,1 +1,0 @@
-"""The layers of one part of a graph."""

@@ -1,0 +1,196 @@
+"""Which process owns which nodes, whom it talks to, and which rows they exchange."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hdnn.distributed.graph import Graph
+from hdnn.errors import OptionError, positive_int, require
+
+
+def partition(graph: Graph, parts: int) -> list[int]:
+    """The process that owns each node: by METIS (extra `graph`) if installed, else in bands.
+
+    It changes how much is sent, not the results. All processes must get the same owners.
+
+    Args:
+        graph: the graph.
+        parts: the number of processes.
+
+    Raises:
+        OptionError: if there are more processes than nodes.
+    """
+    nodes = graph.nodes
+    if positive_int("processes", parts) > nodes:
+        raise OptionError(f"{nodes} nodes cannot be shared by {parts} processes; use fewer.")
+    if parts == nodes:
+        return list(range(nodes))
+    if parts > 1 and importlib.util.find_spec("pymetis"):
+        owner = _metis(graph, parts)
+        if len(set(owner)) == parts:  # it may leave a part of a tiny graph empty
+            return owner
+    owner = [0] * nodes
+    for place, node in enumerate(_breadth_first(graph.talking, 0)[0]):
+        owner[node] = place * parts // nodes
+    return owner
+
+
+def _metis(graph: Graph, parts: int) -> list[int]:
+    pymetis = require("pymetis", extra="graph")
+    neighbours = [[k for k in row if k != i] for i, row in enumerate(graph.used)]
+    _, owner = pymetis.part_graph(parts, adjacency=neighbours)
+    return [int(part) for part in owner]
+
+
+def _breadth_first(links: Sequence[Sequence[int]], root: int) -> tuple[list[int], dict[int, int]]:
+    """The nodes in order of their distance from the root, and the parent of each."""
+    parents = {root: root}
+    order = [root]
+    for node in order:
+        for other in links[node]:
+            if other not in parents:
+                parents[other] = node
+                order.append(other)
+    return order, parents
+
+
+class Plan:
+    """The share of one process: its nodes, its peers, and its place in a tree of processes.
+
+    Args:
+        graph: the graph, checked.
+        owner: the process that owns each node.
+        rank: the number of this process.
+
+    Attributes:
+        nodes: the nodes of this process; those with equally many features and neighbours stand
+            together.
+        peers: the processes that own a neighbour of one of these nodes.
+        parent: the process above this one in a tree of linked processes, None at the root.
+        children: the processes below.
+    """
+
+    def __init__(self, graph: Graph, owner: Sequence[int], rank: int = 0) -> None:
+        self.graph = graph
+        self.owner = owner
+        self.rank = rank
+        self.size = max(owner) + 1
+        own = [node for node in range(graph.nodes) if owner[node] == rank]
+        self.nodes = sorted(own, key=lambda i: (graph.sizes[i], self.width(i), i))
+        between: list[set[int]] = [set() for _ in range(self.size)]
+        for node, row in enumerate(graph.talking):
+            between[owner[node]].update(owner[other] for other in row)
+        root = owner[0]
+        _, parents = _breadth_first([sorted(row) for row in between], root)
+        self.peers = sorted(between[rank] - {rank})
+        self.parent = None if rank == root else parents[rank]
+        self.children = [k for k, up in parents.items() if up == rank and k != root]
+
+    @property
+    def is_root(self) -> bool:
+        """True if this process owns node 0, and so the labels."""
+        return self.parent is None
+
+    def width(self, node: int) -> int:
+        """The pairs of features of a node and its neighbours in R."""
+        return sum(self.graph.sizes[k] for k in self.graph.R[node])
+
+    def name(self, rank: int) -> str:
+        """A process in messages: by its nodes."""
+        nodes = [k for k, part in enumerate(self.owner) if part == rank]
+        labels = ", ".join(map(self.graph.label, nodes[:4]))
+        if len(nodes) == 1:
+            return f"node {labels}"
+        return f"process {rank} (nodes {labels}{', ..' if len(nodes) > 4 else ''})"
+
+
+@dataclass
+class Group:
+    """Nodes with equally many rows and columns of K, which are multiplied at once."""
+
+    first: int  # of the free entries of K
+    shape: tuple[int, int, int]  # nodes, rows, columns
+    columns: Tensor  # of the extended state, for each node one after the other
+
+    @property
+    def last(self) -> int:
+        nodes, rows, columns = self.shape
+        return self.first + nodes * rows * columns
+
+
+class Halo:
+    """The extended state of a process: its own rows, then those of neighbours that K reads.
+
+    Args:
+        plan: the share of this process.
+        scale: rows of a node for each unit of its size: 1 for a half of the state, 2 for both.
+
+    Attributes:
+        rows: the own rows.
+        extended: the own rows and those of neighbours.
+        send: the own rows that each peer reads.
+        receive: the first and the last row (exclusive) of what each peer sends.
+        groups: the own nodes, in the order of their free entries of K.
+    """
+
+    def __init__(self, plan: Plan, scale: int = 1) -> None:
+        graph, owner, rank = plan.graph, plan.owner, plan.rank
+        self.plan = plan
+        self.scale = scale
+        self.place: dict[int, int] = {}
+        self.extended = 0
+        for node in plan.nodes:
+            self._add(node)
+        self.rows = self.extended
+        reads: dict[int, set[int]] = {}
+        read_by: dict[int, set[int]] = {}
+        for node, row in enumerate(graph.R):
+            for other in row:
+                if owner[node] == rank != owner[other]:
+                    reads.setdefault(owner[other], set()).add(other)
+                if owner[other] == rank != owner[node]:
+                    read_by.setdefault(owner[node], set()).add(other)
+        self.receive: dict[int, tuple[int, int]] = {}
+        for peer in sorted(reads):
+            first = self.extended
+            for node in sorted(reads[peer]):
+                self._add(node)
+            self.receive[peer] = (first, self.extended)
+        self.send = {peer: self.index(sorted(read_by[peer])) for peer in sorted(read_by)}
+        self.groups = self._groups()
+        self.entries = self.groups[-1].last
+
+    def _add(self, node: int) -> None:
+        self.place[node] = self.extended
+        self.extended += self.height(node)
+
+    def height(self, node: int) -> int:
+        """The rows of a node."""
+        return self.scale * self.plan.graph.sizes[node]
+
+    def index(self, nodes: Sequence[int]) -> Tensor:
+        """The rows of some nodes in the extended state, one after the other."""
+        rows: list[int] = []
+        for node in nodes:
+            first = self.place[node]
+            rows += range(first, first + self.height(node))
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def _groups(self) -> list[Group]:
+        graph = self.plan.graph
+        alike: dict[tuple[int, int], list[int]] = {}
+        for node in self.plan.nodes:
+            shape = (self.height(node), self.scale * self.plan.width(node))
+            alike.setdefault(shape, []).append(node)
+        groups = []
+        first = 0
+        for (height, width), nodes in alike.items():
+            columns = torch.cat([self.index(graph.R[node]) for node in nodes])
+            groups.append(Group(first, (len(nodes), height, width), columns))
+            first = groups[-1].last
+        return groups

@@ -1,0 +1,605 @@
+"""The kernel of the CPU: all layers on one tile of samples, then the next tile.
+
+The state of a tile is kept feature by feature, so that every inner loop runs over samples with a
+weight as a scalar: numba (extra `fast`) makes vector instructions of them, and nothing leaves the
+cache. Tiles are shared out to threads.
+"""
+
+# Numba compiles these functions, whose types pyright cannot see.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core.caching import FunctionCache
+from numba.extending import intrinsic, overload
+from numba.np.unsafe.ndarray import to_fixed_tuple
+from torch import Tensor
+
+from hdnn.engine import memory
+from hdnn.engine.memory import Stack, Tensors
+
+ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
+LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
+LANES = 16  # a tile is a multiple of this
+PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
+
+# Sums in any order, and fused products: what lets a loop over samples become vector instructions.
+inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+
+
+# Memory by address
+
+
+@intrinsic
+def address_of(context, pointer):
+    """The address of a pointer."""
+
+    def generate(context, builder, signature, args):
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return numba.int64(pointer), generate
+
+
+@intrinsic
+def pointer_to(context, address, like):
+    """A pointer to numbers of the type of `like`."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return numba.types.CPointer(like)(address, like), generate
+
+
+@intrinsic
+def claim(context, address):
+    """The integer at an address, which then grows by 1, as one step for all threads."""
+
+    def generate(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return numba.int64(address), generate
+
+
+@inner
+def matrix(address, rows, columns, like):  # pragma: kernel
+    """The array (rows, columns) at an address."""
+    return numba.carray(pointer_to(address, like), (rows, columns))
+
+
+# Activations
+
+
+def fast_tanh(x):
+    """tanh: a rational function in float32, the C library's in float64."""
+
+
+@overload(fast_tanh, inline="always")
+def _(x):
+    if x != numba.float32:
+        return lambda x: math.tanh(x)
+    bound = np.float32(7.99881172180175781)
+    P = np.array(
+        [-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08]
+        + [1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03],
+        np.float32,
+    )
+    p0, p1, p2, p3, p4, p5, p6 = P
+    q0, q1 = np.float32(1.19825839466702e-06), np.float32(1.18534705686654e-04)
+    q2, q3 = np.float32(2.26843463243900e-03), np.float32(4.89352518554385e-03)
+
+    def rational(x):  # pragma: kernel
+        x = min(max(x, -bound), bound)
+        s = x * x
+        p = ((((((p0 * s + p1) * s + p2) * s + p3) * s + p4) * s + p5) * s + p6) * x
+        return p / (((q0 * s + q1) * s + q2) * s + q3)
+
+    return rational
+
+
+@inner
+def value(code, a, z, rows, T):  # pragma: kernel
+    """z = sigma(a)."""
+    real = a.dtype.type
+    zero = real(0)
+    half = real(0.5)
+    root = real(0.7071067811865476)
+    for i in range(rows):
+        if code == 0:
+            for t in range(T):
+                z[i, t] = fast_tanh(a[i, t])
+        elif code == 1:
+            for t in range(T):
+                z[i, t] = max(a[i, t], zero)
+        elif code == 2:
+            for t in range(T):
+                z[i, t] = half + half * fast_tanh(half * a[i, t])
+        elif code == 3:
+            for t in range(T):
+                z[i, t] = max(a[i, t], zero) + math.log1p(math.exp(-abs(a[i, t])))
+        elif code == 4:
+            for t in range(T):
+                z[i, t] = a[i, t] * half * math.erfc(-a[i, t] * root)
+        elif code == 5:
+            for t in range(T):
+                z[i, t] = a[i, t] * (half + half * fast_tanh(half * a[i, t]))
+        elif code == 6:
+            for t in range(T):
+                z[i, t] = math.sin(a[i, t])
+        else:
+            for t in range(T):
+                z[i, t] = a[i, t]
+
+
+@inner
+def slope(code, a, z, d, rows, T):  # pragma: kernel
+    """d = sigma'(a), where z = sigma(a)."""
+    real = a.dtype.type
+    zero = real(0)
+    one = real(1)
+    half = real(0.5)
+    root = real(0.7071067811865476)
+    bell = real(0.3989422804014327)
+    for i in range(rows):
+        if code == 0:
+            for t in range(T):
+                d[i, t] = one - z[i, t] * z[i, t]
+        elif code == 1:
+            for t in range(T):
+                d[i, t] = one if a[i, t] > zero else zero
+        elif code == 2:
+            for t in range(T):
+                d[i, t] = z[i, t] * (one - z[i, t])
+        elif code == 3:
+            for t in range(T):
+                d[i, t] = half + half * fast_tanh(half * a[i, t])
+        elif code == 4:
+            for t in range(T):
+                x = a[i, t]
+                d[i, t] = half * math.erfc(-x * root) + x * bell * math.exp(-half * x * x)
+        elif code == 5:
+            for t in range(T):
+                s = half + half * fast_tanh(half * a[i, t])
+                d[i, t] = s + a[i, t] * s * (one - s)
+        elif code == 6:
+            for t in range(T):
+                d[i, t] = math.cos(a[i, t])
+        else:
+            for t in range(T):
+                d[i, t] = one
+
+
+# Products: z += c W x and G += u x^T, two rows by four columns at a time
+
+
+@inner
+def add_product(W, start, down, across, c, x, z, rows, columns, T):  # pragma: kernel
+    """z += c W x; the entries of W lie `down` and `across` from each other."""
+    for i in range(0, rows - 1, 2):
+        for k in range(0, columns - 3, 4):
+            o = start + i * down + k * across
+            a0 = c * W[o]
+            a1 = c * W[o + across]
+            a2 = c * W[o + 2 * across]
+            a3 = c * W[o + 3 * across]
+            o += down
+            b0 = c * W[o]
+            b1 = c * W[o + across]
+            b2 = c * W[o + 2 * across]
+            b3 = c * W[o + 3 * across]
+            for t in range(T):
+                x0 = x[k, t]
+                x1 = x[k + 1, t]
+                x2 = x[k + 2, t]
+                x3 = x[k + 3, t]
+                z[i, t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+                z[i + 1, t] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+        for k in range(columns - columns % 4, columns):
+            o = start + i * down + k * across
+            a0 = c * W[o]
+            b0 = c * W[o + down]
+            for t in range(T):
+                z[i, t] += a0 * x[k, t]
+                z[i + 1, t] += b0 * x[k, t]
+    if rows % 2:
+        i = rows - 1
+        for k in range(columns):
+            a0 = c * W[start + i * down + k * across]
+            for t in range(T):
+                z[i, t] += a0 * x[k, t]
+
+
+@inner
+def add_outer(G, start, u, x, rows, columns, T):  # pragma: kernel
+    """G += u x^T, summed over samples."""
+    zero = G.dtype.type(0)
+    for i in range(0, rows - 1, 2):
+        for k in range(0, columns - 3, 4):
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
+            for t in range(T):
+                x0 = x[k, t]
+                x1 = x[k + 1, t]
+                x2 = x[k + 2, t]
+                x3 = x[k + 3, t]
+                u0 = u[i, t]
+                u1 = u[i + 1, t]
+                a0 += u0 * x0
+                a1 += u0 * x1
+                a2 += u0 * x2
+                a3 += u0 * x3
+                b0 += u1 * x0
+                b1 += u1 * x1
+                b2 += u1 * x2
+                b3 += u1 * x3
+            o = start + i * columns + k
+            G[o] += a0
+            G[o + 1] += a1
+            G[o + 2] += a2
+            G[o + 3] += a3
+            o += columns
+            G[o] += b0
+            G[o + 1] += b1
+            G[o + 2] += b2
+            G[o + 3] += b3
+        for k in range(columns - columns % 4, columns):
+            a0 = b0 = zero
+            for t in range(T):
+                a0 += u[i, t] * x[k, t]
+                b0 += u[i + 1, t] * x[k, t]
+            G[start + i * columns + k] += a0
+            G[start + (i + 1) * columns + k] += b0
+    if rows % 2:
+        i = rows - 1
+        for k in range(columns):
+            a0 = zero
+            for t in range(T):
+                a0 += u[i, t] * x[k, t]
+            G[start + i * columns + k] += a0
+
+
+# A tile of samples
+
+
+@inner
+def gather(y, first, count, x, n, T):  # pragma: kernel
+    """x (n, T) = the transpose of some rows of y, and zeros."""
+    zero = x.dtype.type(0)
+    for k in range(n):
+        for t in range(count):
+            x[k, t] = y[first + t, k]
+        for t in range(count, T):
+            x[k, t] = zero
+
+
+@inner
+def scatter(x, y, first, count, n):  # pragma: kernel
+    """The inverse of `gather`."""
+    for t in range(count):
+        for k in range(n):
+            y[first + t, k] = x[k, t]
+
+
+@inner
+def fill(z, b, start, rows, T):  # pragma: kernel
+    """z = b in all samples."""
+    for i in range(rows):
+        for t in range(T):
+            z[i, t] = b[start + i]
+
+
+@inner
+def clear(z, rows, T):  # pragma: kernel
+    zero = z.dtype.type(0)
+    for i in range(rows):
+        for t in range(T):
+            z[i, t] = zero
+
+
+@inner
+def copy(x, to, rows, T):  # pragma: kernel
+    for i in range(rows):
+        for t in range(T):
+            to[i, t] = x[i, t]
+
+
+@inner
+def add_sums(G, start, u, rows, T):  # pragma: kernel
+    """G += the sums of u over samples."""
+    for i in range(rows):
+        total = G.dtype.type(0)
+        for t in range(T):
+            total += u[i, t]
+        G[start + i] += total
+
+
+@inner
+def weigh(z, d, w, c, rows, T):  # pragma: kernel
+    """d = c sigma' w and w = c z; the sum of z w before that, which is the gradient of c."""
+    along = z.dtype.type(0)
+    for i in range(rows):
+        for t in range(T):
+            x = w[i, t]
+            along += z[i, t] * x
+            d[i, t] *= c * x
+            w[i, t] = c * z[i, t]
+    return along
+
+
+# The kernels: functions of the address of their arguments, which are integers
+
+
+def forward_kernel(args):  # pragma: kernel
+    """All layers on each tile of the groups that this thread gets hold of."""
+    like = numba.carray(args, (1,))[0]
+    base = address_of(args)
+    a = numba.carray(pointer_to(base, base), (COUNT,))
+    groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
+    scratch, room, y, out, saved, order_at, h_at = to_fixed_tuple(a[11:18], 7)
+    order = matrix(order_at, M, 2, base)
+    fractions = matrix(order_at + 16 * M, 1, M, like)[0]
+    h = matrix(h_at, 1, 1, like)[0]
+    one = h.dtype.type(1)
+    group = claim(base)
+    while group < groups:
+        x_at = scratch + group * room
+        free = x_at + n * T * size
+        x = matrix(x_at, n, T, like)
+        for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
+            first = tile * T
+            count = min(T, B - first)
+            gather(matrix(y, B, n, like), first, count, x, n, T)
+            for s in range(M):
+                half = order[s, 0]
+                r = a[ROWS + half]
+                j = order[s, 1]
+                c = fractions[s] * h[j]
+                K = matrix(a[WEIGHTS + 3 * half], 1, 1, like)[0]
+                b = matrix(a[WEIGHTS + 3 * half + 1], 1, 1, like)[0]
+                V = matrix(a[WEIGHTS + 3 * half + 2], 1, 1, like)[0]
+                source = matrix(x_at + half * m * T * size, m, T, like)
+                target = matrix(x_at + (n - m - half * m) * T * size, m, T, like)
+                p_at = free
+                z_at = free + R * T * size
+                if saved:  # what the step reads, and z, or p where the slope needs it
+                    place = saved + (tile * M + s) * (m + R) * T * size
+                    copy(source, matrix(place, m, T, like), m, T)
+                    if code == 0:
+                        z_at = place + m * T * size
+                    else:
+                        p_at = place + m * T * size
+                p = matrix(p_at, r, T, like)
+                z = matrix(z_at, r, T, like)
+                fill(p, b, j * r, r, T)
+                add_product(K, j * r * m, m, 1, one, source, p, r, m, T)
+                value(code, p, z, r, T)
+                add_product(V, j * r * m, 1, m, c, z, target, m, r, T)
+            scatter(x, matrix(out, B, n, like), first, count, n)
+        group = claim(base)
+
+
+def backward_kernel(args):  # pragma: kernel
+    """The gradients, from what was saved; each group has its own sums of weight gradients."""
+    like = numba.carray(args, (1,))[0]
+    base = address_of(args)
+    a = numba.carray(pointer_to(base, base), (COUNT,))
+    groups, tiles, T, B, n, m, R, M, code, size = to_fixed_tuple(a[1:11], 10)
+    scratch, room, g, out, saved, order_at, h_at = to_fixed_tuple(a[11:18], 7)
+    order = matrix(order_at, M, 2, base)
+    fractions = matrix(order_at + 16 * M, 1, M, like)[0]
+    h = matrix(h_at, 1, 1, like)[0]
+    one = h.dtype.type(1)
+    group = claim(base)
+    while group < groups:
+        g_at = scratch + group * room
+        free = g_at + n * T * size
+        gx = matrix(g_at, n, T, like)
+        G = matrix(a[SUMS] + group * a[SUMS + 1] * size, 1, 1, like)[0]
+        for tile in range(tiles * group // groups, tiles * (group + 1) // groups):
+            first = tile * T
+            count = min(T, B - first)
+            gather(matrix(g, B, n, like), first, count, gx, n, T)
+            for s in range(M - 1, -1, -1):
+                half = order[s, 0]
+                r = a[ROWS + half]
+                j = order[s, 1]
+                c = fractions[s] * h[j]
+                K = matrix(a[WEIGHTS + 3 * half], 1, 1, like)[0]
+                V = matrix(a[WEIGHTS + 3 * half + 2], 1, 1, like)[0]
+                dK = a[PLACES + 3 * half] + j * r * m
+                db = a[PLACES + 3 * half + 1] + j * r
+                dV = a[PLACES + 3 * half + 2]
+                g_source = matrix(g_at + half * m * T * size, m, T, like)
+                g_target = matrix(g_at + (n - m - half * m) * T * size, m, T, like)
+                place = saved + (tile * M + s) * (m + R) * T * size
+                source = matrix(place, m, T, like)
+                p = matrix(place + m * T * size, r, T, like)
+                z = p
+                if code != 0:
+                    z = matrix(free + 2 * R * T * size, r, T, like)
+                    value(code, p, z, r, T)
+                u = matrix(free, r, T, like)
+                w = matrix(free + R * T * size, r, T, like)
+                slope(code, p, z, u, r, T)
+                clear(w, r, T)
+                add_product(V, j * r * m, m, 1, one, g_target, w, r, m, T)
+                along = weigh(z, u, w, c, r, T)
+                if a[PLACES - 1] >= 0:
+                    G[a[PLACES - 1] + j] += fractions[s] * along
+                add_sums(G, db, u, r, T)
+                add_outer(G, dK, u, source, r, m, T)
+                if dV == SAME:
+                    add_outer(G, dK, w, g_target, r, m, T)
+                elif dV >= 0:
+                    add_outer(G, dV + j * r * m, w, g_target, r, m, T)
+                add_product(K, j * r * m, 1, m, one, u, g_source, m, r, T)
+            scatter(gx, matrix(out, B, n, like), first, count, n)
+        group = claim(base)
+
+
+COUNT = 35
+ROWS, WEIGHTS, SUMS, PLACES = 18, 20, 26, 29  # where they lie among the arguments
+SAME, NONE = -2, -1  # in the place of the gradient of V
+
+
+# Around the kernels
+
+
+class Kernel:
+    """A stack on the CPU."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        m, R, M = stack.width, max(stack.rows), stack.steps
+        self.tiles, self.length = tiling(stack.samples)
+        fractions = torch.tensor([fraction for _, _, fraction in stack.order], dtype=stack.dtype)
+        order = torch.tensor([step[:2] for step in stack.order], dtype=torch.int64)
+        self.order = torch.cat([order.flatten().view(torch.uint8), fractions.view(torch.uint8)])
+        self.products = stack.samples * M * m * R
+        self.room = (stack.features + 3 * R) * self.length
+        code = ACTIVATIONS.index(stack.sigma.name)
+        sizes = (self.length, stack.samples, stack.features, m, R, M, code)
+        self.sizes = (*sizes, stack.dtype.itemsize)
+        places = [NONE if place is None else place[0] for place in stack.places]
+        for k, output in enumerate(stack.outputs):
+            if output == "same":
+                places[3 * k + 3] = SAME
+        self.places = places
+
+    def saved_size(self) -> int:
+        """Numbers that `forward` saves."""
+        return saved_size(self.stack)
+
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
+        saved = memory.empty(self.saved_size(), y.dtype) if keep else None
+        out = torch.empty_like(y)
+        self._run("forward", 2, y, out, saved, tensors, ())
+        return out, saved
+
+    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+        """The gradients of y_0 and of all tensors, from that of y_N."""
+        groups = self._groups(4)
+        sums = torch.zeros(groups, self.stack.size, dtype=g.dtype)
+        out = torch.empty_like(g)
+        where = (sums.data_ptr(), self.stack.size, *self.places)
+        self._run("backward", 4, g, out, saved, tensors, where)
+        total = sums.view(-1) if groups == 1 else sums.sum(0)
+        return [out, *self.stack.gradients(total)]
+
+    def _groups(self, factor: int) -> int:
+        if self.products * factor < PARALLEL_FROM:
+            return 1
+        return min(self.tiles, torch.get_num_threads())
+
+    def _run(
+        self,
+        name: str,
+        factor: int,
+        x: Tensor,
+        out: Tensor,
+        saved: Tensor | None,
+        tensors: Tensors,
+        where: tuple[int, ...],
+    ) -> None:
+        groups = self._groups(factor)
+        scratch = torch.empty(groups * self.room, dtype=x.dtype)
+        states = (x.data_ptr(), out.data_ptr(), 0 if saved is None else saved.data_ptr())
+        rows = (self.stack.rows[0], self.stack.rows[-1])
+        args = [0, groups, self.tiles, *self.sizes]
+        args += [scratch.data_ptr(), self.room * self.stack.dtype.itemsize, *states]
+        args += [self.order.data_ptr(), tensors[0].data_ptr(), *rows]
+        for k in range(1, len(tensors), 3):
+            K, b, V = tensors[k : k + 3]
+            args += [K.data_ptr(), b.data_ptr(), K.data_ptr() if V is None else V.data_ptr()]
+        args += [0] * (SUMS - len(args))
+        args += where
+        packed = array("q", args)
+        packed.extend([0] * (COUNT - len(args)))
+        start(compiled(name, self.stack.dtype), packed.buffer_info()[0], groups)
+
+
+def tiling(samples: int) -> tuple[int, int]:
+    """The number of tiles, and samples in each."""
+    count = -(-samples // LONGEST)
+    if samples > LONGEST // 2:
+        count = max(2, count)
+    return count, -(-samples // max(1, count) // LANES) * LANES
+
+
+def saved_size(stack: Stack) -> int:
+    """Numbers that the forward pass saves: what each step reads, and sigma."""
+    tiles, length = tiling(stack.samples)
+    return tiles * length * stack.steps * (stack.width + max(stack.rows))
+
+
+@cache
+def compiled(name: str, dtype: torch.dtype) -> Any:
+    """A kernel as a C function; compiled once, and kept on disk where that is possible."""
+    function = {"forward": forward_kernel, "backward": backward_kernel}[name]
+    with _compiling:
+        try:
+            return _compile(function, dtype, cache=True)
+        except Exception:  # files of the cache are damaged, or there is no folder for them
+            try:
+                FunctionCache(function).flush()
+                return _compile(function, dtype, cache=True)
+            except Exception:
+                return _compile(function, dtype, cache=False)
+
+
+def _compile(function: Any, dtype: torch.dtype, cache: bool) -> Any:
+    signature = numba.void(numba.types.CPointer(DTYPES[dtype]))
+    kernel = numba.cfunc(signature, cache=cache, error_model="numpy")(function)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+    call.owner = kernel  # C has its address alone
+    return call
+
+
+_compiling = threading.RLock()
+
+
+def start(kernel: Any, address: int, threads: int) -> None:
+    """Call a kernel from so many threads at once."""
+    if threads == 1:
+        kernel(address)
+    elif openmp() is not None:
+        openmp()(kernel, address, threads, 0)
+    else:
+        others = [pool().submit(kernel, address) for _ in range(threads - 1)]
+        kernel(address)
+        for other in others:
+            other.result()
+
+
+@cache
+def openmp() -> Any:
+    """The function that starts PyTorch's own threads, which are awake already; None without."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        parallel = library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.restype = None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return parallel
+
+
+@cache
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count())

@@ -1,0 +1,491 @@
+"""The kernel of the GPU: a program takes a tile of samples through all layers.
+
+The halves of the state stay in registers, and the weights are streamed. Widths are padded to powers
+of two. The backward kernel reads what the forward kernel has saved: the half that each step reads.
+Gradients of weights are added up by atomics or, for runs that repeat bit for bit, by a few programs
+with sums of their own. Triton (extra `gpu`) compiles the kernels.
+"""
+
+# Kernels branch on what is known when they are compiled, which pyright cannot follow.
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from hdnn.engine.memory import Stack, Tensors
+
+PARTIAL_BYTES = 64 * 2**20
+"""Memory for the sums of programs in the deterministic mode."""
+
+FEW = 1024
+"""Entries of K; from so many on, weight gradients in tf32 are products of bf16 factors."""
+
+
+@triton.jit
+def sigma_of(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
+    if ACT == "tanh":
+        if FAST:  # relative error 2^-11, that of a tf32 operand
+            z = tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:  # exact to rounding also near 0, where subtracting large numbers would not be
+            s = x * x
+            near = ((s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2) * s
+            near = x + x * (((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s)
+            z = tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
+    elif ACT == "relu":
+        z = tl.where(x > 0.0, x, x * 0.0)
+    elif ACT == "sigmoid":
+        z = tl.sigmoid(x)
+    elif ACT == "softplus":
+        z = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    elif ACT == "gelu":
+        z = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "silu":
+        z = x * tl.sigmoid(x)
+    elif ACT == "sin":
+        z = tl.sin(x)
+    else:
+        z = x
+    return z
+
+
+@triton.jit
+def slope_of(x, z, ACT: constexpr):  # pragma: kernel
+    if ACT == "tanh":
+        d = 1.0 - z * z
+    elif ACT == "relu":
+        d = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACT == "sigmoid":
+        d = z * (1.0 - z)
+    elif ACT == "softplus":
+        d = tl.sigmoid(x)
+    elif ACT == "gelu":
+        Phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        d = Phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == "silu":
+        s = tl.sigmoid(x)
+        d = s * (1.0 + x * (1.0 - s))
+    elif ACT == "sin":
+        d = tl.cos(x)
+    else:
+        d = tl.zeros_like(x) + 1.0
+    return d
+
+
+@triton.jit
+def rounded(x, PREC: constexpr):  # pragma: kernel
+    if PREC == "tf32":  # the tensor cores cut off the last 13 bits, which would always shrink x
+        x = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    elif PREC == "bf16":
+        x = x.to(tl.bfloat16)
+    elif PREC == "emulated":  # bf16 in the interpreter, which cannot multiply bf16
+        x = x.to(tl.bfloat16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def dot(a, b, acc, PREC: constexpr):  # pragma: kernel
+    if PREC == "bf16":
+        c = tl.dot(a, b, acc=acc)
+    elif PREC == "emulated":
+        c = tl.dot(a, b, acc=acc, input_precision="ieee")
+    else:
+        c = tl.dot(a, b, acc=acc, input_precision=PREC)
+    return c
+
+
+@triton.jit
+def ordered(x, PREC: constexpr):  # pragma: kernel
+    # Of every 8 columns, a thread of the tensor cores holds 2t and 2t + 1 of a result, but t and
+    # t + 4 of a tf32 operand. The order of a sum is free: renumbering the columns of both factors
+    # saves the exchange among threads.
+    if PREC == "tf32":
+        eights = tl.reshape(x, (x.shape[0], x.shape[1] // 8, 4, 2))
+        x = tl.reshape(tl.permute(eights, (0, 1, 3, 2)), (x.shape[0], x.shape[1]))
+    return x
+
+
+@triton.jit
+def times_transposed(x, K, acc, PREC: constexpr):  # pragma: kernel
+    """Acc + x K^T."""
+    x = ordered(rounded(x, PREC), PREC)
+    return dot(x, tl.trans(ordered(K, PREC)), acc, PREC)
+
+
+@triton.jit
+def times(z, V, acc, PREC: constexpr):  # pragma: kernel
+    """Acc + z V."""
+    z = ordered(rounded(z, PREC), PREC)
+    return dot(z, tl.trans(ordered(tl.trans(V), PREC)), acc, PREC)
+
+
+@triton.jit
+def load_weights(
+    K, b, V, j, block, r, m, SAME: constexpr, PREC: constexpr, BR: constexpr, BM: constexpr
+):  # pragma: kernel
+    """A block of rows of the weights of layer j."""
+    i = block * BR + tl.arange(0, BR)
+    k = tl.arange(0, BM)
+    at = (j * r + i)[:, None] * m + k[None, :]
+    inside = (i < r)[:, None] & (k < m)[None, :]
+    K_j = rounded(tl.load(K + at, mask=inside, other=0.0), PREC)
+    b_j = tl.load(b + j * r + i, mask=i < r, other=0.0)
+    if SAME:
+        V_j = K_j
+    else:
+        V_j = rounded(tl.load(V + at, mask=inside, other=0.0), PREC)
+    return K_j, b_j, V_j
+
+
+@triton.jit
+def weights_of(
+    e: constexpr, j, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
+    READS: constexpr, SAME: constexpr, PREC: constexpr, BR: constexpr, BM: constexpr,
+):  # fmt: skip  # pragma: kernel
+    """The same for the e-th step of a layer."""
+    if (READS >> e) & 1:
+        return load_weights(K_1, b_1, V_1, j, block, r_1, m, (SAME >> 1) & 1, PREC, BR, BM)
+    return load_weights(K_0, b_0, V_0, j, block, r_0, m, SAME & 1, PREC, BR, BM)
+
+
+@triton.jit
+def forces_of(source, K, b, c, ACT: constexpr, PREC: constexpr, FAST: constexpr):  # pragma: kernel
+    """C sigma(source K^T + b)."""
+    bias = tl.zeros((source.shape[0], K.shape[0]), tl.float32) + b[None, :]
+    return c * sigma_of(times_transposed(source, K, bias, PREC), ACT, FAST)
+
+
+@triton.jit(do_not_specialize=["B", "N"])
+def forward_kernel(
+    y, out, kept, h, fractions, K_0, b_0, V_0, K_1, b_1, V_1, B, N, m, r_0, r_1,
+    ACT: constexpr, PREC: constexpr, FAST: constexpr, READS: constexpr, E: constexpr,
+    SAME: constexpr, HALVES: constexpr, INVERSE: constexpr, KEEP: constexpr,
+    RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    first = tl.program_id(0).to(tl.int64) * BT
+    row = first + tl.arange(0, BT)[:, None]
+    k = tl.arange(0, BM)[None, :]
+    inside = (row < B) & (k < m)
+    at = row * ((1 + HALVES) * m) + k
+    p = tl.load(y + at, mask=inside, other=0.0)
+    q = p
+    if HALVES:
+        q = tl.load(y + at + m, mask=inside, other=0.0)
+    j = first * 0 + N - 1 if INVERSE else first * 0
+    K, b, V = weights_of(
+        0, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m, READS, SAME, PREC, BR, BM
+    )
+    for l in range(N):
+        for e in tl.static_range(E):
+            c = tl.load(h + j) * tl.load(fractions + e)
+            j_next = j
+            if e == E - 1:
+                j_next = tl.maximum(j - 1, 0) if INVERSE else tl.minimum(j + 1, N - 1)
+            source = p
+            target = p
+            if HALVES:
+                if (READS >> e) & 1:
+                    source = q
+                else:
+                    target = q
+            if KEEP:
+                step = (first * 0 + l * E + e) * B
+                tl.store(kept + (step + row) * m + k, source, mask=inside)
+            K_here, b_here, V_here = K, b, V
+            if RB == 1:  # the next weights are on their way while this step runs
+                K, b, V = weights_of(
+                    (e + 1) % E, j_next, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
+                    READS, SAME, PREC, BR, BM,
+                )  # fmt: skip
+                z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
+                target = times(z, V_here, target, PREC)
+            else:
+                for block in range(RB):
+                    K_here, b_here, V_here = weights_of(
+                        e, j, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
+                        READS, SAME, PREC, BR, BM,
+                    )  # fmt: skip
+                    z = forces_of(source, K_here, b_here, c, ACT, PREC, FAST)
+                    target = times(z, V_here, target, PREC)
+            j = j_next
+            if HALVES:
+                if (READS >> e) & 1:
+                    p = target
+                else:
+                    q = target
+            else:
+                p = target
+    tl.store(out + at, p, mask=inside)
+    if HALVES:
+        tl.store(out + at + m, q, mask=inside)
+
+
+@triton.jit
+def add(into, value, mask, ATOMIC: constexpr):  # pragma: kernel
+    """Into += value, together with other programs or alone."""
+    if ATOMIC:
+        tl.atomic_add(into, value, mask=mask, sem="relaxed")
+    else:
+        tl.store(into, tl.load(into, mask=mask, other=0.0) + value, mask=mask)
+
+
+@triton.jit
+def back_through(
+    source, g_target, g_source, K, b, V, c, part, j, block, dh, dK, db, dV, r, m,
+    SAME: constexpr, LEARNED: constexpr, STEP: constexpr, ACT: constexpr, PREC: constexpr,
+    WPREC: constexpr, FAST: constexpr, ATOMIC: constexpr, BT: constexpr, BM: constexpr,
+    BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    """The gradient of what a block of a step reads; those of its weights are added up."""
+    bias = tl.zeros((BT, BR), tl.float32) + b[None, :]
+    a = times_transposed(source, K, bias, PREC)
+    t = times_transposed(g_target, V, tl.zeros((BT, BR), tl.float32), PREC)
+    z = sigma_of(a, ACT, FAST)
+    u = c * slope_of(a, z, ACT) * t
+    u_T = tl.trans(rounded(u, WPREC))
+    z_T = tl.trans(rounded(c * z, WPREC))
+    grad = dot(u_T, rounded(source, WPREC), tl.zeros((BR, BM), tl.float32), WPREC)
+    i = block * BR + tl.arange(0, BR)
+    k = tl.arange(0, BM)
+    at = (j * r + i)[:, None] * m + k[None, :]
+    inside = (i < r)[:, None] & (k < m)[None, :]
+    if SAME:
+        grad = dot(z_T, rounded(g_target, WPREC), grad, WPREC)
+    elif LEARNED:
+        zero = tl.zeros((BR, BM), tl.float32)
+        add(dV + at, dot(z_T, rounded(g_target, WPREC), zero, WPREC), inside, ATOMIC)
+    add(dK + at, grad, inside, ATOMIC)
+    add(db + j * r + i, tl.sum(u, 0), i < r, ATOMIC)
+    if STEP:
+        add(dh + j, part * tl.sum(z * t), j >= 0, ATOMIC)
+    return times(u, K, g_source, PREC)
+
+
+@triton.jit(do_not_specialize=["B", "N", "tiles", "size"])
+def backward_kernel(
+    kept, g, out, h, fractions, K_0, b_0, V_0, K_1, b_1, V_1,
+    dh, dK_0, db_0, dV_0, dK_1, db_1, dV_1, B, N, m, r_0, r_1, tiles, size,
+    ACT: constexpr, PREC: constexpr, WPREC: constexpr, FAST: constexpr, READS: constexpr,
+    E: constexpr, SAME: constexpr, LEARNED: constexpr, STEP: constexpr, HALVES: constexpr,
+    INVERSE: constexpr, ATOMIC: constexpr,
+    RB: constexpr, BT: constexpr, BM: constexpr, BR: constexpr,
+):  # fmt: skip  # pragma: kernel
+    own = tl.program_id(0).to(tl.int64) * size
+    zero = own * 0
+    if ATOMIC:
+        own = zero
+    dh += own
+    dK_0 += own
+    db_0 += own
+    dV_0 += own
+    dK_1 += own
+    db_1 += own
+    dV_1 += own
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = zero + tile * BT
+        row = first + tl.arange(0, BT)[:, None]
+        k = tl.arange(0, BM)[None, :]
+        inside = (row < B) & (k < m)
+        at = row * ((1 + HALVES) * m) + k
+        g_p = tl.load(g + at, mask=inside, other=0.0)
+        g_q = g_p
+        if HALVES:
+            g_q = tl.load(g + at + m, mask=inside, other=0.0)
+        j = zero if INVERSE else zero + N - 1
+        K, b, V = weights_of(
+            E - 1, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m, READS, SAME, PREC, BR, BM
+        )
+        step = (zero + N * E - 1) * B
+        source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
+        for l in range(N):
+            for e in tl.static_range(E - 1, -1, -1):
+                part = tl.load(fractions + e)
+                c = tl.load(h + j) * part
+                j_here = j
+                if e == 0:
+                    j = tl.minimum(j + 1, N - 1) if INVERSE else tl.maximum(j - 1, 0)
+                source = source_next
+                step = tl.maximum(zero + N * E - 2 - (l * E + E - 1 - e), 0) * B
+                source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
+                g_source = g_p
+                g_target = g_p
+                if HALVES:
+                    if (READS >> e) & 1:
+                        g_source = g_q
+                    else:
+                        g_target = g_q
+                moved = g_source
+                for block in range(RB):
+                    if RB > 1:
+                        K, b, V = weights_of(
+                            e, j_here, block, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
+                            READS, SAME, PREC, BR, BM,
+                        )  # fmt: skip
+                    if (READS >> e) & 1:
+                        moved = back_through(
+                            source, g_target, moved, K, b, V, c, part, j_here, block,
+                            dh, dK_1, db_1, dV_1, r_1, m,
+                            (SAME >> 1) & 1, (LEARNED >> 1) & 1, STEP, ACT, PREC, WPREC, FAST,
+                            ATOMIC, BT, BM, BR,
+                        )  # fmt: skip
+                    else:
+                        moved = back_through(
+                            source, g_target, moved, K, b, V, c, part, j_here, block,
+                            dh, dK_0, db_0, dV_0, r_0, m,
+                            SAME & 1, LEARNED & 1, STEP, ACT, PREC, WPREC, FAST,
+                            ATOMIC, BT, BM, BR,
+                        )  # fmt: skip
+                if RB == 1:
+                    K, b, V = weights_of(
+                        (e + E - 1) % E, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m,
+                        READS, SAME, PREC, BR, BM,
+                    )  # fmt: skip
+                if HALVES:
+                    if (READS >> e) & 1:
+                        g_q = moved
+                    else:
+                        g_p = moved
+                else:
+                    g_p = moved
+        tl.store(out + at, g_p, mask=inside)
+        if HALVES:
+            tl.store(out + at + m, g_q, mask=inside)
+
+
+# Around the kernels
+
+
+def interpreted() -> bool:
+    """True if Triton runs the kernels in Python, for tests on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def tiling(width: int, rows: int, precision: str, backward: bool) -> tuple[int, int, int]:
+    """Samples a tile, rows of K a block, and warps a program; measured on an H200."""
+    BM = padded(width)
+    exact = precision in ("ieee", "tf32x3")
+    if BM <= 32:
+        samples, block, warps = (32 if exact else 64), 32, 4
+    elif BM == 64:
+        samples, block, warps = (32 if exact or backward else 64), 64, 4
+        if precision == "ieee":
+            block = 32
+    elif exact:
+        samples, block, warps = (16 if backward else 32), 32, 8
+    else:
+        samples, block, warps = 64, 64, 8
+    return samples, min(block, padded(rows)), warps
+
+
+def saved_size(stack: Stack) -> int:
+    """Numbers that the forward pass saves: what each step reads."""
+    return stack.steps * stack.samples * stack.width
+
+
+class Kernel:
+    """A stack on the GPU."""
+
+    def __init__(self, stack: Stack, precision: str = "ieee", deterministic: bool = False) -> None:
+        self.stack = stack
+        self.deterministic = deterministic
+        moves = list(stack.scheme.ordered(stack.inverse))
+        parts = [fraction for _, _, fraction in moves]
+        self.fractions = torch.tensor(parts, dtype=stack.dtype, device=stack.device)
+        self.precision = precision
+        few = min(stack.rows) * stack.width < FEW
+        weights = "bf16" if precision == "tf32" and not few else precision
+        fast = precision in ("tf32", "bf16") and not interpreted()
+        if interpreted():
+            names = {"bf16": "emulated", "tf32": "ieee"}
+            precision, weights = names.get(precision, precision), names.get(weights, weights)
+        self.constants = {
+            "ACT": stack.sigma.name,
+            "PREC": precision,
+            "WPREC": weights,
+            "FAST": fast,
+            "READS": sum(half << e for e, (half, _, _) in enumerate(moves)),
+            "E": len(moves),
+            "SAME": self._bits("same"),
+            "LEARNED": self._bits("learned"),
+            "STEP": stack.learned,
+            "HALVES": int(stack.scheme.halves),
+            "INVERSE": stack.inverse,
+            "BM": padded(stack.width),
+        }
+        self.sizes = (stack.samples, stack.layers, stack.width, stack.rows[0], stack.rows[-1])
+
+    def _bits(self, output: str) -> int:
+        return sum((each == output) << i for i, each in enumerate(self.stack.outputs))
+
+    def _launch(self, kernel: Any, grid: int, args: tuple[Any, ...], **options: Any) -> None:
+        constants = self.constants | options
+        names = {*kernel.arg_names, "num_warps", "num_stages"}
+        constants = {name: value for name, value in constants.items() if name in names}
+        if self.stack.device.type != "cuda":
+            kernel[(grid,)](*args, **constants)
+            return
+        with torch.cuda.device(self.stack.device):
+            kernel[(grid,)](*args, **constants)
+
+    def _tiles(self, backward: bool) -> tuple[int, dict[str, int]]:
+        stack = self.stack
+        most = max(stack.rows)
+        BT, BR, warps = tiling(stack.width, most, self.precision, backward)
+        tiles = -(-stack.samples // BT)
+        return tiles, {
+            "BT": BT,
+            "BR": BR,
+            "RB": -(-most // BR),
+            "num_warps": warps,
+            "num_stages": 1,
+        }
+
+    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
+        kept = y.new_empty(saved_size(self.stack)) if keep else None
+        if self.stack.samples == 0 or self.stack.layers == 0:
+            return y.clone(), kept
+        out = torch.empty_like(y)
+        tiles, options = self._tiles(False)
+        states = (y, out, out if kept is None else kept)
+        args = (*states, *self._weights(tensors), *self.sizes)
+        self._launch(forward_kernel, tiles, args, KEEP=keep, **options)
+        return out, kept
+
+    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+        """The gradients of y_0 and of all tensors, from that of y_N."""
+        stack = self.stack
+        tiles, options = self._tiles(True)
+        programs = tiles
+        if self.deterministic:
+            programs = min(tiles, max(1, PARTIAL_BYTES // (stack.size * 4)))
+        sums = g.new_zeros(programs if self.deterministic else 1, stack.size)
+        if stack.samples == 0 or stack.layers == 0:
+            return [g.clone(), *stack.gradients(sums[0])]
+        out = torch.empty_like(g)
+        dh, *places = [g if t is None else t for t in stack.gradients(sums[0])]
+        grads = (dh, *places[:3], *places[-3:])
+        args = (saved, g, out, *self._weights(tensors), *grads, *self.sizes, tiles, stack.size)
+        options["ATOMIC"] = not self.deterministic
+        self._launch(backward_kernel, programs, args, **options)
+        total = sums.sum(0) if self.deterministic else sums[0]
+        return [out, *stack.gradients(total)]
+
+    def _weights(self, tensors: Tensors) -> tuple[Any, ...]:
+        h, *weights = tensors
+        filled = [weights[k - k % 3] if t is None else t for k, t in enumerate(weights)]
+        return h, self.fractions, *filled[:3], *filled[-3:]

@@ -1,1 +1,0 @@
-"""Kernels that run whole stacks forwards and backwards, one file for each kind of machine."""

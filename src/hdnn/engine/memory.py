@@ -1,0 +1,137 @@
+"""The sizes of a stack of layers, where its gradients lie, and large buffers that are used again."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hdnn.activations import Activation
+from hdnn.schemes import Force, Scheme
+
+Tensors = tuple[Tensor | None, ...]
+"""h (N,), then K, b and V of each force; V is None where it is K."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers for states (B, n), without its weights.
+
+    A step is one move of a layer: `target += fraction * h * sigma(source K^T + b) V`.
+    """
+
+    scheme: Scheme
+    sigma: Activation
+    inverse: bool
+    layers: int
+    samples: int
+    features: int
+    rows: tuple[int, ...]  # hidden units of each force
+    outputs: tuple[str, ...]  # V of each force: "same" (K), "fixed" (no gradient) or "learned"
+    dtype: torch.dtype
+    device: torch.device
+    learned: bool = False  # the steps h need a gradient
+
+    @property
+    def width(self) -> int:
+        """Features of what a step reads."""
+        return self.features // 2 if self.scheme.halves else self.features
+
+    @property
+    def steps(self) -> int:
+        return self.layers * len(self.scheme.moves)
+
+    @cached_property
+    def order(self) -> list[tuple[int, int, float]]:
+        """The half that each step reads, its layer, and its signed fraction of h."""
+        layers = range(self.layers)
+        if self.inverse:
+            layers = reversed(layers)
+        moves = list(self.scheme.ordered(self.inverse))
+        return [(half, layer, fraction) for layer in layers for half, _, fraction in moves]
+
+    @cached_property
+    def places(self) -> list[tuple[int, tuple[int, ...]] | None]:
+        """Where the gradient of each tensor begins in one buffer, and its shape."""
+        shapes: list[tuple[int, ...] | None] = [(self.layers,) if self.learned else None]
+        for r, output in zip(self.rows, self.outputs, strict=True):
+            K = (self.layers, r, self.width)
+            shapes += [K, (self.layers, r), K if output == "learned" else None]
+        places = []
+        start = 0
+        for shape in shapes:
+            places.append(None if shape is None else (start, shape))
+            if shape is not None:
+                start += -(-math.prod(shape) // 32) * 32  # aligned
+        return places
+
+    @cached_property
+    def size(self) -> int:
+        """Numbers in the buffer of all gradients."""
+        start, shape = [place for place in self.places if place is not None][-1]
+        return -(-(start + math.prod(shape)) // 32) * 32
+
+    def gradients(self, buffer: Tensor) -> list[Tensor | None]:
+        """Views of a buffer, which begins its storage: the gradient of each tensor, or None."""
+        views: list[Tensor | None] = []
+        for place in self.places:
+            if place is None:
+                views.append(None)
+            else:
+                start, shape = place
+                strides = (shape[1] * shape[2], shape[2], 1) if len(shape) == 3 else (shape[-1], 1)
+                views.append(buffer.as_strided(shape, strides[-len(shape) :], start))
+        return views
+
+    def forces(self, tensors: Sequence[Tensor | None]) -> list[Force]:
+        """The weights as `hdnn.schemes` takes them."""
+        return [Force(*tensors[k : k + 3]) for k in range(1, len(tensors), 3)]  # pyright: ignore[reportArgumentType]
+
+
+LARGE = 2**20  # bytes; smaller blocks stay with the C library
+_free: dict[int, list[Tensor]] = {}
+
+
+def empty(count: int, dtype: torch.dtype) -> Tensor:
+    """A vector on the CPU with any values; large ones reuse memory that nobody holds any more.
+
+    The system maps new memory page by page, which can take longer than the layers themselves.
+    """
+    size = count * dtype.itemsize
+    if size < LARGE:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    size = -(-size // LARGE) * LARGE
+    buffers = _free.setdefault(size, [])
+    try:
+        buffer = buffers.pop()
+    except IndexError:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    array = buffer.numpy()  # lives as long as any tensor in it
+    weakref.finalize(array, _release, buffer).atexit = False
+    return torch.from_numpy(array).view(dtype)[:count]
+
+
+def _release(buffer: Tensor) -> None:
+    """Keep a buffer for the next call with the same size, up to 1/32 of the memory in all."""
+    total = sum(size * len(buffers) for size, buffers in list(_free.items()))
+    if total + len(buffer) > machine_bytes() / 32:
+        _free.clear()
+    _free.setdefault(len(buffer), []).append(buffer)
+
+
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_bytes(device: torch.device) -> int:
+    """The memory of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return machine_bytes()

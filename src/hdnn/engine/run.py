@@ -1,0 +1,552 @@
+"""A stack of layers by the fastest kernel, as one step of autograd.
+
+`Plan` decides what runs a call; calls that agree in sizes and options reuse its decision. Eager
+calls go through an autograd function, compiled graphs through an operator; both call the same
+kernel. Where PyTorch transforms a call (`vmap`, `jacrev`, second derivatives), the definition in
+`hdnn.schemes` runs instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+
+from hdnn import activations, schemes
+from hdnn.activations import Activation
+from hdnn.engine.backprop import METHODS, Checkpoint, Definition, Stored
+from hdnn.engine.memory import Stack, device_bytes
+from hdnn.engine.settings import Settings, current
+from hdnn.errors import MissingExtraError, OptionError
+from hdnn.schemes import Force, Scheme
+
+ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
+DTYPES = {
+    "cpu": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
+PLAIN = (Tensor, nn.Parameter)
+EXTRAS = {"cpu": ("numba", "fast"), "cuda": ("triton", "gpu")}  # what compiles, and its extra
+INSTALLED = {name: importlib.util.find_spec(name) is not None for name, _ in EXTRAS.values()}
+WIDEST = 192  # features of a state on the CPU; beyond, the plain loop is as fast
+SHARE = 32  # stored states take at most this part of the memory: one in so many
+REMEMBERED = 1024
+
+_plans: dict[Any, Plan] = {}
+
+
+def run(
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    h: float | Tensor,
+    sigma: Activation,
+    *,
+    trajectory: bool = False,
+    inverse: bool = False,
+    engine: str | None = None,
+    backprop: str | None = None,
+) -> Tensor:
+    """The values and gradients of `hdnn.schemes.run`, by the fastest kernel.
+
+    Args:
+        scheme: how a layer steps.
+        y: states `(*batch, n)`.
+        forces: stacked over layers; `forces[i]` reads half i.
+        h: the step, one for all layers or `(N,)`.
+        sigma: the activation.
+        trajectory: return all states, which the definition computes.
+        inverse: take the last state back to the first.
+        engine: see `Settings`; None means what `use` has put in force.
+        backprop: likewise.
+
+    Raises:
+        OptionError: if the engine or backprop that was asked for cannot run this stack.
+
+    Examples:
+        >>> import torch
+        >>> from hdnn import activations, engine, schemes
+        >>> force = schemes.Force(torch.randn(8, 2, 2), torch.zeros(8, 2))
+        >>> sigma = activations.get("tanh")
+        >>> engine.run(schemes.VERLET, torch.randn(5, 4), (force, force), 0.1, sigma).shape
+        torch.Size([5, 4])
+    """
+    if trajectory:
+        return schemes.run(scheme, y, forces, h, sigma, trajectory=True, inverse=inverse)
+    if torch.compiler.is_compiling():
+        return _traced(scheme, y, forces, h, sigma, inverse, engine, backprop)
+    settings = current(engine, backprop)
+    key = _key(settings, scheme, y, forces, h, sigma, inverse)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(settings, scheme, y, forces, h, sigma, inverse)
+        if len(_plans) >= REMEMBERED:
+            _plans.clear()
+        _plans[key] = plan
+    return plan(y, forces, h)
+
+
+def _key(
+    settings: Settings,
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    h: float | Tensor,
+    sigma: Activation,
+    inverse: bool,
+) -> tuple[Any, ...]:
+    """All that decides how a call runs."""
+    key = [settings, id(scheme), id(sigma), inverse, y.__class__, y.shape, y.dtype, y.device]
+    for force in forces:
+        for t in force:
+            if t is None:
+                key.append(None)
+            else:
+                key += (t.__class__, t.shape, t.dtype, t.device)
+        key.append(force.V is not None and force.V.requires_grad)
+    if isinstance(h, Tensor):
+        key += (h.__class__, h.shape, h.requires_grad)
+    else:
+        key.append(h)
+    device = "cpu" if y.is_cpu else y.device.type
+    key.append(device in DTYPES and torch.is_autocast_enabled(device))
+    if device == "cuda":
+        key.append(matmul_precision(Settings(), y.dtype))
+    return tuple(key)
+
+
+class Plan:
+    """How calls of certain sizes run."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        scheme: Scheme,
+        y: Tensor,
+        forces: Sequence[Force],
+        h: float | Tensor,
+        sigma: Activation,
+        inverse: bool,
+    ) -> None:
+        self.definition = partial(schemes.run, scheme, sigma=sigma, inverse=inverse)
+        fused = is_fused(settings.engine, scheme, y, forces, sigma)
+        self.dtype = torch.float32 if fused and y.dtype in HALF else y.dtype
+        half = self.dtype != y.dtype
+        self.convert = fused and (half or torch.is_autocast_enabled(y.device.type))
+        learned = isinstance(h, Tensor) and h.requires_grad
+        self.h = None if isinstance(h, Tensor) else self._constant(h, len(forces[0].K), y.device)
+        self.method = None
+        if fused or settings.backprop in ("checkpoint", "reversible"):
+            stack = describe(scheme, y, forces, sigma, inverse, self.dtype, learned)
+            precision = matmul_precision(settings, y.dtype)
+            self.method = method(stack, fused, replace(settings, precision=precision))
+
+    def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # a later call may save it for its backward pass
+            return torch.full((layers,), h, dtype=self.dtype, device=device)
+
+    def __call__(self, y: Tensor, forces: Sequence[Force], h: float | Tensor) -> Tensor:
+        tensors: list[Any] = [h if self.h is None else self.h]
+        for force in forces:
+            tensors += force
+        if self.method is None or not all_in_memory(y, tensors):
+            return self.definition(y, forces, h)
+        if not self.convert:
+            return self._run(self.method, y, tensors)
+        with torch.autocast(y.device.type, enabled=False):
+            tensors = [None if t is None else t.to(self.dtype) for t in tensors]
+            return self._run(self.method, y.to(self.dtype), tensors).to(y.dtype)
+
+    def _run(self, method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
+        shape = y.shape
+        if len(shape) != 2:
+            y = y.reshape(-1, shape[-1])
+        if self.h is None:
+            tensors[0] = tensors[0].to(y.dtype).expand(method.stack.layers)
+        y = y.contiguous()
+        tensors = [None if t is None else t.contiguous() for t in tensors]
+        if torch.is_grad_enabled():
+            for t in (y, *tensors):
+                if t is not None and t.requires_grad:
+                    return _apply(method, y, tensors).view(shape)
+        return method.last(y, tuple(tensors)).view(shape)
+
+
+def _apply(method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
+    try:
+        return StackFunction.apply(method, y, *tensors)  # pyright: ignore[reportReturnType]
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        return definition(method.stack, y, *tensors)  # inside a transform of other tensors
+
+
+def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """True if kernels can read all that the tensors hold.
+
+    Under the transforms of `torch.func` they have no memory; dual numbers have a tangent too.
+    """
+    try:
+        for t in (y, *tensors):
+            if t is not None:
+                t.data_ptr()
+                if unpack_dual(t).tangent is not None:
+                    return False
+    except RuntimeError:
+        return False
+    return not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+# Decisions
+
+
+def is_fused(
+    engine: str, scheme: Scheme, y: Tensor, forces: Sequence[Force], sigma: Activation
+) -> bool:
+    """True if a kernel is to run the stack; raises if it must and cannot."""
+    if engine == "reference":
+        return False
+    reason = unsupported_reason(scheme, y, forces, sigma)
+    module, extra = EXTRAS.get(y.device.type, ("", ""))
+    missing = reason is None and not INSTALLED[module]
+    if engine == "auto":
+        wide = y.is_cpu and y.shape[-1] > WIDEST
+        empty = y.numel() == 0 or forces[0].K.numel() == 0
+        return reason is None and not (missing or wide or empty)
+    if missing:
+        raise MissingExtraError(f"engine=\"fused\" needs {module}: pip install 'hdnn[{extra}]'.")
+    if reason is not None:
+        raise OptionError(f'engine="fused" cannot run here: {reason}; use engine="auto".')
+    return True
+
+
+def unsupported_reason(
+    scheme: Scheme, y: Tensor, forces: Sequence[Force], sigma: Activation
+) -> str | None:
+    """A sentence if no kernel can run such a stack, else None."""
+    device = y.device.type
+    if type(scheme) is not Scheme:
+        return f"there is no kernel for {scheme.name}"
+    if sigma.name not in ACTIVATIONS:
+        return f"there is no kernel for the activation {sigma.name!r}"
+    if device not in DTYPES:
+        return f"there is no kernel for {device}"
+    if y.dtype not in DTYPES[device]:
+        return f"there is no kernel for {y.dtype} on {device}"
+    width = y.shape[-1] // (2 if scheme.halves else 1)
+    for force in forces:
+        for t in force:
+            if t is not None and (type(t) not in PLAIN or t.device != y.device):
+                return "the weights are not plain tensors on the device of the states"
+        if force.output.shape[-1] != width or force.K.shape[-1] != width:
+            return "a force reads or moves another number of features"
+    return None if type(y) in PLAIN else "the states are not a plain tensor"
+
+
+def describe(
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    sigma: Activation,
+    inverse: bool,
+    dtype: torch.dtype,
+    learned: bool,
+) -> Stack:
+    """The stack of a call."""
+    n = y.shape[-1]
+    outputs = []
+    for force in forces:
+        if force.V is None:
+            outputs.append("same")
+        else:
+            outputs.append("learned" if force.V.requires_grad else "fixed")
+    return Stack(
+        scheme=scheme,
+        sigma=sigma,
+        inverse=inverse,
+        layers=len(forces[0].K),
+        samples=y.numel() // n if n else 0,
+        features=n,
+        rows=tuple([force.K.shape[1] for force in forces]),
+        outputs=tuple(outputs),
+        dtype=dtype,
+        device=y.device,
+        learned=learned,
+    )
+
+
+def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
+    """How a GPU multiplies: as asked, else as the dtype or PyTorch's own setting says."""
+    if settings.precision != "auto":
+        return settings.precision
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    if dtype in HALF:
+        return "bf16" if dtype == torch.bfloat16 else "tf32"
+    try:
+        setting = torch.get_float32_matmul_precision()
+    except RuntimeError:  # once `torch.backends.cuda.matmul.fp32_precision` was set
+        matmul: Any = torch.backends.cuda.matmul
+        setting = "high" if matmul.fp32_precision == "tf32" else "highest"
+    return {"high": "tf32", "medium": "bf16"}.get(setting, "ieee")
+
+
+def kernels(stack: Stack) -> Any:
+    """The module whose `Kernel` runs a stack; imported late, for its compiler is large."""
+    if stack.device.type == "cpu":
+        from hdnn.engine import cpu as module
+    elif stack.width < (128 if stack.scheme.halves else 129):
+        from hdnn.engine import gpu as module
+    else:
+        from hdnn.engine import wide as module
+    return module
+
+
+def backprop_of(stack: Stack, fused: bool, backprop: str) -> str:
+    """What the backward pass starts from, if that was left open."""
+    if backprop == "reversible" and not stack.scheme.invertible:
+        raise OptionError(
+            'backprop="reversible" needs layers with an inverse, which forward Euler does not '
+            'have; use "stored" or "checkpoint".'
+        )
+    if backprop != "auto" or not fused:
+        return backprop
+    size = kernels(stack).saved_size(stack) * stack.dtype.itemsize
+    return "checkpoint" if size > device_bytes(stack.device) / SHARE else "stored"
+
+
+@lru_cache(maxsize=REMEMBERED)
+def method(stack: Stack, fused: bool, settings: Settings) -> Stored:
+    """The kernels of a stack, and what their backward pass starts from."""
+    backprop = backprop_of(stack, fused, settings.backprop)
+    make: Callable[[Stack], Any] = Definition
+    if fused and stack.device.type == "cpu":
+        make = kernels(stack).Kernel
+    elif fused:
+        how = {"precision": settings.precision, "deterministic": settings.deterministic}
+        make = partial(kernels(stack).Kernel, **how)
+    return METHODS[backprop](stack, make)
+
+
+# Eager calls
+
+
+class StackFunction(torch.autograd.Function):
+    """y_N from y_0, h and the weights.
+
+    Without `setup_context`, which would cost as much as a small stack: PyTorch then refuses to run
+    it inside a transform, see `Plan`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, method: Stored, y: Tensor, *tensors: Tensor | None) -> Tensor:
+        y_N, saved = method.forward(y, tensors)
+        ctx.method = method
+        ctx.save_for_backward(y, saved, *tensors)
+        return y_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        y, saved, *tensors = ctx.saved_tensors
+        return None, *gradients(ctx.method, y, saved, grads[0], tensors)
+
+
+def definition(stack: Stack, y: Any, *tensors: Any) -> Tensor:
+    """y_N by the plain loop, for tensors as kernels take them."""
+    forces = stack.forces(tensors)
+    return schemes.run(stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse)
+
+
+def gradients(
+    method: Stored, y: Tensor, saved: Tensor, g: Tensor, tensors: Sequence[Tensor | None]
+) -> Sequence[Any]:
+    """The gradients of y_0 and of all tensors, from that of y_N."""
+    if torch.is_grad_enabled() or not all_in_memory(g, ()):  # second derivatives, many at once
+        present = [t is not None for t in tensors]
+
+        def function(y: Tensor, *values: Tensor) -> Tensor:
+            rest = iter(values)
+            filled = [next(rest) if here else None for here in present]
+            return definition(method.stack, y, *filled)
+
+        values = [t for t in tensors if t is not None]
+        grads = iter(torch.func.vjp(function, y, *values)[1](g))
+        return [next(grads), *[next(grads) if here else None for here in present]]
+    y, saved, *tensors = [_readable(t, g.dtype) for t in (y, saved, *tensors)]
+    return method.backward(y, saved, g.contiguous(), tuple(tensors))
+
+
+def _readable(t: Any, dtype: torch.dtype) -> Any:
+    """A tensor as kernels take it: hooks on saved tensors may change strides and dtypes."""
+    if t is None or (t.dtype == dtype and t.is_contiguous()):
+        return t
+    return t.to(dtype).contiguous() if t.is_floating_point() else t.contiguous()
+
+
+# Compiled graphs: one operator, whose backward pass is an operator too
+
+
+def _traced(
+    scheme: Scheme,
+    y: Tensor,
+    forces: Sequence[Force],
+    h: float | Tensor,
+    sigma: Activation,
+    inverse: bool,
+    engine: str | None,
+    backprop: str | None,
+) -> Tensor:
+    """A call inside `torch.compile`; exporters get the plain loop, in operators that they know."""
+    fused = is_fused(engine or "auto", scheme, y, forces, sigma)
+    if torch.compiler.is_exporting() or not fused:
+        return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
+    dtype = torch.float32 if y.dtype in HALF else y.dtype
+    learned = isinstance(h, Tensor) and h.requires_grad
+    outputs = "learned" if learned else "fixed"
+    weights = []
+    for force in forces:
+        weights += [t.to(dtype).contiguous() for t in force if t is not None]
+        V = force.V
+        outputs += " same" if V is None else " learned" if V.requires_grad else " fixed"
+    moves = []
+    for half, fraction in scheme.moves:
+        moves += [float(half), fraction]
+    with torch.autocast(y.device.type, enabled=False):
+        steps = h.to(dtype) if isinstance(h, Tensor) else y.new_full((), h, dtype=dtype)
+        steps = steps.expand(len(forces[0].K)).contiguous()
+        flat = y.reshape(-1, y.shape[-1]).to(dtype).contiguous()
+        how = (moves, scheme.halves, inverse, sigma.name, outputs, backprop or "auto")
+        y_N = stack_operator(flat, steps, weights, *how)[0]
+        return y_N.reshape(y.shape).to(y.dtype)
+
+
+def _described(
+    y: Tensor,
+    h: Tensor,
+    weights: Sequence[Tensor],
+    moves: Sequence[float],
+    halves: bool,
+    inverse: bool,
+    sigma: str,
+    outputs: str,
+    backprop: str,
+) -> tuple[Stack, tuple[Tensor | None, ...], Settings]:
+    """The stack, tensors and settings of a call of the operator."""
+    learned, *kinds = outputs.split()
+    rest = iter(weights)
+    tensors: list[Tensor | None] = [h]
+    rows = []
+    for kind in kinds:
+        tensors += [next(rest), next(rest), None if kind == "same" else next(rest)]
+        rows.append(tensors[-2].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
+    pairs = tuple([(int(half), part) for half, part in zip(moves[::2], moves[1::2], strict=True)])
+    stack = Stack(
+        scheme=Scheme("compiled", 0, pairs, halves),
+        sigma=activations.get(sigma),
+        inverse=inverse,
+        layers=h.shape[0],
+        samples=y.shape[0],
+        features=y.shape[1],
+        rows=tuple(rows),
+        outputs=tuple(kinds),
+        dtype=y.dtype,
+        device=y.device,
+        learned=learned == "learned",
+    )
+    precision = matmul_precision(Settings(), y.dtype)
+    return stack, tuple(tensors), Settings(backprop=backprop, precision=precision)
+
+
+@torch.library.custom_op("hdnn::stack", mutates_args=())
+def stack_operator(
+    y: Tensor,
+    h: Tensor,
+    weights: Sequence[Tensor],
+    moves: Sequence[float],
+    halves: bool,
+    inverse: bool,
+    sigma: str,
+    outputs: str,
+    backprop: str,
+) -> tuple[Tensor, Tensor]:
+    """y_N, and what the backward pass needs."""
+    how = (moves, halves, inverse, sigma, outputs, backprop)
+    stack, tensors, settings = _described(y, h, weights, *how)
+    return method(stack, True, settings).forward(y, tensors)
+
+
+@stack_operator.register_fake
+def _(y, h, weights, *how):
+    stack, _, settings = _described(y, h, weights, *how)
+    backprop = backprop_of(stack, True, settings.backprop)
+    if backprop == "stored":
+        shape = (kernels(stack).saved_size(stack),)
+    elif backprop == "checkpoint":
+        shape = (len(Checkpoint.bounds(stack.layers)) - 1, *y.shape)
+    else:
+        shape = y.shape
+    return torch.empty_like(y), y.new_empty(shape)
+
+
+@torch.library.custom_op("hdnn::stack_backward", mutates_args=())
+def backward_operator(
+    g: Tensor,
+    y: Tensor,
+    saved: Tensor,
+    h: Tensor,
+    weights: Sequence[Tensor],
+    moves: Sequence[float],
+    halves: bool,
+    inverse: bool,
+    sigma: str,
+    outputs: str,
+    backprop: str,
+) -> list[Tensor]:
+    """The gradients of y, and of those tensors that need one."""
+    how = (moves, halves, inverse, sigma, outputs, backprop)
+    stack, tensors, settings = _described(y, h, weights, *how)
+    with torch.no_grad():
+        grads = gradients(method(stack, True, settings), y, saved, g, tensors)
+    # Copies: kernels return pieces of one buffer, and an operator may not.
+    return [grad.clone() for grad in _needed(grads, stack) if grad is not None]
+
+
+def _needed(grads: Sequence[Any], stack: Stack) -> list[Any]:
+    """The gradients, or None for tensors that need none."""
+    y, *others = grads
+    places = stack.places
+    return [y, *[g if place else None for g, place in zip(others, places, strict=True)]]
+
+
+@backward_operator.register_fake
+def _(g, y, saved, h, weights, *how):
+    stack, tensors, _ = _described(y, h, weights, *how)
+    return [torch.empty_like(t) for t in _needed((y, *tensors), stack) if t is not None]
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    y, h, weights, *ctx.how = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(y, output[1], h, *weights)
+
+
+def _differentiate(ctx: Any, g: Tensor, _: Any) -> Any:
+    y, saved, h, *weights = ctx.saved_tensors
+    found = iter(backward_operator(g, y, saved, h, weights, *ctx.how))
+    stack, tensors, _ = _described(y, h, weights, *ctx.how)
+    g_y = next(found)
+    grads: list[Any] = []
+    for t, place in zip(tensors, stack.places, strict=True):
+        if t is not None:
+            grads.append(next(found) if place else None)
+    return g_y, grads[0], grads[1:], *[None] * len(ctx.how)
+
+
+stack_operator.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,82 @@
+"""The choices that `hdnn.engine.use` puts in force for a thread or task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hdnn.errors import choose
+
+OPTIONS = {
+    "engine": ("auto", "reference", "fused"),
+    "backprop": ("auto", "stored", "checkpoint", "reversible"),
+    "precision": ("auto", "ieee", "tf32", "tf32x3", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How stacks of layers run.
+
+    Args:
+        engine: "reference" (plain PyTorch), "fused" (one kernel for all layers), or "auto".
+        backprop: what the backward pass starts from: "stored" states, about sqrt(N) of them
+            ("checkpoint"), the last state alone ("reversible"), or "auto".
+        precision: of matrix products on a GPU: "ieee", "tf32", "tf32x3", "bf16", or "auto", which
+            follows the dtype and `torch.set_float32_matmul_precision`.
+        deterministic: add up gradients on a GPU in a fixed order, so that runs repeat bit for bit.
+    """
+
+    engine: str = "auto"
+    backprop: str = "auto"
+    precision: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, values in OPTIONS.items():
+            choose(name, getattr(self, name), values)
+
+
+DEFAULT = Settings()
+_current: ContextVar[Settings] = ContextVar("hdnn_engine", default=DEFAULT)
+
+
+def current(engine: str | None = None, backprop: str | None = None) -> Settings:
+    """The settings in force; arguments that are not None take precedence."""
+    settings = _current.get()
+    if engine is not None:
+        settings = replace(settings, engine=engine)
+    if backprop is not None:
+        settings = replace(settings, backprop=backprop)
+    return settings
+
+
+@contextmanager
+def use(**options: Any) -> Iterator[Settings]:
+    """Run all networks inside a `with` block as the options say.
+
+    Args:
+        **options: fields of `Settings`; those that are not named stay as they are outside.
+
+    Raises:
+        OptionError: if there is no such option, or it has no such value.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> net, y = hdnn.H2(features=4, layers=8), torch.randn(2, 4)
+        >>> with hdnn.engine.use(engine="reference"):
+        ...     slow = net(y)
+        >>> torch.allclose(net(y), slow, atol=1e-5)
+        True
+    """
+    for name in options:
+        choose("engine option", name, [field.name for field in fields(Settings)])
+    token = _current.set(replace(_current.get(), **options))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)

@@ -1,0 +1,546 @@
+"""Image classifiers: the networks of the paper's MNIST and CIFAR-10 tables.
+
+All take normalised images (B, channels, height, width) and give logits (B, classes). Arguments that
+they share:
+
+- classes: the number of classes.
+- drop: the probability to leave the last layer out for an image in training; earlier layers are
+  left out less often, in proportion to their depth.
+- generator: of the first weights; by default PyTorch's global one.
+- dtype and device: of the weights; by default those of new tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdnn.errors import OptionError, ShapeError, choose, positive_int
+from hdnn.networks import BY_NAME, HamiltonianUnit, Network
+
+__all__ = [
+    "AlexNet",
+    "HDNNStar",
+    "ImageModel",
+    "MNISTNet",
+    "ResNet",
+    "alexnet",
+    "hdnn_star",
+    "mnist_conv",
+    "mnist_net",
+    "resnet56",
+]
+
+MNIST_STEPS = {"h1": 0.5, "h2": 0.5, "ms1": 0.4, "ms2": 0.4, "ms3": 0.4}
+PADDINGS = ("end", "halves")
+POOLS = ("flatten", "scaled", "mean")
+
+
+class ImageModel(nn.Module):
+    """A classifier of images: `features`, and a linear layer on top of them.
+
+    The models of `hdnn.models` are of this class, which has no layers itself.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.mnist_net("h2", layers=4)
+        >>> isinstance(model, hdnn.models.ImageModel)
+        True
+        >>> model(torch.randn(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+        >>> [unit.guarantee().holds for unit in model.units]
+        [True]
+    """
+
+    linear: nn.Linear
+
+    def features(self, x: Tensor) -> Tensor:
+        """The input of the linear layer: (B, features).
+
+        Args:
+            x: normalised images (B, channels, height, width).
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, classes).
+
+        Args:
+            x: normalised images (B, channels, height, width).
+
+        Raises:
+            ShapeError: if the images have other channels, or another size than the model is for.
+        """
+        return self.linear(self.features(x))
+
+    @property
+    def units(self) -> list[Any]:
+        """The Hamiltonian submodules, first to last."""
+        return [m for m in self.modules() if isinstance(m, (Network, HamiltonianUnit))]
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all layers draw their weights, as the constructor does it.
+
+        Args:
+            generator: of the weights; by default PyTorch's global one.
+        """
+        for module in self.modules():
+            if isinstance(module, (Network, HamiltonianUnit)):
+                module.reset_parameters(generator)
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Conv2d, nn.Linear)):
+                _draw(module, generator)
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again."""
+        raise NotImplementedError
+
+    def smoothness(self) -> Tensor:
+        """The sum of `R_K` over all Hamiltonian submodules, zero if there are none."""
+        terms = [unit.smoothness() for unit in self.units]
+        return torch.stack(terms).sum() if terms else self.linear.weight.new_zeros(())
+
+    def _start(self, generator: Any, dtype: torch.dtype | None, device: Any) -> None:
+        """Draw all weights, then go to their dtype and device."""
+        self.reset_parameters(generator)
+        self.to(dtype=dtype, device=device)
+
+
+class MNISTNet(ImageModel):
+    """The network of the MNIST table: a 3 x 3 convolution to 8 channels, N layers, a linear one.
+
+    K is a matrix that mixes the channels of each pixel. `model.net` is the hidden network.
+
+    Args:
+        network: "h1", "h2", "ms1", "ms2" or "ms3", or a network with as many features as there are
+            channels; None leaves the hidden layers out.
+        layers: N, the number of hidden layers; 0 leaves them out.
+        step: h; by default 0.5 for "h1" and "h2", and 0.4 for the others.
+        channels: of the convolution.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
+        backprop: what the backward pass starts from: see `hdnn.H2`.
+        size: height and width of the images.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.mnist_net("h1", layers=8)
+        >>> model(torch.randn(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        network: str | Network | None = "h1",
+        layers: int = 8,
+        *,
+        step: float | None = None,
+        channels: int = 8,
+        activation: str = "tanh",
+        init: str = "scaled",
+        backprop: str = "auto",
+        size: int = 28,
+        classes: int = 10,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.size = positive_int("size", size)
+        self.stem = nn.Conv2d(1, positive_int("channels", channels), 3, padding=1)
+        self.net = network if isinstance(network, Network) else None
+        if isinstance(network, str) and layers != 0:
+            name = choose("network", network, MNIST_STEPS)
+            options: dict[str, Any] = {"activation": activation, "init": init}
+            options["step"] = MNIST_STEPS[name] if step is None else step
+            options |= {"backprop": backprop, "generator": generator}
+            self.net = BY_NAME[name](channels, layers, **options)
+        self.linear = nn.Linear(channels * size**2, positive_int("classes", classes))
+        for layer in (self.stem, self.linear):
+            _draw(layer, generator)
+        self.to(dtype=dtype, device=device)
+
+    def pixels(self, x: Tensor) -> Tensor:
+        """The states of all pixels, on whose channels K acts: (B, size, size, channels).
+
+        Args:
+            x: normalised images (B, 1, size, size).
+        """
+        _check_images(x, 1, self.size)
+        return self.stem(x).movedim(1, -1)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The channels of all pixels after the hidden layers: `(B, size * size * channels)`."""
+        y = self.pixels(x)
+        return (y if self.net is None else self.net(y)).flatten(1)
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again; the network is itself one of them."""
+        return {
+            "network": self.net,
+            "channels": self.stem.out_channels,
+            "size": self.size,
+            "classes": self.linear.out_features,
+        }
+
+
+class HDNNStar(ImageModel):
+    """H-DNN* of the CIFAR-10 table: 3 -> 32 channels, three units, 973,930 parameters.
+
+    After each unit the image is averaged over 2 x 2 pixels, and channels of zeros are added for the
+    next unit. More on the options of units is in `hdnn.HamiltonianUnit`.
+
+    Args:
+        network: "h1" or "h2".
+        layers: those of each unit, or one number for all.
+        channels: those of each unit, never fewer than before.
+        step: h of all units.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        norm: where units have batch normalisation: "none", "inside", "after" or "both".
+        backprop: what the backward pass of units starts from.
+        init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
+        stem_norm: put batch normalisation behind the first convolution.
+        padding: where channels of zeros are added: after all others ("end"), or half after those of
+            p and half after those of q ("halves").
+        pool: the linear layer sees all remaining pixels ("flatten"), these divided by the root of
+            their number, which allows higher learning rates ("scaled"), or their "mean".
+        inputs: the channels of an image.
+        size: height and width of the images; each unit halves them.
+
+    Raises:
+        ShapeError: if channels are odd or become fewer, or `size` cannot be halved for each unit.
+        OptionError: if an option is not known, or there are not as many `layers` as units.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.hdnn_star()
+        >>> sum(p.numel() for p in model.parameters())
+        973930
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        network: str = "h1",
+        layers: int | Sequence[int] = 6,
+        channels: Sequence[int] = (32, 64, 112),
+        *,
+        step: float = 0.1,
+        activation: str = "relu",
+        norm: str = "none",
+        backprop: str = "auto",
+        drop: float = 0.0,
+        init: str = "scaled",
+        stem_norm: bool = False,
+        padding: str = "end",
+        pool: str = "flatten",
+        inputs: int = 3,
+        size: int = 32,
+        classes: int = 10,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        depths = [layers] * len(channels) if isinstance(layers, int) else list(layers)
+        if len(depths) != len(channels):
+            raise OptionError(f"layers has {len(depths)} entries for {len(channels)} units.")
+        if not channels or any(a > b for a, b in pairwise(channels)):
+            raise ShapeError(f"channels must grow from unit to unit, but got {tuple(channels)}.")
+        if positive_int("size", size) % 2 ** len(channels):
+            raise ShapeError(f"size {size} cannot be halved {len(channels)} times.")
+        self.padding = choose("padding", padding, PADDINGS)
+        self.pool = choose("pool", pool, POOLS)
+        self.inputs = positive_int("inputs", inputs)
+        self.size = size
+        self.drop = drop
+        self.stem = nn.Conv2d(inputs, channels[0], 3, padding=1)
+        self.stem_norm = nn.BatchNorm2d(channels[0]) if stem_norm else None
+        options: dict[str, Any] = {"network": network, "step": step, "activation": activation}
+        options |= {"norm": norm, "backprop": backprop, "init": init}
+        drops = _rising(drop, sum(depths))
+        self.stages = nn.ModuleList()
+        for C, N in zip(channels, depths, strict=True):
+            self.stages.append(HamiltonianUnit(C, N, drop=drops[:N], **options))
+            drops = drops[N:]
+        pixels = 1 if pool == "mean" else (size // 2 ** len(channels)) ** 2
+        self.linear = nn.Linear(channels[-1] * pixels, positive_int("classes", classes))
+        self._start(generator, dtype, device)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The result of `pool` for the pixels after the last unit: (B, features)."""
+        _check_images(x, self.inputs, self.size)
+        y = self.stem(x)
+        if self.stem_norm is not None:
+            y = self.stem_norm(y)
+        for unit in self.stages:
+            assert isinstance(unit, HamiltonianUnit)
+            y = F.avg_pool2d(unit(_padded(y, unit.channels, self.padding)), 2)
+        if self.pool == "mean":
+            return y.mean((2, 3))
+        return y.flatten(1) / (y.shape[2] if self.pool == "scaled" else 1)
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again."""
+        units = self.units
+        first = units[0]
+        return {
+            "network": first.network,
+            "layers": [unit.layers for unit in units],
+            "channels": [unit.channels for unit in units],
+            "step": list(first.step) if isinstance(first.step, tuple) else first.step,
+            "activation": first.activation,
+            "norm": first.norm,
+            "backprop": first.backprop,
+            "drop": self.drop,
+            "init": first.init,
+            "stem_norm": self.stem_norm is not None,
+            "padding": self.padding,
+            "pool": self.pool,
+            "inputs": self.inputs,
+            "size": self.size,
+            "classes": self.linear.out_features,
+        }
+
+    def extra_repr(self) -> str:
+        return f"padding = {self.padding!r}, pool = {self.pool!r}"
+
+
+class ResidualBlock(nn.Module):
+    """x + F(x): two convolutions with normalisation; the shortcut has no weights."""
+
+    def __init__(self, inputs: int, outputs: int, drop: float) -> None:
+        super().__init__()
+        self.drop = drop
+        self.added = outputs - inputs
+        self.stride = 2 if self.added else 1
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=self.stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        if self.drop and self.training:  # left out for some images
+            y = y * F.dropout(y.new_ones(len(y), 1, 1, 1), self.drop)
+        if self.added:  # every other pixel, and zeros for the new channels
+            x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.added))
+        return torch.relu(x + y)
+
+
+class ResNet(ImageModel):
+    """The residual network of He et al. for CIFAR: ResNet-56 with 853,018 parameters by default.
+
+    Three stages of n blocks at 16, 32 and 64 channels.
+
+    Args:
+        depth: 6 n + 2, the number of layers.
+
+    Raises:
+        ShapeError: if `depth` is not 6 n + 2.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.resnet56()
+        >>> sum(p.numel() for p in model.parameters())
+        853018
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        *,
+        depth: int = 56,
+        drop: float = 0.0,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        n, remainder = divmod(positive_int("depth", depth) - 2, 6)
+        if remainder or n < 1:
+            raise ShapeError(f"depth must be 6 n + 2 with n >= 1, but got {depth}.")
+        self.depth = depth
+        self.drop = drop
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        widths = [16] * (n + 1) + [32] * n + [64] * n
+        pairs = zip(pairwise(widths), _rising(drop, 3 * n), strict=True)
+        self.blocks = nn.Sequential(*(ResidualBlock(a, b, p) for (a, b), p in pairs))
+        self.linear = nn.Linear(64, positive_int("classes", classes))
+        self._start(generator, dtype, device)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The means over all pixels of the last block: (B, 64)."""
+        _check_images(x, 3, None)
+        return self.blocks(torch.relu(self.norm(self.stem(x)))).mean((2, 3))
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again."""
+        return {"classes": self.linear.out_features, "depth": self.depth, "drop": self.drop}
+
+
+class AlexNet(ImageModel):
+    """AlexNet in its one-column form: 57,044,810 parameters for 10 classes.
+
+    Args:
+        resize: scale images of any size to the 224 x 224 that it is made for.
+        dropout: the probability to leave out an input of the hidden linear layers in training.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.alexnet(device="meta")  # shapes alone: the weights take 228 MB
+        >>> sum(p.numel() for p in model.parameters())
+        57044810
+        >>> model(torch.empty(2, 3, 32, 32, device="meta")).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        classes: int = 10,
+        *,
+        resize: bool = True,
+        dropout: float = 0.5,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.resize = resize
+        self.dropout = dropout
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(3, 64, 11, stride=4, padding=2, device=device),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2, device=device),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.Conv2d(192, 384, 3, padding=1, device=device),
+            nn.ReLU(),
+            nn.Conv2d(384, 256, 3, padding=1, device=device),
+            nn.ReLU(),
+            nn.Conv2d(256, 256, 3, padding=1, device=device),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+        )
+        self.hidden = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(256 * 6 * 6, 4096, device=device),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096, device=device),
+            nn.ReLU(),
+        )
+        self.linear = nn.Linear(4096, positive_int("classes", classes), device=device)
+        self._start(generator, dtype, device)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The result of the last hidden layer: (B, 4096)."""
+        if self.resize:
+            _check_images(x, 3, None)
+            x = F.interpolate(x, (224, 224), mode="bilinear", align_corners=False)
+        _check_images(x, 3, 224)
+        return self.hidden(self.convolutions(x).flatten(1))
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this classifier again."""
+        classes = self.linear.out_features
+        return {"classes": classes, "resize": self.resize, "dropout": self.dropout}
+
+
+# By the names of the paper's tables
+mnist_net = MNISTNet
+hdnn_star = HDNNStar
+resnet56 = ResNet
+alexnet = AlexNet
+
+
+def mnist_conv(
+    network: str = "h2",
+    layers: int = 4,
+    channels: Sequence[int] = (32, 64),
+    *,
+    step: float = 0.5,
+    norm: str = "inside",
+    stem_norm: bool = True,
+    **options: Any,
+) -> HDNNStar:
+    """`hdnn_star` for images of 28 x 28 in grey: two units with 3 x 3 kernels, pooling after each.
+
+    Args:
+        network: "h1" or "h2".
+        layers: those of each unit.
+        channels: those of each unit, never fewer than before.
+        step: h of all units.
+        norm: where units have batch normalisation: "none", "inside", "after" or "both".
+        stem_norm: put batch normalisation behind the first convolution.
+        **options: go to `hdnn_star`.
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> model = hdnn.models.mnist_conv("h2", layers=2, channels=(8, 16))
+        >>> model(torch.randn(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+    options = {"inputs": 1, "size": 28, **options}
+    options |= {"step": step, "norm": norm, "stem_norm": stem_norm}
+    return HDNNStar(network, layers, channels, **options)
+
+
+@torch.no_grad()
+def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> None:
+    """Draw weights and bias from +- 1 / sqrt(fan-in), as PyTorch does.
+
+    Weights without a bias, as ResNets have them, are drawn with the variance 2 / fan-in.
+    """
+    fan_in = layer.weight[0].numel()
+    bound = fan_in**-0.5 if layer.bias is not None else (6 / fan_in) ** 0.5
+    for tensor in layer.parameters():
+        if not tensor.is_meta:
+            where = tensor.device if generator is None else generator.device
+            draw = torch.rand(tensor.shape, generator=generator, device=where, dtype=torch.float32)
+            tensor.copy_(bound * (2 * draw - 1))
+
+
+def _rising(drop: float, layers: int) -> list[float]:
+    """The probability to leave out each layer, which grows with depth."""
+    if not 0 <= drop < 1:
+        raise OptionError(f"drop must be at least 0 and below 1, but got {drop}.")
+    return [drop * (k + 1) / layers for k in range(layers)]
+
+
+def _check_images(x: Tensor, channels: int, size: int | None) -> None:
+    fits = isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] == channels
+    if fits and (size is None or x.shape[2:] == (size, size)):
+        return
+    shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    sides = "height, width" if size is None else f"{size}, {size}"
+    raise ShapeError(f"images must be (B, {channels}, {sides}), but got {shape}.")
+
+
+def _padded(y: Tensor, channels: int, padding: str) -> Tensor:
+    """The images with channels of zeros added."""
+    more = channels - y.shape[1]
+    if not more:
+        return y
+    if padding == "end":
+        return F.pad(y, (0, 0, 0, 0, 0, more))
+    return torch.cat([F.pad(half, (0, 0, 0, 0, 0, more // 2)) for half in y.chunk(2, 1)], 1)

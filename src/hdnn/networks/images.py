@@ -1,0 +1,548 @@
+"""Hamiltonian units: H1 and H2 on images, with K a convolution.
+
+A layer is made of moves B^T sigma(A s + a), a convolution and a transposed one: A is K, and B is K
+times the step, with the signs (for H1 also the halves) of J.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hdnn import activations
+from hdnn.engine import current, rebuild
+from hdnn.engine.rebuild import Half, Move
+from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.networks.network import ALWAYS, EXPANDING, SYMPLECTIC, Guarantee
+from hdnn.sparsity import Sparsity
+
+DEFAULT_T = 2.4
+NORMS = ("none", "inside", "after", "both")
+MOMENTUM = 0.1  # of the normalisation, as in torch.nn.BatchNorm2d
+EPS = 1e-5
+
+
+class Shear(NamedTuple):
+    """The weights of one move: B^T sigma(A s + a), with a normalisation before sigma."""
+
+    A: Tensor
+    a: Tensor
+    B: Tensor
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+
+
+class HamiltonianUnit(nn.Module):
+    """N layers of `y' = J K^T sigma(K y + b)` on images, with K a convolution.
+
+    The first half of the channels is p, the second q. "h1" is forward Euler, with parameters K
+    (N, C, C/groups, k, k) and b (N, C); "h2" semi-implicit Euler, symplectic, with `K_p`, `K_q`
+    (N, C/2, C/2/groups, k, k) and `b_p`, `b_q` (N, C/2). `guarantee()` says whether
+    `norm(dy_N/dy_j) >= 1` holds with these options. `torch.compile` makes units fast on a GPU.
+
+    Under autocast, or with weights in half precision, the state stays in float32 inside the unit
+    and the convolutions run in the lower precision; `y_N` has the dtype of `y_0`.
+
+    Args:
+        channels: C, an even number.
+        layers: N, the number of steps.
+        network: "h1" or "h2".
+        kernel: k, the side of the kernels of K; odd.
+        step: h, a number or one for each layer; or give T instead.
+        T: the time that all layers span, h = T/N; 2.4 if neither is given.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        groups: into which the channels of K are split, as in `torch.nn.Conv2d`.
+        padding: zeros around an image inside of K, by default (k - 1) / 2; states have one shape
+            for any.
+        norm: "inside" puts batch normalisation between K y + b and sigma, "after" behind the unit,
+            "both" at both places, "none" nowhere.
+        backprop: what the backward pass starts from: "stored" states of all layers, or a
+            "checkpoint" every few layers, with the layers between run a second time, so that
+            memory grows with sqrt(N). Both give the same gradients for any weights. "reversible"
+            (h2) rebuilds states from `y_N`, so that memory does not grow at all, but rounding
+            grows by what the layers expand: inexact gradients are a `ReversalWarning`, worthless
+            ones an error. "auto" takes what `hdnn.engine.use(backprop=...)` says, or stores while
+            that takes less than 1/32 of the memory, and takes checkpoints beyond.
+        drop: the probability, one for all or one a layer, to leave a layer out for an image in
+            training. If it is not left out, its step is h / (1 - drop), so that the mean step is h.
+            The theorem holds for any steps, so it holds for these too.
+        sparsity: a pattern R (M, M), or a `hdnn.Sparsity` with it, over M nodes that each own a
+            group of channels of p and the same of q: K is zero between nodes that R does not link.
+        init: "scaled" draws K from N(0, 1/fan-in) with b = 0; "paper" draws all from N(0, 1).
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default that of new tensors.
+
+    Raises:
+        ShapeError: if the channels are odd or do not split into the groups or nodes, or the kernel
+            is even.
+        OptionError: if a name or a number is not known, or two options exclude each other, such as
+            "h1" and "reversible".
+
+    Examples:
+        >>> import torch
+        >>> import hdnn
+        >>> unit = hdnn.HamiltonianUnit(8, layers=4, network="h2", step=0.1)
+        >>> y = torch.randn(2, 8, 16, 16)
+        >>> unit(y).shape
+        torch.Size([2, 8, 16, 16])
+        >>> unit.guarantee().holds, torch.allclose(unit.inverse(unit(y)), y, atol=1e-4)
+        (True, True)
+    """
+
+    certified_at = "images"
+    free: Tensor | None  # the blocks of a sparse K that are not zero
+
+    def __init__(
+        self,
+        channels: int,
+        layers: int,
+        *,
+        network: str = "h1",
+        kernel: int = 3,
+        step: float | Sequence[float] | None = None,
+        T: float | None = None,
+        activation: str = "relu",
+        groups: int = 1,
+        padding: int | None = None,
+        norm: str = "none",
+        backprop: str = "auto",
+        drop: float | Sequence[float] = 0.0,
+        sparsity: Sparsity | Tensor | None = None,
+        init: str = "scaled",
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.channels = positive_int("channels", channels)
+        self.layers = positive_int("layers", layers)
+        self.network = choose("network", network, ("h1", "h2"))
+        self.norm = choose("norm", norm, NORMS)
+        self.kernel = positive_int("kernel", kernel)
+        self.groups = positive_int("groups", groups)
+        self.padding = self.kernel // 2 if padding is None else padding
+        self.activation = activations.registered(activation).name
+        self.step = _step_size(step, T, self.layers)
+        self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
+        self.drop = _probabilities(drop, self.layers)
+        self.init = choose("init", init, ("scaled", "paper"))
+        self.halves = ("q", "p") if network == "h2" else ("",)  # whose weights each move reads
+        self.sparsity = sparsity
+        self._check_options()
+        self._add_weights(dtype, device)
+        self.after = None
+        if norm in ("after", "both"):
+            self.after = nn.BatchNorm2d(channels, dtype=dtype, device=device)
+        self.reset_parameters(generator)
+
+    def _check_options(self) -> None:
+        width = self.channels // len(self.halves)
+        if self.channels % 2 or width % self.groups:
+            raise ShapeError(
+                f"{self.channels} channels must split into (p, q), and {width} of them into "
+                f"{self.groups} groups."
+            )
+        if self.kernel % 2 == 0:
+            raise ShapeError(f"kernel must be odd, to have a middle, but got {self.kernel}.")
+        if self.network == "h1" and self.backprop == "reversible":
+            raise OptionError(
+                'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
+                '"checkpoint" to save memory.'
+            )
+
+    # The weights
+
+    @property
+    def normed(self) -> bool:
+        """True if normalisation stands between K y + b and sigma."""
+        return self.norm in ("inside", "both")
+
+    @property
+    def track_running_stats(self) -> bool:
+        """True if a training pass moves the running means, as in torch.nn.BatchNorm2d."""
+        return self.normed
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """The shape of a stack K."""
+        width = self.channels // len(self.halves)
+        return (self.layers, width, width // self.groups, self.kernel, self.kernel)
+
+    def _add_weights(self, dtype: torch.dtype | None, device: Any) -> None:
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        N, width, *_ = self._shape
+        free = None if self.sparsity is None else self._free_entries().to(device)
+        self.register_buffer("free", free, persistent=False)
+        for half in reversed(self.halves):
+            if free is None:
+                self._add(named("K", half), torch.empty(self._shape, **options))
+            else:
+                count = self._free_entries().expand(self._shape).sum()
+                self._add(named("K", half) + "_free", torch.empty(int(count), **options))
+            self._add(named("b", half), torch.empty(N, width, **options))
+            if self.normed:
+                self._add(named("gamma", half), torch.empty(N, width, **options))
+                self._add(named("beta", half), torch.empty(N, width, **options))
+                for name in ("mean", "var"):
+                    self.register_buffer(named(name, half), torch.empty(N, width, **options))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(tensor))
+
+    def _free_entries(self) -> Tensor:
+        """True for the blocks of K (r, n, 1, 1) that a pattern R leaves free."""
+        sparsity = self.sparsity
+        sparsity = sparsity if isinstance(sparsity, Sparsity) else Sparsity(sparsity)
+        R, m = sparsity.R.cpu(), self.channels // 2
+        sizes = sparsity.node_sizes(m)
+        if R.ndim != 2 or self.groups > 1 or sum(sizes) != m:
+            raise ShapeError(
+                f"sparsity takes one pattern R (M, M) for all layers, groups=1, and nodes that own "
+                f"C/2 = {m} channels, but they own {sum(sizes)}."
+            )
+        nodes = torch.repeat_interleave(torch.tensor(sizes, device="cpu"))
+        if self.network == "h1":  # node i owns (p[i], q[i])
+            nodes = torch.cat([nodes, nodes])
+        mask = R.bool()[nodes][:, nodes]
+        return mask[:, :, None, None]
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Begin again: all weights are drawn as the constructor draws them.
+
+        Args:
+            generator: of the weights; by default PyTorch's global one.
+        """
+        if self.free is not None and not self.free.is_meta:
+            self.free[:] = self._free_entries()
+        scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
+        for name, tensor in [
+            *self.named_parameters(recurse=False),
+            *self.named_buffers(recurse=False),
+        ]:
+            kind = name.split("_")[0]
+            if tensor.is_meta or kind == "free":
+                continue
+            if kind == "K" or (kind == "b" and self.init == "paper"):
+                # In float32, so that a seed gives the same unit in any dtype.
+                where = tensor.device if generator is None else generator.device
+                draw = torch.randn(
+                    tensor.shape, generator=generator, device=where, dtype=torch.float32
+                )
+                tensor.copy_(scale * draw)
+            else:
+                tensor.fill_(1.0 if kind in ("gamma", "var") else 0.0)
+        if self.after is not None:
+            self.after.reset_parameters()
+
+    def weight(self, name: str) -> Tensor:
+        """The stack of that name, such as "K" or "b_p"; of a sparse K all entries, zeros included.
+
+        Args:
+            name: of a parameter.
+        """
+        if name.startswith("K") and self.free is not None:
+            values = getattr(self, f"{name}_free")
+            return values.new_zeros(self._shape).masked_scatter(self.free, values)
+        return getattr(self, name)
+
+    def smoothness(self) -> Tensor:
+        """The regulariser `R_K` of this unit's own K and b: small if layers differ little."""
+        jumps = 0.0
+        for half in self.halves:
+            for name in ("K", "b"):
+                jumps = jumps + self.weight(named(name, half)).diff(dim=0).square().flatten(1).sum(
+                    1
+                )
+        assert isinstance(jumps, Tensor)
+        if isinstance(self.step, tuple):
+            jumps = torch.stack([h * x for h, x in zip(self.step[1:], jumps, strict=True)])
+            return 0.5 * jumps.sum()
+        return 0.5 * self.step * jumps.sum()
+
+    @property
+    def h(self) -> float | tuple[float, ...]:
+        """The step: a float, or one a layer."""
+        return self.step
+
+    # The layers
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The last state, `y_N` from `y_0`.
+
+        Args:
+            y: images (B, C, height, width).
+
+        Raises:
+            ShapeError: if y has another shape or dtype, or is smaller than the kernel.
+        """
+        self._check_images(y)
+        backprop = self._chosen_backprop(y)
+        dtype = self._working_dtype(y)
+        with torch.autocast(y.device.type, enabled=False):
+            moves = self._moves(dtype, self._factors(y), counts=True)
+            halves = rebuild.run(self._halves(y), moves, (), {}, backprop)
+            y_N = self._joined(y, halves)
+        return y_N if self.after is None else self.after(y_N)
+
+    def trajectory(self, y: Tensor) -> Tensor:
+        """All states of the layers, none left out: (N+1, B, C, height, width).
+
+        Args:
+            y: images (B, C, height, width).
+        """
+        return self.run_layers(y, slice(None), trajectory=True)
+
+    def layer(self, y: Tensor, j: int) -> Tensor:
+        """The state after layer j alone.
+
+        Args:
+            y: the state before it, (B, C, height, width).
+            j: its number.
+        """
+        return self.run_layers(y, slice(j, j + 1 or None))
+
+    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        """The state after some layers, or all states from the first of them on.
+
+        Args:
+            y: the state before the first of these layers, (B, C, height, width).
+            layers: the numbers of the layers.
+            trajectory: give all their states, stacked.
+        """
+        self._check_images(y)
+        dtype = self._working_dtype(y)
+        with torch.autocast(y.device.type, enabled=False):
+            each = len(self.halves)
+            moves = self._moves(dtype)
+            halves = self._halves(y)
+            states = [y]
+            for j in range(self.layers)[layers]:
+                halves = rebuild.run(halves, moves[each * j : each * (j + 1)], (), {})
+                states.append(self._joined(y, halves))
+        return torch.stack(states) if trajectory else states[-1]
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """The first state from the last, for h2; batch statistics need the same batch again.
+
+        Args:
+            y: the state after the last layer, (B, C, height, width).
+
+        Raises:
+            OptionError: for h1, and where normalisation stands behind the unit.
+        """
+        if self.network == "h1" or self.after is not None:
+            reason = (
+                "H1 has no explicit inverse" if self.network == "h1" else "norm='after' has none"
+            )
+            raise OptionError(f"{reason}; take network='h2' with norm 'none' or 'inside'.")
+        self._check_images(y)
+        dtype = self._working_dtype(y)
+        with torch.autocast(y.device.type, enabled=False):
+            return self._joined(y, rebuild.undo(self._halves(y), self._moves(dtype), (), {}))
+
+    def _halves(self, y: Tensor) -> list[Half]:
+        return [Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)]
+
+    def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
+        values = [half.value for half in halves]
+        state = values[0] if len(values) == 1 else torch.cat(values, 1)
+        return state.to(y.dtype)
+
+    def _working_dtype(self, y: Tensor) -> torch.dtype:
+        """The dtype of the convolutions."""
+        if torch.is_autocast_enabled(y.device.type) and self._dtype != torch.float64:
+            return torch.get_autocast_dtype(y.device.type)
+        return self._dtype
+
+    def _moves(
+        self,
+        dtype: torch.dtype,
+        factors: Sequence[Tensor] | None = None,
+        *,
+        counts: bool = False,
+    ) -> list[Move]:
+        """The moves of all layers, in the order in which they run.
+
+        Running means follow the batch in training if `counts` is true.
+        """
+        shears = [self._shears(half, dtype) for half in self.halves]
+        count = len(self.halves)
+        moves = []
+        for j in range(self.layers):
+            factor = None if factors is None else factors[j]
+            for target in range(count):
+                half = self.halves[target]
+                function = partial(self._force, j, half, shears[target][j], factor, counts)
+                moves.append(Move(count - 1 - target, target, function, f"layer {j}", self))
+        return moves
+
+    def _shears(self, half: str, dtype: torch.dtype) -> list[Shear]:
+        """The weights of one move of each layer, for convolutions in that dtype."""
+        K = self.weight(named("K", half))
+        sign = -1 if half == "q" else 1
+        if isinstance(self.step, tuple):
+            B = torch.stack([sign * h * K_j for h, K_j in zip(self.step, K, strict=True)])
+        else:
+            B = (sign * self.step) * K
+        if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
+            B_p, B_q = B.chunk(2, 2)
+            B = torch.cat([-B_q, B_p], 2)
+        stacks = [K.to(dtype), self.weight(named("b", half)).to(dtype), B.to(dtype)]
+        if self.normed:
+            stacks += [self.weight(named("gamma", half)), self.weight(named("beta", half))]
+        return [Shear(*tensors) for tensors in zip(*(t.unbind(0) for t in stacks), strict=True)]
+
+    def _force(
+        self, j: int, half: str, shear: Shear, factor: Tensor | None, counts: bool, s: Tensor
+    ) -> Tensor:
+        """B^T sigma(A s + a), times J if that is not in B."""
+        options: dict[str, Any] = {"padding": self.padding, "groups": self.groups}
+        x = F.conv2d(s.to(shear.A.dtype), shear.A, shear.a, **options)
+        if shear.gamma is not None:
+            running: tuple[Any, Any] = (None, None)
+            if counts or not self.training:
+                mean = self.get_buffer(named("mean", half))
+                running = (mean[j], self.get_buffer(named("var", half))[j])
+            x = F.batch_norm(x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS)
+        z = activations.get(self.activation)(x)
+        f = F.conv_transpose2d(z, shear.B, **options)
+        if self.network == "h1" and self.groups > 1:
+            f_p, f_q = f.chunk(2, 1)
+            f = torch.cat([-f_q, f_p], 1)
+        return f if factor is None else factor * f
+
+    def _factors(self, y: Tensor) -> Sequence[Tensor] | None:
+        """0 for the layers that are left out, and 1 / (1 - drop): (B, 1, 1, 1) for each layer."""
+        if not (self.training and any(self.drop)):
+            return None
+        draws = torch.rand(self.layers, len(y), 1, 1, 1, device=y.device).unbind(0)
+        return [(u >= p).to(self._wide) / (1 - p) for u, p in zip(draws, self.drop, strict=True)]
+
+    def _chosen_backprop(self, y: Tensor) -> str:
+        if torch.compiler.is_compiling():  # which does not see the settings, and saves less itself
+            return "stored" if self.backprop == "auto" else self.backprop
+        backprop = current().backprop if self.backprop == "auto" else self.backprop
+        if backprop == "reversible" and self.network == "h1":
+            backprop = "checkpoint"
+        if backprop == "auto":
+            images = 4 if self.normed else 3  # that autograd saves in a layer
+            size = images * self.layers * y.numel() * y.dtype.itemsize
+            backprop = "stored" if size <= rebuild.memory_of(y.device) / 32 else "checkpoint"
+        return backprop
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.weight(named("b", self.halves[0])).dtype
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of states inside the unit."""
+        return torch.promote_types(self._dtype, torch.float32)
+
+    def _check_images(self, y: Tensor) -> None:
+        if not isinstance(y, Tensor) or y.ndim != 4 or y.shape[1] != self.channels:
+            shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ShapeError(
+                f"a unit takes images (B, {self.channels}, height, width), but got {shape}."
+            )
+        if min(y.shape[2:]) + 2 * self.padding < self.kernel:
+            raise ShapeError(
+                f"a kernel of {self.kernel} x {self.kernel} with padding {self.padding} does not "
+                f"fit into images of {y.shape[2]} x {y.shape[3]}."
+            )
+        autocast = torch.is_autocast_enabled(y.device.type) and y.is_floating_point()
+        if y.dtype != self._dtype and not autocast:
+            raise ShapeError(
+                f"HamiltonianUnit has weights in {self._dtype}, but y is {y.dtype}; both must have "
+                "one dtype: use .to(dtype) on one of them."
+            )
+
+    def guarantee(self) -> Guarantee:
+        """Whether `norm(dy_N/dy_j) >= 1` is a theorem for this unit as it is now, and why.
+
+        `after` is no part of the Hamiltonian stack and not covered. With `norm="inside"`, each
+        channel's activation in evaluation is sigma(s x + c): still Hamiltonian, and for H1 monotone
+        if s >= 0. In training each sample's gradient depends on the batch: the H2 map of the batch
+        preserves volume, but nothing is promised for one sample.
+        """
+        if self.normed and self.training:
+            reason = "batch statistics tie the samples together while training; see it in eval()"
+            return Guarantee(False, "none", reason)
+        sigma = activations.get(self.activation)
+        if self.network == "h2":
+            promise = Guarantee(True, SYMPLECTIC, ALWAYS)
+        elif not sigma.monotone:
+            reason = f"forward Euler promises nothing for {self.activation}, which can decrease"
+            promise = Guarantee(False, "none", reason)
+        elif self.normed and bool((self.weight("gamma") < 0).any()):
+            reason = "a gamma < 0 turns an activation around, so that it decreases"
+            promise = Guarantee(False, "none", reason)
+        else:
+            reason = f"at any depth, because {self.activation} never decreases"
+            promise = Guarantee(True, EXPANDING, reason)
+        if promise.holds and self.after is not None:
+            promise = replace(promise, why=f"{promise.why}, for the unit before its normalisation")
+        return promise
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # model.to(memory_format=torch.channels_last) handles tensors of 4 axes alone.
+        def each(t: Tensor) -> Tensor:
+            return fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
+
+        return super()._apply(each, recurse)
+
+    def extra_repr(self) -> str:
+        facts = [self.network, f"{self.channels} channels", f"{self.layers} layers"]
+        facts += [f"kernel {self.kernel}", self.activation]
+        facts.append(f"h = {self.step:.4g}" if isinstance(self.step, float) else "h for each layer")
+        if self.groups > 1:
+            facts.append(f"{self.groups} groups")
+        if self.free is not None:
+            facts.append("sparse")
+        if self.norm != "none":
+            facts.append(f"norm {self.norm}")
+        if any(self.drop):
+            facts.append(f"drop to {max(self.drop):.4g}")
+        if self.backprop != "auto":
+            facts.append(f"backprop {self.backprop}")
+        return ", ".join(facts)
+
+
+def named(name: str, half: str) -> str:
+    """The name of a weight of one half: K_p, or K if there are no halves."""
+    return f"{name}_{half}" if half else name
+
+
+def _step_size(step: Any, T: float | None, layers: int) -> float | tuple[float, ...]:
+    """The step h: as given, one a layer, or T/N."""
+    if step is not None and T is not None:
+        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
+    if step is None:
+        return positive_float("T", DEFAULT_T if T is None else T) / layers
+    if isinstance(step, Tensor):
+        step = step.tolist()
+    if isinstance(step, (list, tuple)):
+        if len(step) != layers:
+            raise OptionError(f"step has {len(step)} entries for {layers} layers; give one each.")
+        return tuple(positive_float("step", h) for h in step)
+    return positive_float("step", step)
+
+
+def _probabilities(drop: Any, layers: int) -> tuple[float, ...]:
+    """The probability to leave out each layer."""
+    drops = tuple(drop) if isinstance(drop, (list, tuple)) else (drop,) * layers
+    if len(drops) != layers or not all(0 <= p < 1 for p in drops):
+        raise OptionError(
+            f"drop must be a number from 0 to below 1, or one for each of {layers} layers, but got "
+            f"{drop}."
+        )
+    return drops

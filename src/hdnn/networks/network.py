@@ -1,0 +1,650 @@
+"""What all networks share: parameters stacked over layers, around one scheme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hdnn import activations, functional, schemes
+from hdnn.activations import Activation
+from hdnn.engine import Settings
+from hdnn.errors import OptionError, ShapeError, choose, positive_float, positive_int
+from hdnn.schemes import Force, Scheme
+
+DEFAULT_T = 2.4
+SYMPLECTIC = "each layer is symplectic, det = 1"
+SHEARS = "each layer is a product of shears, det = 1"
+EXPANDING = "det(I + hA) = prod(1 + h^2 w^2) >= 1 in each layer"
+ALWAYS = "at any depth, for any weights and any activation"
+
+# What decides what a network computes: a subclass with its own has no guarantee but its own.
+COMPUTES = (
+    *("__call__", "__getattr__", "__getattribute__", "_call_impl", "forward", "trajectory"),
+    *("layer", "run_layers", "inverse", "forces", "stacks", "weight", "h"),
+)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+OURS = ("hdnn", "torch", "builtins")
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What is known of `norm(dy_N/dy_j) >= 1` before any computation.
+
+    Attributes:
+        holds: True if it is a theorem for this network.
+        theorem: what it follows from, or "none".
+        why: for which depths, weights and activations; or why nothing is promised.
+
+    Examples:
+        >>> import hdnn
+        >>> hdnn.H2(features=4, layers=8).guarantee().holds
+        True
+        >>> hdnn.MLP(features=4, layers=8).guarantee().why
+        'no theorem covers perceptron layers: norms below 1 are possible'
+    """
+
+    holds: bool
+    theorem: str
+    why: str
+
+
+def unknown_reason(module: nn.Module) -> str | None:
+    """Why the theorems on a module's class may not hold for it, or None.
+
+    A subclass outside of hdnn that overrides what is computed may change values and gradients, and
+    so may hooks, but for those of PyTorch itself.
+    """
+    for name in COMPUTES:
+        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), object)
+        if owner.__module__.split(".")[0] not in OURS or name in vars(module):
+            return f"{type(module).__name__} has its own {name}"
+    for kind in HOOKS:
+        for hook in getattr(module, kind).values():
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if home.split(".")[0] not in OURS:
+                return f"one of its {kind.strip('_').replace('_', ' ')} may change what it computes"
+    return None
+
+
+class Network(nn.Module):
+    """A stack of N layers on states `(*batch, n)`: what H1, H2, MLP and all others are.
+
+    The weights of all layers are stacked, `(N, ...)`. `net[j]` is layer j, and `len(net)` is N. A
+    network of your own sets `stacked` and defines `forces`.
+
+    Args:
+        features: n, the size of a state.
+        layers: N, the number of layers.
+        scheme: how a layer steps, a `hdnn.schemes.Scheme`.
+        step: h, a number or one for each layer; or give T instead.
+        T: the time that all layers span, h = T/N; 2.4 if neither is given.
+        activation: sigma, the name of one of `hdnn.activations.names()`.
+        learn_step: train the step of each layer too; it stays positive.
+        tied: give all layers the same weights.
+        init: "scaled" draws K from N(0, 1/n) with b = 0; "paper" draws all from N(0, 1).
+        engine: what runs the layers, "auto", "reference" or "fused": see `hdnn.engine`.
+        backprop: what the backward pass starts from, "auto", "stored", "checkpoint" or
+            "reversible": see `hdnn.engine`.
+        generator: of the first weights; by default PyTorch's global one.
+        dtype: of the weights; by default `torch.get_default_dtype()`.
+        device: of the weights; by default that of new tensors.
+
+    Raises:
+        OptionError: if an option is not known, or two exclude each other, such as `step` and `T`.
+        ShapeError: if a tensor has the wrong shape, or the features are odd but are to be halved.
+
+    Examples:
+        >>> import hdnn
+        >>> nets = [hdnn.H2(features=4, layers=8), hdnn.MLP(features=4, layers=8)]
+        >>> [isinstance(net, hdnn.networks.Network) for net in nets]
+        [True, True]
+        >>> nets[0][2]
+        Layer(2 of 8: K_p (2, 2), K_q (2, 2), b_p (2,), b_q (2,), h = 0.3)
+    """
+
+    stacked: tuple[str, ...] = ()  # the weights that each layer has, in the order they are drawn
+    forward_euler = False
+    certified_at = "rows"
+
+    def __init__(
+        self,
+        features: int,
+        layers: int,
+        *,
+        scheme: Scheme,
+        step: float | Sequence[float] | Tensor | None = None,
+        T: float | None = None,
+        activation: str = "tanh",
+        learn_step: bool = False,
+        tied: bool = False,
+        init: str = "scaled",
+        engine: str = "auto",
+        backprop: str = "auto",
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = positive_int("features", features)
+        self.layers = positive_int("layers", layers)
+        self.scheme = scheme
+        self.activation = activations.registered(activation).name
+        self.tied = tied
+        self.init = choose("init", init, ("paper", "scaled"))
+        Settings(engine=engine, backprop=backprop)  # raises for unknown names
+        if not scheme.moves and (engine, backprop) != ("auto", "auto"):
+            self._refuse("runs layer by layer only; leave engine and backprop out.")
+        self.engine = engine
+        self.backprop = backprop
+        self.step = _step_size(step, T, self.layers)
+        self.learn_step = learn_step
+        if tied and learn_step and isinstance(self.step, tuple):
+            self._refuse("tied layers learn one step; give a single step or T.")
+        self._shapes: dict[str, torch.Size] = {}  # of the matrices stored by their free entries
+        self._skew: set[str] = set()
+        like = torch.empty(0, dtype=dtype, device=device)
+        if not like.is_floating_point():
+            raise ShapeError(f"dtype must be a floating-point type, but got {dtype}.")
+        for name in self.stacked:
+            first = self._first(name, generator, like.device)
+            self.register_parameter(name, nn.Parameter(first.to(like, copy=True)))
+        if learn_step:
+            self.log_h = nn.Parameter(self._first_log_h().to(like))
+
+    # Parameters
+
+    def _half(self, advice: str = "") -> int:
+        if self.features % 2:
+            raise ShapeError(
+                f"{type(self).__name__} splits the features into (p, q), so their number must be "
+                f"even, but features = {self.features}; augment them by a zero "
+                f"(hdnn.heads.Augment){advice}."
+            )
+        return self.features // 2
+
+    def _first(self, name: str, generator: torch.Generator | None, device: torch.device) -> Tensor:
+        """First values of a stack of weights."""
+        r = self._half() if self.scheme.halves else self.features
+        N = 1 if self.tied else self.layers
+        shape = (N, r, r) if name.startswith("K") else (N, r)
+        if name.startswith("b") and self.init == "scaled":
+            return torch.zeros(shape, device=device)
+        # Drawn in float32 whatever the dtype, so that a seed gives the same network in all of them.
+        where = device if generator is None else generator.device
+        draw = torch.randn(shape, generator=generator, dtype=torch.float32, device=where)
+        return draw if self.init == "paper" else draw * self.features**-0.5
+
+    def _first_log_h(self) -> Tensor:
+        # log h is learned: a step stays positive whatever happens to it.
+        steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+        logs = [math.log(h) for h in steps]
+        return torch.tensor(logs[:1] if self.tied else logs, dtype=torch.float64)
+
+    def _keep_free(
+        self, name: str, value: Tensor, free: Tensor, *, skew: bool = False, learn: bool = True
+    ) -> None:
+        """Store matrices by their free entries, `name_free`; `weight` fills in the others."""
+        like = next(self.parameters())
+        self._parameters.pop(name, None)
+        self._shapes[name] = value.shape
+        if skew:
+            self._skew.add(name)
+            free = free.triu(1)
+        index = free.cpu().expand(value.shape).flatten().nonzero()[:, 0]
+        self.register_buffer(f"_{name}_index", index.to(like.device), persistent=False)
+        entries = value.detach().flatten()[index.to(value.device)].to(like, copy=True)
+        if learn:
+            self.register_parameter(f"{name}_free", nn.Parameter(entries))
+        else:
+            self.register_buffer(f"{name}_free", entries)
+
+    def weight(self, name: str) -> Tensor:
+        """One stack of weights, zeros outside patterns included: `(N, ...)`, or `(1, ...)` if tied.
+
+        Args:
+            name: one of `names_by_layer()`, or "X" or "J".
+        """
+        shape = self._shapes.get(name)
+        if shape is None:
+            return getattr(self, name)
+        free = getattr(self, f"{name}_free")
+        flat = free.new_zeros(shape.numel())
+        matrix = flat.scatter(0, getattr(self, f"_{name}_index"), free).view(shape)
+        return matrix - matrix.mT if name in self._skew else matrix
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_shapes", ()):
+            return self.weight(name)
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def assign(self, name: str, value: Tensor) -> None:
+        """Overwrite one stack of weights, in its own memory.
+
+        Args:
+            name: one of `names_by_layer()`, or a learned "X", "J" or "log_h".
+            value: the new weights, `(N, ...)`, or `(1, ...)` if tied.
+        """
+        if name in self._shapes:
+            index = getattr(self, f"_{name}_index")
+            value = value.expand(self._shapes[name]).flatten()[index.to(value.device)]
+            name = f"{name}_free"
+        if parametrize.is_parametrized(self, name):
+            setattr(self, name, value)
+        else:
+            getattr(self, name).copy_(value)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights again, as the constructor does; learned steps go back to the first."""
+        device = next(self.parameters()).device
+        for name in self.stacked:
+            self.assign(name, self._first(name, generator, device))
+        if self.learn_step:
+            self.assign("log_h", self._first_log_h())
+
+    def names_by_layer(self) -> tuple[str, ...]:
+        """The weights that each layer has, such as "K" and "b"."""
+        return self.stacked
+
+    def stacks(self) -> list[Tensor]:
+        """All stacked weights, `(N, ...)`."""
+        if self._shapes or self._modules:  # free entries, or parametrisations
+            values = [self.weight(name) for name in self.stacked]
+        else:
+            plain: Any = self._parameters
+            values = list(map(plain.__getitem__, self.stacked))
+        if self.tied:
+            return [value.expand(self.layers, *value.shape[1:]) for value in values]
+        return values
+
+    def weights(self) -> dict[str, Any]:
+        """All weights by name, and the step: `(N, ...)` each."""
+        weights = dict(zip(self.stacked, self.stacks(), strict=True))
+        return {**weights, "h": self.h} if hasattr(self, "h") else weights
+
+    # The steps
+
+    @property
+    def h(self) -> float | tuple[float, ...] | Tensor:
+        """The step: a float, one a layer, or the learned ones `(N,)`."""
+        return self.log_h.exp().expand(self.layers) if self.learn_step else self.step
+
+    def steps(self) -> Tensor:
+        """The steps of all layers: `(N,)`."""
+        weight = next(self.parameters())
+        return torch.as_tensor(self.h, dtype=weight.dtype, device=weight.device).expand(self.layers)
+
+    @property
+    def T(self) -> float:
+        """The time that the stack spans: the sum of all steps."""
+        h = self.h
+        if isinstance(h, Tensor):
+            return float(h.detach().sum())
+        return math.fsum(h) if isinstance(h, tuple) else h * self.layers
+
+    # What a network does
+
+    def forces(self) -> tuple[Force, ...]:
+        """The forces of all layers, as the scheme takes them: see `hdnn.schemes`."""
+        raise NotImplementedError
+
+    def forward(self, y: Tensor) -> Tensor:
+        """The last state from the first, both `(*batch, n)`."""
+        return self._run(y)
+
+    def trajectory(self, y: Tensor) -> Tensor:
+        """All states, `y_0` to `y_N`: `(N+1, *batch, n)`."""
+        return self._run(y, trajectory=True)
+
+    def inverse(self, y: Tensor, *, trajectory: bool = False) -> Tensor:
+        """The first state from the last, exact up to rounding; or all states, in forward order."""
+        if not self.invertible:
+            self._refuse("has no explicit inverse; H2, MS1, MS3, Verlet, .. networks have.")
+        return self._run(y, trajectory=trajectory, inverse=True)
+
+    def layer(self, y: Tensor, j: int) -> Tensor:
+        """One layer alone: `y_{j+1}` from `y_j`."""
+        j = range(self.layers)[j]
+        return self._run(y, slice(j, j + 1))
+
+    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+        """The state after some layers alone, or all states from the first of them on.
+
+        Args:
+            y: the state before the first of these layers.
+            layers: which ones.
+            trajectory: give all their states, `(L+1, *batch, n)`.
+        """
+        numbers = range(self.layers)[layers]
+        if not numbers:
+            return y[None] if trajectory else y
+        if unknown_reason(self) is None:
+            return self._run(y, layers, trajectory=trajectory)
+        states = [y]
+        for j in numbers:
+            states.append(self.layer(states[-1], j))
+        return torch.stack(states) if trajectory else states[-1]
+
+    def _run(self, y: Tensor, layers: slice | None = None, **options: Any) -> Tensor:
+        if isinstance(y, Tensor) and y.ndim and y.shape[-1] != self.features:
+            raise ShapeError(
+                f"{type(self).__name__} takes y of shape (*batch, {self.features}), but got "
+                f"{tuple(y.shape)}; augment the features (hdnn.heads.Augment) or make the network "
+                f"with features={y.shape[-1]}."
+            )
+        forces = self.forces()
+        h: Any = getattr(self, "h", 1.0)
+        if layers is not None:
+            forces = _sliced(forces, layers)
+            h = h if isinstance(h, float) else h[layers]
+        return functional.run(
+            self.scheme,
+            y,
+            forces,
+            h,
+            activation=self.activation,
+            engine=None if self.engine == "auto" else self.engine,
+            backprop=None if self.backprop == "auto" else self.backprop,
+            **options,
+        )
+
+    # What is known of it
+
+    @property
+    def invertible(self) -> bool:
+        """True if `inverse` can be called."""
+        return self.scheme.invertible
+
+    @property
+    def symplectic(self) -> bool:
+        """True if each layer is symplectic, with one J for all."""
+        return self.scheme.symplectic
+
+    @property
+    def implicit(self) -> bool:
+        """True if a layer solves an equation."""
+        return self.scheme.implicit
+
+    @property
+    def sigma(self) -> Activation:
+        """The activation itself."""
+        return activations.get(self.activation)
+
+    def guarantee(self) -> Guarantee:
+        """What is known of `norm(dy_N/dy_j) >= 1`: a theorem, or why there is none.
+
+        It does not hold for a subclass that computes in another way, which may define its own, nor
+        for a network with hooks, which may change values and gradients.
+        """
+        reason = unknown_reason(self)
+        if reason is not None:
+            return Guarantee(False, "none", f"nothing is known of this network: {reason}")
+        if self.symplectic:
+            return Guarantee(True, SYMPLECTIC, ALWAYS)
+        if self.scheme.halves:
+            return Guarantee(True, SHEARS, ALWAYS)
+        if self.forward_euler and self.sigma.monotone:
+            why = f"at any depth, because {self.activation} never decreases"
+            return Guarantee(True, EXPANDING, why)
+        if self.forward_euler:
+            why = f"forward Euler promises nothing for {self.activation}, which can decrease"
+            return Guarantee(False, "none", why)
+        why = f"no theorem covers {self.scheme.name} layers: norms below 1 are possible"
+        return Guarantee(False, "none", why)
+
+    def layer_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor:
+        """The derivatives `dy_{j+1}/dy_j` of all or some layers, `(L, B, n, n)`.
+
+        In closed form and in denominator layout: the transpose of what
+        `torch.autograd.functional.jacobian` gives. For a subclass that computes in its own way, by
+        automatic differentiation of its `layer`.
+
+        Args:
+            states: before and after each of these layers, `(L+1, B, n)`, as `trajectory` gives.
+            layers: which ones; by default all.
+        """
+        if unknown_reason(self) is None:
+            return self._jacobians(states, layers)
+        numbers = range(self.layers)[layers]
+        pairs = zip(states[:-1], numbers, strict=True)
+        return torch.stack([_differentiated(self, y, j) for y, j in pairs])
+
+    def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+        """The inverses of `layer_jacobians`, by undoing each move; None where that cannot be."""
+        if not self.scheme.halves or unknown_reason(self) is not None:
+            return None
+        return self._jacobians(states, layers, inverse=True)
+
+    def _jacobians(self, states: Tensor, layers: slice, inverse: bool = False) -> Tensor:
+        forces = _sliced(self.forces(), layers)
+        h = self.steps()[layers].to(states) if hasattr(self, "h") else 1.0
+        return schemes.jacobians(self.scheme, states, forces, h, self.sigma, inverse=inverse)
+
+    def shear_norms(self) -> Tensor:
+        """The bounds `|A| / S` of all shears `I + A` of all layers, move by move."""
+        if not self.scheme.halves:
+            self._refuse(
+                "has no gradient budget: its layers are not shears, as those of H2, MS1, MS3, "
+                "Verlet and Yoshida are."
+            )
+        norms = [spectral_norm(force.K) * spectral_norm(force.output) for force in self.forces()]
+        h = self.steps()
+        return torch.cat([abs(part) * h * norms[half] for half, part in self.scheme.moves])
+
+    def field(self) -> dict[str, Tensor]:
+        """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`."""
+        self._refuse("is no discretised Hamiltonian ODE.")
+
+    @property
+    def J(self) -> Tensor:
+        """The interconnection matrix `(n, n)`, or `(N, n, n)` if it differs from layer to layer."""
+        return self.field()["J"]
+
+    def field_rates(self) -> Tensor:
+        """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`."""
+        field = self.field()
+        return self.sigma.S * spectral_norm(field["K"]).square() * spectral_norm(field["J"])
+
+    def smoothness(self) -> Tensor:
+        """The regulariser R_K, small where weights change little from layer to layer.
+
+        h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
+        """
+        jumps = sum(stack.diff(dim=0).square().flatten(1).sum(1) for stack in self._smooth())
+        return 0.5 * (self.steps()[1:] * jumps).sum()
+
+    def _smooth(self) -> list[Tensor]:
+        """The stacks whose jumps make up R_K."""
+        return self.stacks()
+
+    # Making it again
+
+    def config(self) -> dict[str, Any]:
+        """The arguments that make this network again, as JSON can hold them."""
+        config = {
+            "features": self.features,
+            "layers": self.layers,
+            "activation": self.activation,
+            "tied": self.tied,
+        }
+        if hasattr(self, "h"):
+            config["step"] = list(self.step) if isinstance(self.step, tuple) else self.step
+            config["learn_step"] = self.learn_step
+        return config
+
+    def constants(self) -> dict[str, Tensor]:
+        """Arguments of the constructor that are tensors."""
+        return {}
+
+    def refine(self, k: int) -> Self:
+        """The network with k times the layers at steps h/k: the same function in the limit."""
+        k = positive_int("k", k)
+        weight = next(self.parameters())
+        options = self._refined_config(k)
+        for name, value in self.constants().items():
+            options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
+        kind: Any = parametrize.type_before_parametrizations(self)
+        # All that it draws is overwritten: spare the global generator.
+        options |= {"generator": torch.Generator(), "dtype": weight.dtype, "device": weight.device}
+        fine = kind(**options, engine=self.engine, backprop=self.backprop)
+        for name in self.stacked:
+            value = self.weight(name).detach()
+            fine.assign(name, value if self.tied else value.repeat_interleave(k, 0))
+        if self.learn_step:
+            log_h = self.log_h.detach() - math.log(k)
+            fine.assign("log_h", log_h if self.tied else log_h.repeat_interleave(k, 0))
+        return fine
+
+    def _refined_config(self, k: int) -> dict[str, Any]:
+        config = self.config()
+        config["layers"] = k * self.layers
+        step = self.step
+        if isinstance(step, tuple):
+            config["step"] = [h / k for h in step for _ in range(k)]
+        else:
+            config["step"] = step / k
+        return config
+
+    # Looking at it
+
+    def __len__(self) -> int:
+        return self.layers
+
+    def __getitem__(self, layers: int | slice) -> Layers:
+        """Layer j, or a slice of the layers, as a view that can be run and looked at."""
+        return Layers(self, range(self.layers))[layers]
+
+    def __iter__(self) -> Iterator[Layers]:
+        return iter(Layers(self, range(self.layers)))
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
+        if self.tied:
+            parts.append("tied")
+        if hasattr(self, "h"):
+            parts.append(self._step_text())
+        return ", ".join(parts)
+
+    def _step_text(self) -> str:
+        if self.learn_step:
+            return "h learned"
+        h = "one a layer" if isinstance(self.step, tuple) else f"{self.step:.4g}"
+        return f"h = {h}, T = {self.T:.4g}"
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.parameters())
+        name = parametrize.type_before_parametrizations(self).__name__
+        return f"{name}({self.extra_repr()}, {count} parameters)"
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise OptionError(f"{type(self).__name__} {reason}")
+
+
+class Layers:
+    """Some layers of a network, as a view that can be run: `layers(y)`, `layers.trajectory(y)`.
+
+    `layers.K_p` and the like are their weights `(L, ...)`; those of a single layer, `net[j]`, have
+    no first axis. To change one, write into it: `with torch.no_grad(): net[2].b_p.zero_()`.
+    """
+
+    def __init__(self, net: Network, numbers: range, index: int | None = None) -> None:
+        self.net = net
+        self.numbers = numbers
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, layers: int | slice) -> Layers:
+        numbers = self.numbers[layers]
+        if isinstance(numbers, int):
+            return Layers(self.net, range(numbers, numbers + 1), numbers)
+        if numbers.step < 1:
+            raise OptionError("layers run forwards: take a slice with a positive step.")
+        return Layers(self.net, numbers)
+
+    def __iter__(self) -> Iterator[Layers]:
+        return (self[i] for i in range(len(self)))
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return self.net.run_layers(y, self._slice)
+
+    def trajectory(self, y: Tensor) -> Tensor:
+        """All states from before the first of these layers to after the last."""
+        return self.net.run_layers(y, self._slice, trajectory=True)
+
+    @property
+    def _slice(self) -> slice:
+        return slice(self.numbers.start, self.numbers.stop, self.numbers.step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "h":
+            stack: Any = self.net.steps()
+        elif name in self.net.names_by_layer():
+            stack = self.net.weight(name)
+            stack = stack.expand(self.net.layers, *stack.shape[1:])
+        else:
+            raise AttributeError(f"a layer has no attribute {name!r}.")
+        return stack[self._slice if self.index is None else self.index]
+
+    def __repr__(self) -> str:
+        if self.index is None:
+            return f"Layers({list(self.numbers)} of {self.net!r})"
+        parts = [f"{name} {tuple(getattr(self, name).shape)}" for name in self.net.names_by_layer()]
+        if hasattr(self.net, "h"):
+            parts.append(f"h = {float(self.h):.4g}")
+        return f"Layer({self.index} of {self.net.layers}: {', '.join(parts)})"
+
+
+def spectral_norm(K: Tensor) -> Tensor:
+    """The largest singular value of each matrix, in half precision too."""
+    work = torch.promote_types(K.dtype, torch.float32)
+    return torch.linalg.matrix_norm(K.to(work), 2).to(K.dtype)
+
+
+def _sliced(forces: tuple[Force, ...], layers: slice) -> tuple[Force, ...]:
+    pieces = [[None if t is None else t[layers] for t in force] for force in forces]
+    return tuple(Force(*piece) for piece in pieces)  # pyright: ignore[reportArgumentType]
+
+
+@torch.enable_grad()
+def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
+    """dy_{j+1}/dy_j by a backward pass for each entry of y_{j+1}; samples must not mix."""
+    start = y.detach().requires_grad_()
+    end = net.layer(start, j)
+    columns = []
+    for entry in end.unbind(-1):
+        (grad,) = torch.autograd.grad(
+            entry.sum(), start, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        columns.append(grad)
+    return torch.stack(columns, -1)
+
+
+def _step_size(
+    step: float | Sequence[float] | Tensor | None, T: float | None, layers: int
+) -> float | tuple[float, ...]:
+    """h from h itself, one a layer, or T with h = T/N."""
+    if step is not None and T is not None:
+        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
+    if step is None:
+        return positive_float("T", DEFAULT_T if T is None else T) / layers
+    if isinstance(step, Tensor) and step.requires_grad:
+        raise OptionError(
+            "step requires a gradient, but a network keeps its steps as numbers; use "
+            "learn_step=True, or a function of hdnn.functional, whose h takes gradients."
+        )
+    if isinstance(step, (Tensor, np.ndarray)):
+        step = step.tolist()
+    if not isinstance(step, Sequence):
+        return positive_float("step", step)
+    if len(step) != layers:
+        raise OptionError(f"step has {len(step)} entries for {layers} layers; give one each.")
+    return tuple(positive_float("step", h) for h in step)

@@ -1,0 +1,583 @@
+"""The training loop: solve the output layer, take one step on the hidden layers, repeat.
+
+For every minibatch the output layer is fitted first, to the features that the hidden layers give
+now; it is then held fixed while the hidden layers descend. At the end the output layer is fitted
+once more, to all data.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
+from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.model import Model
+from hdnn.progress import Progress
+from hdnn.training import checkpoint
+from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
+from hdnn.training.output import SOLVERS, Batch, Output, assign, evaluate, features, weights_of
+from hdnn.training.parallel import Group
+from hdnn.training.recipes import cosine, rate_factor
+
+SAVE_EVERY = 2.0  # seconds between checkpoints
+SMALL = 20_000  # numbers in a minibatch, up to which one thread is faster than several
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The numbers of a training, all of them arguments of `fit`.
+
+    Attributes:
+        epochs: the largest number of passes over the data.
+        batch: samples in a minibatch.
+        learning_rate: of the hidden layers, and of the output layer unless Newton steps find it.
+        schedule: the rate stays "constant" or falls to zero as a "cosine", after the warmup.
+        warmup: the fraction of all steps in which the rate rises from zero.
+        weight_decay: times the weights of the hidden layers, is added to their gradient.
+        clip: the largest norm of the gradient of all hidden layers; None for no limit.
+        solver: of the output layer, for each minibatch. "newton": Newton steps on the
+            ridge-regularised problem; "adam": the paper's 10 Adam steps from zero, with weight
+            decay `ridge`; "joint": trained together with the hidden layers.
+        ridge: the penalty on the output layer.
+        smoothness: alpha, the penalty on differences between neighbouring layers.
+        smoothing: alpha stays "constant" or falls to zero as a "cosine".
+        patience: end after this many epochs in which the held-out loss did not fall by more than
+            `tol`, and go back to the model of the best epoch. Without held-out rows the loss of the
+            training is watched, and the last model stays.
+        tol: the smallest fall of the loss that counts.
+        seed: of the order of the samples; the global random state is neither read nor written.
+    """
+
+    epochs: int = 50
+    batch: int = 125
+    learning_rate: float = 2.5e-2
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    solver: str = "newton"
+    ridge: float = 1e-4
+    smoothness: float = 5e-4
+    smoothing: str = "constant"
+    patience: int | None = None
+    tol: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive_int("epochs", self.epochs)
+        positive_int("batch", self.batch)
+        if self.patience is not None:
+            positive_int("patience", self.patience)
+        choose("schedule", self.schedule, ("cosine", "constant"))
+        choose("smoothing", self.smoothing, ("cosine", "constant"))
+        choose("solver", self.solver, SOLVERS)
+        for name in ("learning_rate", "warmup", "weight_decay", "ridge", "smoothness", "tol"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise OptionError(f"{name} must be a finite number >= 0, but got {value!r}.")
+        if self.learning_rate == 0 or self.clip == 0 or self.warmup >= 1:
+            raise OptionError("learning_rate and clip must be > 0, and warmup below 1.")
+        if self.solver == "newton" and self.ridge == 0:
+            raise OptionError('solver="newton" needs ridge > 0; take e.g. ridge=1e-4.')
+
+
+def fit(
+    model: Model,
+    x: Tensor,
+    t: Tensor,
+    *,
+    weight: Tensor | None = None,
+    validation: Sequence[Tensor | None] | None = None,
+    callbacks: Iterable[Callback] = (),
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    group: Group | None = None,
+    **options: Any,
+) -> History:
+    """Train a model in place, by coordinate descent between its output layer and its hidden layers.
+
+    It minimises mean loss + smoothness R_K + ridge/2 |output layer|^2. Numbers such as `epochs` or
+    `learning_rate` are described in `Options`.
+
+    Args:
+        model: a `hdnn.Model` with a head that has a loss.
+        x: inputs (B, inputs), of the dtype and on the device of the model.
+        t: labels (B,) in 0 .. classes-1, or targets (B, outputs) for a regression head.
+        weight: of each sample (B,) in the mean loss.
+        validation: held-out rows (x, t) or (x, t, weight), at which loss and score are measured
+            after each epoch, with the output layer that the model would have if training ended
+            there. They change nothing unless there is a `patience`.
+        callbacks: called with a `Moment` after each step; one that returns True ends the training.
+        folder: keeps a checkpoint, so that `resume=True` can go on after any interruption to the
+            very same result, on the same machine.
+        resume: go on with the training in `folder`, or begin there if it is empty.
+        progress: show one line while a person waits at a terminal.
+        group: the processes that share this training: `hdnn.training.DataParallel()` under
+            torchrun.
+        **options: the fields of `Options`.
+
+    Returns:
+        A `History`: loss, accuracy and more, one entry an epoch.
+
+    Raises:
+        OptionError: if an option is out of range, or the head has no loss.
+        DataError: if x, t, weight or validation do not fit the model or are not finite.
+        CheckpointError: if the folder cannot be used, or holds another training.
+        ConvergenceError: if the training diverges.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(400)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 8), hdnn.SigmoidHead(4))
+        >>> rows = {"validation": (data.x_test, data.t_test)}
+        >>> history = hdnn.training.fit(model, data.x_train, data.t_train, epochs=5, **rows)
+        >>> history.loss[-1] < history.loss[0], history.validation_score[-1] > 0.8
+        (True, True)
+    """
+    settings = Options(**options)
+    check_data(model, x, t, weight)
+    held_out: list[Any] | None = None
+    if validation is not None:
+        held_out = [*validation, None][:3]
+        check_data(model, *held_out, prefix="validation ")
+    training = _Training(model, (x, t, weight), held_out, settings, callbacks, group or Group())
+    small = settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
+    with ExitStack() as stack:
+        place = None
+        if training.group.first:
+            place = checkpoint.open_folder(folder, resume, stack)
+        if small:
+            stack.enter_context(one_thread())
+        line = stack.enter_context(Progress("epoch", settings.epochs)) if progress else None
+        return training.run(place, line)
+
+
+class _Training:
+    """One call of `fit`; all of its state is at the end of an epoch."""
+
+    def __init__(
+        self,
+        model: Model,
+        data: Sequence[Any],
+        held_out: Sequence[Any] | None,
+        options: Options,
+        callbacks: Iterable[Callback],
+        group: Group,
+    ) -> None:
+        self.model = model
+        self.head: Any = model.head
+        self.options = options
+        self.group = group
+        self.data = data
+        self.y_0, self.t, self.weight = self._embedded(data)
+        self.held_out = held_out
+        self.validation = None if held_out is None else self._embedded(held_out)
+        self.callbacks = self._all_callbacks(callbacks)
+        self.optimizer = self._optimizer()
+        self.smoothness = Smoothness(model.net)
+        self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
+        self.batches = math.ceil(len(self.y_0) / options.batch)
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.history = History()
+        self.best: dict[str, Tensor] = {}  # the model of the best epoch
+        self.finished = False
+        self.key: dict[str, Any] = {}  # the identity, once a folder is open
+
+    def _embedded(self, rows: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, t, weight = rows
+        t = t if isinstance(self.head, RegressionHead) else t.long()
+        return self.model.embed(x.detach()), t, weight
+
+    def _all_callbacks(self, callbacks: Iterable[Callback]) -> list[Callback]:
+        chosen = list(callbacks)
+        options = self.options
+        if options.patience is not None:
+            monitor = "loss" if self.validation is None else "validation_loss"
+            chosen.append(EarlyStopping(options.patience, monitor, options.tol))
+        limited = any(isinstance(callback, WellPosed) for callback in chosen)
+        if WellPosed.needed(self.model.net) and not limited:
+            chosen.insert(0, WellPosed())
+        for callback in chosen:
+            if isinstance(callback, WellPosed):
+                callback.limit_coupling(self.model)
+        return chosen
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        head = set(self.head.parameters())
+        free = [p for p in self.model.parameters() if p.requires_grad]
+        self.hidden = [p for p in free if p not in head]
+        groups = [{"params": self.hidden, "weight_decay": self.options.weight_decay}]
+        if self.options.solver == "joint":
+            output = [p for p in free if p in head]
+            groups.append({"params": output, "weight_decay": self.options.ridge})
+        groups = [group for group in groups if group["params"]]
+        if not groups:
+            raise OptionError(
+                "no hidden layer has a parameter that requires a gradient; call "
+                'requires_grad_() on some, or train the output layer alone with solver="joint".'
+            )
+        self.trained = [p for group in groups for p in group["params"]]
+        return torch.optim.Adam(groups, lr=self.options.learning_rate, fused=True)
+
+    # The loop
+
+    def run(self, place: Path | None, line: Progress | None) -> History:
+        was_training = self.model.training
+        self.model.train()
+        self.open(place)
+        saved = time.monotonic()
+        try:
+            while not self.finished:
+                stop = self.run_epoch()
+                if line is not None:
+                    line.update(len(self.history.loss), self.history.text())
+                if stop or len(self.history.loss) == self.options.epochs:
+                    self.finish()
+                if self.finished or time.monotonic() - saved > SAVE_EVERY:
+                    self.save(place)
+                    saved = time.monotonic()
+        finally:
+            self.model.train(was_training)
+            self.optimizer.zero_grad()
+        return self.history
+
+    def run_epoch(self) -> bool:
+        """One pass over the data; True if a callback ends the training."""
+        start = time.perf_counter()
+        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
+        epoch = len(self.history.loss)
+        moments = []
+        stop = False
+        for k, index in enumerate(order.split(self.options.batch)):
+            weight = None if self.weight is None else self.weight[index]
+            if weight is not None and not weight.any():
+                continue  # an empty minibatch
+            moment = self.step(epoch, k, index, weight)
+            moments.append(moment)
+            if k < self.batches - 1 and self.call(moment):
+                stop = True
+                break
+        self.history.add(moments, self.smoothness.value())
+        if self.validation is not None:
+            self.measure(self.validation)
+        self.history.seconds += time.perf_counter() - start
+        moments[-1].end_of_epoch = True
+        return stop or self.call(moments[-1])
+
+    def step(self, epoch: int, k: int, index: Tensor, weight: Tensor | None) -> Moment:
+        """Solve the output layer for a minibatch, then descend in the hidden layers."""
+        options = self.options
+        done = (epoch + k / self.batches) / options.epochs
+        steps = options.epochs * self.batches
+        for p in self.trained:
+            p.grad = None
+        y = self.model.net(self.group.split(self.y_0[index]))
+        y_N = self.group.gather(y.detach(), len(index))
+        outcome = self.output.solve((y_N, self.t[index], weight))
+        if not math.isfinite(outcome.loss):
+            raise self.diverged(epoch, self.y_0[index])
+        if y.requires_grad:
+            y.backward(self.group.scatter(outcome.gradient))
+            self.group.reduce(self.hidden)
+        alpha = options.smoothness
+        self.smoothness.descend(alpha if options.smoothing == "constant" else alpha * cosine(done))
+        rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
+        norm = math.nan
+        if options.clip is not None:
+            norm = float(nn.utils.clip_grad_norm_(self.trained, options.clip))
+        elif self.callbacks or k == self.batches - 1:
+            norm = float(nn.utils.get_total_norm(p.grad for p in self.trained))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return Moment(
+            model=self.model,
+            epoch=epoch + 1,
+            epochs=options.epochs,
+            step=epoch * self.batches + k + 1,
+            steps=steps,
+            loss=outcome.loss,
+            accuracy=outcome.accuracy,
+            gradient=norm,
+            learning_rate=rate,
+            history=self.history,
+        )
+
+    def call(self, moment: Moment) -> bool:
+        answers = [callback(moment) for callback in self.callbacks]
+        return any(answers)
+
+    def run_net(self, y_0: Tensor) -> Tensor:
+        """The last states of these samples, of all processes."""
+        return self.group.gather(self.model.net(self.group.split(y_0)), len(y_0))
+
+    def refit(self) -> None:
+        """Fit the output layer to all data; the hidden layers stay."""
+        if self.options.solver == "joint":
+            return
+        y = features(self.run_net, self.y_0)
+        if not bool(y.isfinite().all()):
+            raise self.diverged(len(self.history.loss), self.y_0)
+        generator = torch.Generator().manual_seed(self.options.seed)
+        self.output.refit((y, self.t, self.weight), self.options.batch, generator)
+
+    def measure(self, validation: Batch) -> None:
+        """Look at the held-out rows with the model that there would be if training ended here."""
+        y_0, t, weight = validation
+        before = weights_of(self.head)
+        self.refit()
+        scores = evaluate(self.head, (features(self.run_net, y_0), t, weight))
+        history = self.history
+        history.validation_loss.append(scores.loss)
+        history.validation_score.append(scores.score)
+        if not history.best_epoch or scores.loss < history.validation_loss[history.best_epoch - 1]:
+            history.best_epoch = len(history.loss)
+            if self.options.patience is not None:
+                self.best = copy.deepcopy(self.model.state_dict())
+        assign(self.head, before)
+
+    def finish(self) -> None:
+        """Go back to the model of the best epoch, or fit the output layer to all data."""
+        if self.best:
+            self.model.load_state_dict(self.best)
+        else:
+            self.refit()
+        for name, parameter in self.model.named_parameters():
+            if not bool(parameter.detach().isfinite().all()):
+                raise self.diverged(len(self.history.loss), None, f"the weight {name}")
+        self.finished = True
+
+    def diverged(self, epoch: int, y_0: Tensor | None, what: str = "the loss") -> ConvergenceError:
+        """The error of a training that has diverged, with the layer where it first shows."""
+        where = ""
+        if y_0 is not None:
+            with torch.no_grad():
+                states = self.model.net.trajectory(y_0)
+            bad = (~states.isfinite()).flatten(1).any(1).nonzero()
+            where = f", first in layer {max(int(bad[0]) - 1, 0)}" if len(bad) else ""
+        return ConvergenceError(
+            f"{what} is not finite in epoch {epoch + 1}{where}: the training has diverged; lower "
+            "learning_rate, clip the gradients, or use a smaller step h."
+        )
+
+    # On disk
+
+    def identity(self) -> dict[str, Any]:
+        """All that must be the same for a training to go on."""
+        rows = [*self.data, *(self.held_out or ())]
+        return {
+            **asdict(self.options),
+            "data": checkpoint.digest(rows),
+            "model": repr(self.model),
+            "processes": self.group.size,
+        }
+
+    def open(self, place: Path | None) -> None:
+        """Go on with the training in the folder, if there is one; all processes start alike."""
+        state = checkpoint.Saved({}, {})
+        if place is not None:
+            self.key = self.identity()
+            state = checkpoint.read(place, self.key) or state
+        state = self.group.broadcast(state)
+        if state.values:
+            checkpoint.restore(state, self.model, self.optimizer, self.generator, self.callbacks)
+            self.history = History(**state.values["history"])
+            self.finished = state.values["finished"]
+            self.best = state.group("best")
+        else:
+            self.save(place)  # the weights that the training begins with
+        self.group.share(self.model)
+
+    def save(self, place: Path | None) -> None:
+        if place is None:
+            return
+        values = {"history": asdict(self.history), "finished": self.finished}
+        checkpoint.write(
+            place,
+            self.key,
+            values,
+            {"best": self.best},
+            self.model,
+            self.optimizer,
+            self.generator,
+            self.callbacks,
+        )
+
+
+class Smoothness:
+    """The regulariser R_K of a network, and its gradient.
+
+    For most networks the gradient in each parameter is a multiple of its second difference from
+    layer to layer. Whether it is, and which multiple, is measured once at random weights; then the
+    differences take a third of the time of autograd.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+        self.active = hasattr(net, "smoothness")
+        self.factors: list[tuple[nn.Parameter, float]] | None = None
+        if self.active:
+            self.factors = self._measured()
+
+    def _measured(self) -> list[tuple[nn.Parameter, float]] | None:
+        try:
+            probe = copy.deepcopy(self.net).double().requires_grad_()
+        except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
+            return None
+        weights = list(probe.parameters())
+        generator = torch.Generator().manual_seed(0)
+        for p in weights:
+            p.data.copy_(torch.randn(p.shape, generator=generator))
+        gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
+        factors = []
+        for mine, p, gradient in zip(self.net.parameters(), weights, gradients, strict=True):
+            p = p.detach()
+            if gradient is None or len(p) < 2:
+                return None
+            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(dim=0)
+            factor = float((gradient * difference).sum() / difference.square().sum())
+            if not torch.allclose(gradient, factor * difference):
+                return None
+            if mine.requires_grad:
+                factors.append((mine, factor))
+        return factors
+
+    def value(self) -> float:
+        return float(self.net.smoothness().detach()) if self.active else 0.0
+
+    def descend(self, alpha: float) -> None:
+        """Add the gradient of alpha R_K to those of the parameters."""
+        if not alpha or not self.active:
+            return
+        if self.factors is None:
+            penalty = alpha * self.net.smoothness()
+            if penalty.requires_grad:
+                penalty.backward()
+            return
+        with torch.no_grad():
+            for p, factor in self.factors:
+                jumps = p.diff(dim=0).mul_(alpha * factor)
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                p.grad[1:] += jumps
+                p.grad[:-1] -= jumps
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run PyTorch on one thread: several wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_data(model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = "") -> None:
+    """Refuse data that a model cannot be trained on; `prefix` stands before their names."""
+    head = getattr(model, "head", None)
+    if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):
+        raise OptionError(
+            "fit trains a hdnn.Model with a SigmoidHead or SoftmaxHead (for classes) or a "
+            f"RegressionHead (for values), but got {type(head or model).__name__}."
+        )
+    like = head.weight
+    if x.dtype != like.dtype or x.device != like.device or t.device != like.device:
+        raise DataError(
+            f"{prefix}x is {x.dtype} on {x.device} and t is on {t.device}, but the model is "
+            f"{like.dtype} on {like.device}; bring them together with .to()."
+        )
+    classes = not isinstance(head, RegressionHead)
+    shape = (len(x),) if classes else (len(x), head.outputs)
+    if x.ndim != 2 or x.shape[1] != model.inputs or not len(x):
+        raise DataError(f"{prefix}x must be (B, {model.inputs}), but is {tuple(x.shape)}.")
+    if t.numel() != math.prod(shape) or len(t) != len(x):
+        raise DataError(f"{prefix}t must be {shape}, but is {tuple(t.shape)}.")
+    if not bool(x.isfinite().all() and t.isfinite().all()):
+        raise DataError(f"{prefix}x or t has NaN or infinite values; remove or replace them.")
+    if classes and (t.is_floating_point() or t.min() < 0 or t.max() >= max(head.outputs, 2)):
+        raise DataError(
+            f"{prefix}t must be whole-number labels from 0 to {max(head.outputs, 2) - 1}, but is "
+            f"{t.dtype} from {t.min()} to {t.max()}."
+        )
+    if weight is not None and (weight.shape != x.shape[:1] or not _is_weight(weight)):
+        raise DataError(
+            f"{prefix}weight must be ({len(x)},), finite, not negative and not all zero."
+        )
+
+
+def _is_weight(weight: Tensor) -> bool:
+    return bool(weight.isfinite().all() and weight.min() >= 0 and weight.any())
+
+
+def fit_multilevel(
+    model: Model,
+    x: Tensor,
+    t: Tensor,
+    *,
+    refinements: Sequence[int] = (2, 2),
+    epochs: int | Sequence[int] = 20,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    **options: Any,
+) -> tuple[Model, list[History]]:
+    """Train a shallow model, refine it, train the deeper one, and so on.
+
+    A network with k times the layers at h/k is nearly the same function as the shallow one, so the
+    deep network has little left to learn.
+
+    Args:
+        model: the shallow one, which is trained in place.
+        x: inputs, as `fit` takes them.
+        t: labels or targets, as `fit` takes them.
+        refinements: the factor by which each further level multiplies the number of layers.
+        epochs: of each level: one number for all, or one each.
+        seed: of the first level; those of the others follow from it.
+        folder: gets a folder for each level, level-0 and so on.
+        **options: all others of `fit`.
+
+    Returns:
+        The deepest model, and the `History` of each level.
+
+    Raises:
+        OptionError: if `epochs` and `refinements` do not fit together.
+
+    Examples:
+        >>> import hdnn
+        >>> data = hdnn.data.planar.double_moons(200)
+        >>> model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 4), hdnn.SigmoidHead(4))
+        >>> deep, histories = hdnn.training.fit_multilevel(
+        ...     model, data.x_train, data.t_train, refinements=(2, 2), epochs=2
+        ... )
+        >>> model.net.layers, deep.net.layers, len(histories)
+        (4, 16, 3)
+    """
+    levels = 1 + len(refinements)
+    counts = [epochs] * levels if isinstance(epochs, int) else list(epochs)
+    if len(counts) != levels:
+        raise OptionError(
+            f"epochs has {len(counts)} entries, but there are {levels} levels, the first and one "
+            "for each refinement; give one number for all, or one each."
+        )
+    histories = []
+    for level, count in enumerate(counts):
+        if level:
+            net = model.net.refine(refinements[level - 1])
+            model = Model(copy.deepcopy(model.augment), net, copy.deepcopy(model.head))
+        place = None if folder is None else Path(folder) / f"level-{level}"
+        level_seed = seed + 1_000_003 * level
+        history = fit(model, x, t, epochs=count, seed=level_seed, folder=place, **options)
+        histories.append(history)
+    return model, histories
