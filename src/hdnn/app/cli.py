@@ -153,13 +153,17 @@ def demo(
 )
 def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    from hdnn.app import graph, train
+    from hdnn.app.runs import Run
 
     values = chosen(options)
-    module = graph if graph.is_asked_for(values) else train
-    result = module.run(values)
+    resumed = "resume" in values and "out" in values and Run(values["out"]).of_graph
+    if "graph" in values or resumed:
+        from hdnn.app import graph as job
+    else:
+        from hdnn.app import train as job
+    result = job.run(values)
     if result:  # of several processes, the first one has it
-        show(result, module.text(result), "json" in values)
+        show(result, job.text(result), "json" in values)
 
 
 @command(

@@ -28,8 +28,7 @@ from hdnn.app.predict import evaluate, outputs, score_lines, score_text
 from hdnn.app.runs import Run
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
-from hdnn.heads import Augment, SigmoidHead
-from hdnn.model import Model
+from hdnn.heads import Augment, Model, SigmoidHead
 from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
