@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hdnn.app.onpage.values import counted, percent
+from hdnn.control.objective import rest
 from report import on_one_line, table
 
 from hdnn import control, plotting
-from hdnn.app.onpage.values import counted, percent
-from hdnn.control.objective import rest
 
 NAMES = {
     "authors": "as the authors do it (torchdiffeq)",

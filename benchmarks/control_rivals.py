@@ -11,12 +11,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from hdnn.control.objective import rest
+from hdnn.control.training import BETAS, factor
 from torch import Tensor, nn
 
 from hdnn import control
 from hdnn.control import costs
-from hdnn.control.objective import rest
-from hdnn.control.training import BETAS, factor
 
 Integrate = Callable[..., Tensor]
 

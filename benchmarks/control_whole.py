@@ -14,10 +14,10 @@ from typing import Any
 import control_trained
 import torch
 from control_rivals import Dense
+from hdnn.control.training import BETAS, factor
 
 from hdnn import control
 from hdnn.control import costs
-from hdnn.control.training import BETAS, factor
 
 RATE = 0.1
 TURNS = 10  # of a training, between which the others go on

@@ -19,8 +19,7 @@ from torch import Tensor
 from hdnn import analysis, training
 from hdnn.data.tables import Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
-from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
-from hdnn.model import Model
+from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
 from hdnn.networks import BY_NAME
 
 require("sklearn", extra="sklearn")

@@ -21,8 +21,7 @@ from hdnn.base.devices import as_device
 from hdnn.base.files import as_path, reason_of, write_atomically
 from hdnn.base.tensorfile import read as read
 from hdnn.errors import CheckpointError, HDNNError
-from hdnn.heads import HEADS, Augment
-from hdnn.model import Model
+from hdnn.heads import HEADS, Augment, Model
 from hdnn.models import ImageModel
 from hdnn.networks import KINDS, HamiltonianNet, Network, Reversible
 from hdnn.networks.blocks import Layers as Block

@@ -6,13 +6,13 @@ import json
 import math
 from pathlib import Path
 
+import hdnn.app.tasks.table  # noqa: F401, which registers classes of data
 import pytest
 import torch
+from hdnn.app.configs.table import TableConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hdnn.app.tasks.table  # noqa: F401, which registers classes of data
-from hdnn.app.configs.table import TableConfig
 from hdnn.app.runs import Run
 from hdnn.base import portable
 from hdnn.data import planar

@@ -29,8 +29,7 @@ from hdnn.distributed.graph import Graph
 from hdnn.distributed.network import GraphNetwork
 from hdnn.distributed.plan import Plan, partition
 from hdnn.errors import CheckpointError, ConvergenceError, DataError, HDNNError, choose
-from hdnn.heads import Augment, RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.model import Model
+from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.training import checkpoint
 from hdnn.training.fit import Options
 from hdnn.training.output import Output

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hdnn.model import Model
+    from hdnn.heads import Model
 
 AGENT_COLOURS = (BLUE, ORANGE, GREEN, RED, SKY, PURPLE)
 NUMBERED = 40  # agents or nodes, up to which they have their numbers on them

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from hdnn.errors import OptionError, choose, positive_int, require
-from hdnn.model import Model
+from hdnn.heads import Model
 from hdnn.networks import Network
 
 MONITORS = ("loss", "accuracy", "validation_loss", "validation_score")

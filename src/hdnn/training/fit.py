@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
-from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.model import Model
+from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from hdnn import models
 from hdnn.errors import OptionError, choose, positive_int
-from hdnn.heads import roomy_width
-from hdnn.model import Model
+from hdnn.heads import Model, roomy_width
 from hdnn.models import ImageModel
 from hdnn.training.callbacks import WellPosed
 from hdnn.training.output import Output
