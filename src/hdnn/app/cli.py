@@ -183,7 +183,7 @@ def launch(**options: Any) -> None:
 
 
 @command(
-    "predict --run runs/iris-species-h2-4-0 --data new.csv --out answers.csv",
+    "predict --run runs/iris-species-h2-16-0 --data new.csv --out answers.csv",
     "predict --run runs/mnist-h1-8-0 --data mnist",
 )
 def predict(
@@ -242,7 +242,7 @@ def reproduce(
     return max(experiments.main(each, ["--out", out, *context.args]) for each in names)
 
 
-@command("report", "report runs/iris-species-h2-4-0 runs/iris-species-mlp-4-0 --out iris.html")
+@command("report", "report runs/iris-species-h2-16-0 runs/iris-species-mlp-16-0 --out iris.html")
 def report(
     folders: Annotated[list[str] | None, Argument(help="runs, or folders of runs")] = None,
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",

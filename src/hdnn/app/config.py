@@ -99,7 +99,7 @@ class Config:
 
     @property
     def run_name(self) -> str:
-        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-4-0."""
+        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
         parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
         layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 16)
         parts += [self.network, layers, self.seed]
