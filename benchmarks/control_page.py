@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hdnn.app.onpage.values import counted, percent
+from hdnn.app.predict import score_text
 from hdnn.control.objective import rest
 from report import on_one_line, table
 
@@ -20,7 +20,7 @@ NAMES = {
 
 
 def _share(good: int, of: int) -> str:
-    return f"{percent(good / of, 2)} ({good} of {of})"
+    return f"{score_text('accuracy', good / of)} ({good} of {of})"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -97,7 +97,7 @@ def _targets(result: dict[str, Any]) -> list[str]:
         ],
     ]
     rows[4:4] = [
-        [f"time of a training, {counted(batch, 'start')} an iteration", "", ">= 10x", found]
+        [f"time of a training, {batch} start{'s' * (batch != 1)} an iteration", "", ">= 10x", found]
         for batch, found in _ratios(result["trainings"]).items()
     ]
     return table("what | the authors' report | target | found", rows)
