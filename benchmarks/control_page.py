@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hdnn.app.predict import score_text
 from hdnn.control.objective import rest
 from report import on_one_line, table
 
 from hdnn import control, plotting
+from hdnn.app.predict import score_text
 
 NAMES = {
     "authors": "as the authors do it (torchdiffeq)",
