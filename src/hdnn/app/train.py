@@ -53,6 +53,9 @@ FIT_OPTIONS = (
     *("patience", "seed"),
 )
 STEPS = 20  # in an epoch of few images
+SMALL = 8  # features, up to which a certificate looks at many points
+MANY = 1000
+FEW = 50
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +298,8 @@ class PlaneJob:
 
     def certify(self) -> Any:
         where = "test points" if len(self.problem.x_test) else "training points"
-        return analysis.certify(self.model, self.problem.points, points=where)
+        samples = MANY if self.model.net.features <= SMALL else FEW
+        return analysis.certify(self.model, self.problem.points, samples=samples, points=where)
 
     def note(self) -> dict[str, Any]:
         return self.problem.note()
