@@ -24,8 +24,8 @@ from hdnn.app.config import (
     config_for,
     read_options,
 )
-from hdnn.app.predict import evaluate, outputs, score_lines, score_text
 from hdnn.app.runs import Run
+from hdnn.app.scores import evaluate, outputs, score_lines, score_text
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
 from hdnn.heads import Augment, Model, SigmoidHead
