@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hdnn.base.files import write_atomically
+from hdnn.serialization import FORMAT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -23,9 +25,7 @@ from torch.nn.utils import parametrizations, prune
 import hdnn
 from flips import flipped
 from hdnn import Augment, Model, models
-from hdnn.base.files import write_atomically
 from hdnn.errors import CheckpointError
-from hdnn.serialization import FORMAT
 from hdnn.training import checkpoint
 from strategies import ACTIVATIONS, Random, seeds
 

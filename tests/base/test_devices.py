@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hdnn.base.devices import as_device
 
 import hdnn
-from hdnn.base.devices import as_device
 
 
 def test_the_default_is_that_of_new_tensors():

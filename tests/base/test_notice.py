@@ -3,7 +3,6 @@ import sys
 import threading
 
 import pytest
-
 from hdnn.base import notice
 from hdnn.base.notice import said_if_slow
 

@@ -10,13 +10,13 @@ import hdnn.app.tasks.table  # noqa: F401, which registers classes of data
 import pytest
 import torch
 from hdnn.app.configs.table import TableConfig
+from hdnn.base import portable
+from hdnn.data.table import Columns
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hdnn.app.runs import Run
-from hdnn.base import portable
 from hdnn.data import planar
-from hdnn.data.table import Columns
 from hdnn.errors import CheckpointError, DataError, HDNNError, TrainingError
 
 plain = st.recursive(

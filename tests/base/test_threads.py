@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
+from hdnn.base.threads import SMALL, one_thread, threads_allowed, threads_for
 
 import hdnn
-from hdnn.base.threads import SMALL, one_thread, threads_allowed, threads_for
 from hdnn.training import fit
 
 
