@@ -45,12 +45,14 @@ from sklearn.utils.validation import (  # noqa: E402
 
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
-SHRINKAGES = (1e-1, 4e-2, 2e-2, 7e-3, 1e-3, 1e-5)  # weight decays, from strong to weak
+SHRINKAGES = (1e-1, 3e-2, 2e-2, 1.2e-2, 6e-3, 1e-3, 1e-5)  # weight decays, from strong to weak
 SHRINKAGE = 2e-2  # for tables that are too small to hold rows out
 TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
-WORTH = 0.9  # the factor by which weaker shrinkage must lower the held-out loss
-EPOCHS = 120
+WORTH = 0.95  # the factor by which weaker shrinkage must lower the held-out loss
+STEPS = 800  # of the optimiser; half of them for few rows, and fewer for wide networks
+FEW = 1000  # rows
+WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
 GAIN = 1.5  # of the initial weights: smaller ones wait long at the identity
@@ -234,7 +236,8 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         count = len(rows.x)
         features = model.net.features
         batches = max(1, min(8, count // TINY), count // 512)
-        epochs = max(10, min(EPOCHS, EPOCHS * 4096 // count, EPOCHS * 32 // features))
+        steps = STEPS * min(1.0, WIDE / features) / _folds(count)
+        epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
             "batch": -(-count // batches) if self.batch is None else self.batch,  # of equal size
@@ -254,7 +257,7 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
     def _rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        return RATE * min(1.0, (32 / self.model_.net.features) ** 0.5)
+        return RATE * min(1.0, WIDE / self.model_.net.features) ** 0.5
 
     def _hold_out(self, rows: Rows, fraction: float, fold: int = 0) -> tuple[Rows, Rows]:
         if not 0 < fraction < 1:
@@ -382,7 +385,8 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
             at most 24 more than the inputs.
         activation: one of `hdnn.activations`.
         T: the time that the layers span together. Not for "mlp".
-        epochs: passes over the data; by default 120, fewer for large tables and wide networks.
+        epochs: passes over the data; by default as many as make 800 steps, fewer for few rows and
+            wide networks.
         batch: samples for each step; by default an eighth of them, 64 to 512.
         learning_rate: the largest rate; it rises for a fifth of the steps, then falls to zero.
         weight_decay: shrinks the model towards a linear one. By default held-out rows decide;
@@ -558,7 +562,7 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
 def _folds(rows: int) -> int:
     """The number of splits into training rows and held-out rows."""
-    return 2 if rows < 1000 else 1
+    return 2 if rows < FEW else 1
 
 
 def _seed(random_state: Any) -> int:

@@ -34,13 +34,6 @@ TABLE = ("target", "drop", "categorical", "task", "test_fraction")
 MOST_PROCESSES = 32  # on one machine, unless --parts says otherwise
 
 
-def is_asked_for(values: Mapping[str, Any]) -> bool:
-    """True if options of `hdnn train` mean a training on a graph."""
-    if "graph" in values:
-        return True
-    return "resume" in values and "out" in values and Run(values["out"]).of_graph
-
-
 def launch(values: Mapping[str, Any]) -> dict[str, Any]:
     """Train by processes of this machine; or without data, say what a graph needs."""
     if "graph" in values and "data" not in values and "resume" not in values:
