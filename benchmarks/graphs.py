@@ -132,7 +132,7 @@ def several(kind: str, nodes: int, turns: int) -> list[dict[str, Any]]:
 
 def page(result: dict[str, Any]) -> str:
     about = report.on_one_line(result["machine"])
-    lines = ["# Graphs: what a step costs", "", f"`python benchmarks/graphs.py`, {about}."]
+    lines = ["# Graphs: what a step costs", "", f"`{result['command']}`, {about}."]
     lines += [f"H2, {LAYERS} layers, batch {BATCH}, float32, one pair (p, q) a node. Others"]
     lines += [f"took {result['others_cores'] or 0:.1f} cores meanwhile."]
     rows = []
@@ -167,6 +167,7 @@ def main() -> int:
     result: dict[str, Any] = {"alone": alone(options.nodes, options.turns), "several": []}
     for kind in ("ring", "grid"):
         result["several"] += several(kind, max(options.nodes), options.turns)
+    result["command"] = f"python benchmarks/graphs.py --turns {options.turns}"
     result["machine"] = report.machine("cpu")
     result["others_cores"] = report.taken_by_others(before)
     print(page(result))

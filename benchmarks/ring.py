@@ -124,7 +124,12 @@ def main() -> int:
                 f"{others} and {r['other_connections_each']} other (the store)",
             ]
         )
-    page = ["# Table II by eight processes", "", f"`python benchmarks/ring.py`, {about}.", ""]
+    page = [
+        "# Table II by eight processes",
+        "",
+        f"`python benchmarks/ring.py --epochs {options.epochs}`, {about}.",
+        "",
+    ]
     page += [f"Seed 0, {options.epochs} epochs, float64, test accuracy in %."]
     head = "cell | eight processes | one process | difference of the loss, first to last epoch | "
     head += "paper | messages | MB | s | connected to"

@@ -42,7 +42,6 @@ GROUPS = {
     "hdnn.plotting": "plotting",
     "hdnn.schemes": "schemes",
     "hdnn.io": "saving",
-    "hdnn.serialization": "saving",
     "hdnn.sparsity": "sparsity",
     "hdnn.training": "training",
 }

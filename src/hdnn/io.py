@@ -45,7 +45,7 @@ __all__ = [
 FilePath = str | os.PathLike[str]
 
 # Of classes in files.
-HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.model", "hdnn.control")
+HOMES = ("hdnn.networks", "hdnn.heads", "hdnn.models", "hdnn.control")
 KEY = "hdnn"
 CHECKSUM = "sha256"
 

@@ -59,11 +59,11 @@ def same_weights(first: str, second: str) -> bool:
 
 def test_a_run_holds_its_config_model_scores_and_pictures(capsys):
     metrics = train(capsys)
-    folder = Path("runs/table-label-h2-4-0")
+    folder = Path("runs/table-label-h2-16-0")
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "metrics.json", "model.safetensors", "training.png"} <= names
     config = tomllib.loads((folder / "config.toml").read_text())["train"]
-    assert config["layers"] == 4
+    assert config["layers"] == 16
     assert config["data"] == os.path.abspath("table.csv")
     assert metrics["certificate"]["holds"] is True
     assert len(metrics["history"]["loss"]) == 4
@@ -75,8 +75,8 @@ def test_an_accuracy_stands_beside_that_of_the_commonest_class(capsys):
     assert metrics["test_accuracy"] == pytest.approx(np.trace(counts) / counts.sum())
     common = metrics["common"]
     assert metrics["baseline_accuracy"] == pytest.approx(counts[common].sum() / counts.sum())
-    run(capsys, "train", "--resume", "--out", "runs/table-label-h2-4-0")
-    printed = run(capsys, "train", "--resume", "--out", "runs/table-label-h2-4-0")
+    run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
+    printed = run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
     assert "always answering" in printed
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,14 @@ def test_what_cannot_run_says_so():
         engine.run(schemes.PERCEPTRON, y, forces, h, tanh, engine="fused")
     with pytest.raises(OptionError, match="engine"):
         engine.run(schemes.FORWARD_EULER, y, forces, h, tanh, engine="fastest")
+
+
+def test_an_activation_that_only_shares_a_name_is_not_mistaken_for_it():
+    scheme = schemes.SEMI_IMPLICIT_EULER
+    y, forces, h, _ = random_stack(scheme)
+    other = replace(activations.get("tanh"), sigma=torch.sin)
+    wanted = schemes.run(scheme, y, forces, h, other)
+    torch.testing.assert_close(engine.run(scheme, y, forces, h, other), wanted)
 
 
 def test_settings_hold_for_one_thread_and_block():

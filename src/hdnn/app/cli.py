@@ -153,13 +153,17 @@ def demo(
 )
 def train(**options: Any) -> None:
     """Train a network on a data set or a table; keep everything in a folder of its own."""
-    from hdnn.app import graph, train
+    from hdnn.app.runs import Run
 
     values = chosen(options)
-    module = graph if graph.is_asked_for(values) else train
-    result = module.run(values)
+    resumed = "resume" in values and "out" in values and Run(values["out"]).of_graph
+    if "graph" in values or resumed:
+        from hdnn.app import graph as job
+    else:
+        from hdnn.app import train as job
+    result = job.run(values)
     if result:  # of several processes, the first one has it
-        show(result, module.text(result), "json" in values)
+        show(result, job.text(result), "json" in values)
 
 
 @command(
@@ -179,7 +183,7 @@ def launch(**options: Any) -> None:
 
 
 @command(
-    "predict --run runs/iris-species-h2-4-0 --data new.csv --out answers.csv",
+    "predict --run runs/iris-species-h2-16-0 --data new.csv --out answers.csv",
     "predict --run runs/mnist-h1-8-0 --data mnist",
 )
 def predict(
@@ -238,7 +242,7 @@ def reproduce(
     return max(experiments.main(each, ["--out", out, *context.args]) for each in names)
 
 
-@command("report", "report runs/iris-species-h2-4-0 runs/iris-species-mlp-4-0 --out iris.html")
+@command("report", "report runs/iris-species-h2-16-0 runs/iris-species-mlp-16-0 --out iris.html")
 def report(
     folders: Annotated[list[str] | None, Argument(help="runs, or folders of runs")] = None,
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",

@@ -56,14 +56,16 @@ class Config:
         "h2",
     )
     layers: int | None = option(
-        "number of layers (default: 64; for a file 4, for images as in the paper)"
+        "number of layers (default: 64; for a file 16, for images as in the paper)"
     )
     T: float | None = option("time that all layers span; a step is T / layers")
     activation: str | None = option("tanh, relu, sigmoid, softplus, gelu, silu, sin ..")
-    epochs: int | None = option("passes over the data (default: 50; for a file and images 40)")
+    epochs: int | None = option(
+        "passes over the data (default: 50; for a file 120 or fewer, for images 40)"
+    )
     batch: int | None = option("samples in a minibatch")
     learning_rate: float | None = option("of the first step; it falls to zero as a cosine")
-    weight_decay: float | None = option("of the hidden layers")
+    weight_decay: float | None = option("of the hidden layers (for a file, held-out rows decide)")
     smoothness: float | None = option("penalty on differences between neighbouring layers")
     seed: int = option("of split, weights and order of the data (default: 0)", 0)
     device: str = option("cpu (default), cuda or auto", "cpu")
@@ -97,9 +99,9 @@ class Config:
 
     @property
     def run_name(self) -> str:
-        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-4-0."""
+        """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
         parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
-        layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 4)
+        layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 16)
         parts += [self.network, layers, self.seed]
         return "-".join(plain_name(str(part)) for part in parts if part is not None)
 
@@ -143,7 +145,7 @@ class TableConfig(Config):
             if share is not None and not 0 <= share < 1:
                 raise OptionError(f"{name} must be at least 0 and below 1, but got {share}.")
         if not self.is_file:
-            for name in ("target", "drop", "categorical", "test_fraction"):
+            for name in ("target", "drop", "categorical", "test_fraction", "class_weight"):
                 if getattr(self, name):
                     raise OptionError(f"--{name.replace('_', '-')} is for files, not {self.data}.")
         elif not Path(self.data).suffix:

@@ -13,8 +13,8 @@ from typing import Any
 
 from hdnn import io
 from hdnn.app.config import TableConfig
-from hdnn.app.predict import score_lines
-from hdnn.app.train import TableJob, draw
+from hdnn.app.scores import score_lines
+from hdnn.app.train import PlaneJob, draw
 from hdnn.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ def run(
     """Train, certify, draw and save; the results as JSON can hold them."""
     start = time.perf_counter()
     options = {"data": "swiss_roll", "layers": layers, "epochs": epochs, "seed": seed}
-    job = TableJob(TableConfig.build({k: v for k, v in options.items() if v is not None}))
+    job = PlaneJob(TableConfig.build({k: v for k, v in options.items() if v is not None}))
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from hdnn.app.config import (
     all_options,
     plain_name,
 )
-from hdnn.app.predict import score_lines
 from hdnn.app.runs import Run
+from hdnn.app.scores import score_lines
 from hdnn.app.train import Problem, draw, load
 from hdnn.distributed import Graph
 from hdnn.distributed.train import node_features
@@ -32,13 +32,6 @@ DEFAULTS = {"data": "swiss_roll", "network": "h2", "layers": 4, "seed": 0}
 EPOCHS = 50
 TABLE = ("target", "drop", "categorical", "task", "test_fraction")
 MOST_PROCESSES = 32  # on one machine, unless --parts says otherwise
-
-
-def is_asked_for(values: Mapping[str, Any]) -> bool:
-    """True if options of `hdnn train` mean a training on a graph."""
-    if "graph" in values:
-        return True
-    return "resume" in values and "out" in values and Run(values["out"]).of_graph
 
 
 def launch(values: Mapping[str, Any]) -> dict[str, Any]:

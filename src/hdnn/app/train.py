@@ -24,11 +24,11 @@ from hdnn.app.config import (
     config_for,
     read_options,
 )
-from hdnn.app.predict import evaluate, outputs, score_lines, score_text
 from hdnn.app.runs import Run
+from hdnn.app.scores import evaluate, outputs, score_lines, score_text
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
-from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.heads import Augment, Model, SigmoidHead
 from hdnn.networks import BY_NAME
 from hdnn.training import History, fit, fit_images, recipes
 from hdnn.training.images import image_scores
@@ -53,6 +53,9 @@ FIT_OPTIONS = (
     *("patience", "seed"),
 )
 STEPS = 20  # in an epoch of few images
+SMALL = 8  # features, up to which a certificate looks at many points
+MANY = 1000
+FEW = 50
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def train(
         return run.metrics()
     start = time.perf_counter()
     config = replace(config, device=find_device(config.device))
-    job: Any = ImageJob(config) if isinstance(config, ImageConfig) else TableJob(config)
+    job = start_job(config)
     options = job.config.options()
     with run.opened("train", options, resume=resume, overwrite="overwrite" in values):
         job.fit(run.training_folder, progress)
@@ -133,6 +136,13 @@ def train(
         }
         io.write_json(run.metrics_file, metrics)
     return metrics
+
+
+def start_job(config: AnyConfig) -> Any:
+    """The training that a config asks for, with its data and a new model."""
+    if isinstance(config, ImageConfig):
+        return ImageJob(config)
+    return TableJob(config) if config.is_file else PlaneJob(config)
 
 
 def find_device(name: str) -> str:
@@ -158,9 +168,8 @@ class Problem:
     t_test: Tensor
     encoder: Any
     target: Any
-    plane: Any = None
-    weight: Tensor | None = None
-    validation: tuple[Tensor, ...] | None = None
+    plane: Any = None  # points of the plane
+    frame: Any = None  # the rows of a file to train on
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -208,27 +217,7 @@ class Problem:
 
 def load(config: TableConfig) -> Problem:
     """Read or compute the data of a config, on the CPU."""
-    problem = load_table(config) if config.is_file else load_points(config)
-    classes = bool(problem.target.classes)
-    if config.class_weight is not None:
-        from hdnn.data.tables import class_weights
-
-        if not classes:
-            raise OptionError(f"{problem.target.name} has values, not classes: no --class-weight.")
-        weight = class_weights(config.weights(), problem.t.numpy(), problem.target.classes)
-        problem.weight = torch.from_numpy(weight).to(problem.x.dtype)
-    if config.validation:
-        from hdnn.data.tables import hold_out
-
-        train, held = hold_out(problem.t.numpy(), config.validation, config.seed, classes=classes)
-        parts = [problem.x, problem.t]
-        if problem.weight is not None:
-            parts.append(problem.weight)
-            problem.weight = problem.weight[train]
-        problem.validation = tuple(part[held] for part in parts)
-        problem.x = problem.x[train]
-        problem.t = problem.t[train]
-    return problem
+    return load_table(config) if config.is_file else load_points(config)
 
 
 def load_table(config: TableConfig) -> Problem:
@@ -251,7 +240,10 @@ def load_table(config: TableConfig) -> Problem:
         labels = target.encode(frame)
     x = torch.from_numpy(encoder.transform(inputs))
     t = torch.from_numpy(labels if target.classes else labels[:, None])
-    return Problem(x[train], t[train], x[test], t[test], encoder, target, notes=list(encoder.notes))
+    problem = Problem(x[train], t[train], x[test], t[test], encoder, target)
+    problem.frame = inputs.iloc[train]
+    problem.notes = list(encoder.notes)
+    return problem
 
 
 def load_points(config: TableConfig) -> Problem:
@@ -266,57 +258,56 @@ def load_points(config: TableConfig) -> Problem:
     return Problem(*rows, encoder, target, plane=points)
 
 
-class TableJob:
-    """A training on a table or on points of the plane."""
+class PlaneJob:
+    """A training on points of the plane, by the recipe of the paper."""
 
     def __init__(self, config: TableConfig) -> None:
-        problem = load(config)
-        self.problem = problem
-        self.config = filled(config, problem)
-        self.model = build(self.config, problem)
+        self.problem = load(config)
+        chosen = {name: value for name, value in PLANAR.items() if getattr(config, name) is None}
+        if config.network == "mlp":
+            chosen.pop("T", None)
+        self.config = replace(config, **chosen)
+        self.model = build(self.config)
         self.history = History()
+        self.held_out: tuple[Tensor, ...] | None = None
 
     def fit(self, folder: Path | None, progress: bool) -> None:
         config = self.config
-        problem = self.problem
-        device = config.device
-        model = self.model.to(device)
-        x = problem.x.to(device)
-        t = problem.t.to(device)
-        weight = None if problem.weight is None else problem.weight.to(device)
-        validation = problem.validation
-        if validation is not None:
-            validation = tuple(part.to(device) for part in validation)
-        options = {name: getattr(config, name) for name in FIT_OPTIONS}
-        if config.is_file:  # penalties are on the sum of the losses, `fit` has them on the mean
-            options["weight_decay"] /= len(x)
-            options["ridge"] /= len(x)
-            if config.solver == "joint":
-                recipes.begin(model, x, t, options["ridge"], weight)
+        model = self.model.to(config.device)
+        x = self.problem.x.to(config.device)
+        t = self.problem.t.to(config.device)
+        if config.validation:
+            from hdnn.data.tables import hold_out
+
+            labels = t.numpy(force=True)
+            train, held = hold_out(labels, config.validation, config.seed, classes=True)
+            self.held_out = (x[held], t[held])
+            x = x[train]
+            t = t[train]
         self.history = fit(
             model,
             x,
             t,
-            weight=weight,
-            validation=validation,
+            validation=self.held_out,
             folder=folder,
             resume=folder is not None,
             progress=progress,
-            **options,
+            **{name: getattr(config, name) for name in FIT_OPTIONS},
         )
         model.to("cpu")
 
     def certify(self) -> Any:
         where = "test points" if len(self.problem.x_test) else "training points"
-        return analysis.certify(self.model, self.problem.points, points=where)
+        samples = MANY if self.model.net.features <= SMALL else FEW
+        return analysis.certify(self.model, self.problem.points, samples=samples, points=where)
 
     def note(self) -> dict[str, Any]:
         return self.problem.note()
 
     def metrics(self) -> dict[str, Any]:
         metrics = self.problem.scores(self.model)
-        if self.problem.validation is not None:
-            metrics["validation_rows"] = len(self.problem.validation[0])
+        if self.held_out is not None:
+            metrics["validation_rows"] = len(self.held_out[0])
             metrics["best_epoch"] = self.history.best_epoch
         return metrics
 
@@ -329,41 +320,86 @@ class TableJob:
         return axes
 
 
-def filled(config: TableConfig, problem: Problem) -> TableConfig:
-    """The same config with a value for each option that depends on the data."""
+class TableJob(PlaneJob):
+    """A training on a file: the same as that of the estimators, of which it keeps a run."""
+
+    def __init__(self, config: TableConfig) -> None:
+        problem = load(config)
+        self.problem = problem
+        self.estimator = estimator(config, problem)
+        labels = problem.truth(problem.t)
+        self.rows = self.estimator._begin(problem.frame, labels, None)
+        decay = self.estimator._shrinkage(self.rows)
+        self.model = self.estimator.model_
+        self.history = History()
+        self.held_out = None
+        names = ("layers", "activation", "T")
+        chosen = {name: getattr(self.estimator, name) for name in names}
+        if config.network == "mlp":
+            chosen["T"] = None
+        features = self.model.net.features
+        self.config = replace(
+            config,
+            data=os.path.abspath(config.data),
+            task=problem.target.task,
+            features=features,
+            weight_decay=decay,
+            **chosen,
+        )
+
+    def fit(self, folder: Path | None, progress: bool) -> None:
+        config = self.config
+        rows = self.rows
+        options: dict[str, Any] = {"patience": config.patience}
+        if config.solver is not None:
+            options["solver"] = config.solver
+        if config.validation:
+            rows, self.held_out = self.estimator._hold_out(rows, config.validation)
+            options["validation"] = self.held_out
+        options |= {"folder": folder, "resume": folder is not None, "progress": progress}
+        self.history = self.estimator._train(self.model, rows, config.weight_decay, **options)
+        self.model.to("cpu")
+
+
+def estimator(config: TableConfig, problem: Problem) -> Any:
+    """The estimator with the options of a config."""
+    from hdnn.estimators import HDNNClassifier, HDNNRegressor
+
+    names = (
+        *("network", "layers", "features", "activation", "T", "epochs", "batch", "learning_rate"),
+        *("weight_decay", "ridge", "smoothness", "categorical", "device"),
+    )
+    options = {name: getattr(config, name) for name in names}
+    options = {name: value for name, value in options.items() if value not in (None, [])}
+    weights = config.weights()
+    if weights is not None:
+        if not problem.target.classes:
+            raise OptionError(f"{problem.target.name} has values, not classes: no --class-weight.")
+        if isinstance(weights, dict):
+            numbers = {name: k for k, name in enumerate(problem.target.classes)}
+            for name in weights:
+                choose("class of --class-weight", name, problem.target.classes)
+            weights = {numbers[name]: weight for name, weight in weights.items()}
+        options["class_weight"] = weights
     inputs = problem.x.shape[1]
     if config.features is not None and config.features < inputs:
         raise OptionError(
             f"features must be at least {inputs}, one for each input, but got {config.features}."
         )
-    defaults = PLANAR
-    if config.is_file:
-        defaults = recipes.table(inputs, len(problem.x), features=config.features)
-    blanks = {name: value for name, value in defaults.items() if getattr(config, name) is None}
-    if config.network == "mlp":
-        blanks.pop("T", None)
-    data = os.path.abspath(config.data) if config.is_file else config.data
-    return replace(config, data=data, task=problem.target.task, **blanks)
+    kind = HDNNClassifier if problem.target.classes else HDNNRegressor
+    return kind(random_state=config.seed, **options)
 
 
-def build(config: TableConfig, problem: Problem) -> Model:
-    """A model with the weights of its seed."""
+def build(config: TableConfig) -> Model:
+    """A model for points of the plane, with the weights of its seed."""
     generator = torch.Generator().manual_seed(config.seed)
-    common: dict[str, Any] = {"generator": generator, "dtype": problem.x.dtype}
-    features = config.features or 0  # filled in
-    options = {"activation": config.activation, "init": "scaled" if config.is_file else "paper"}
+    options: dict[str, Any] = {"activation": config.activation, "init": "paper"}
     if config.T is not None:
         options["T"] = config.T
+    features = config.features or 0  # filled in
     network = choose("network", config.network, BY_NAME)
-    net = BY_NAME[network](features, config.layers, **options, **common)
-    classes = len(problem.target.classes)
-    if not classes:
-        head = RegressionHead(features, 1, **common)
-    elif classes == 2:
-        head = SigmoidHead(features, **common)
-    else:
-        head = SoftmaxHead(features, classes, **common)
-    return Model(Augment(problem.x.shape[1], features), net, head)
+    net = BY_NAME[network](features, config.layers, generator=generator, **options)
+    return Model(Augment(2, features), net, SigmoidHead(features, generator=generator))
 
 
 # Images

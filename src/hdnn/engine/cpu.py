@@ -16,6 +16,7 @@ import math
 import os
 import threading
 from array import array
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,6 @@ from torch import Tensor
 from hdnn.engine import memory
 from hdnn.engine.memory import Stack, Tensors
 
-ACTIVATIONS = ("tanh", "relu", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
 LANES = 16  # a tile is a multiple of this
@@ -95,12 +95,10 @@ def _(x):
     if x != numba.float32:
         return lambda x: math.tanh(x)
     bound = np.float32(7.99881172180175781)
-    P = np.array(
-        [-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08]
-        + [1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03],
-        np.float32,
-    )
-    p0, p1, p2, p3, p4, p5, p6 = P
+    p0, p1 = np.float32(-2.76076847742355e-16), np.float32(2.00018790482477e-13)
+    p2, p3 = np.float32(-8.60467152213735e-11), np.float32(5.12229709037114e-08)
+    p4, p5 = np.float32(1.48572235717979e-05), np.float32(6.37261928875436e-04)
+    p6 = np.float32(4.89352455891786e-03)
     q0, q1 = np.float32(1.19825839466702e-06), np.float32(1.18534705686654e-04)
     q2, q3 = np.float32(2.26843463243900e-03), np.float32(4.89352518554385e-03)
 
@@ -113,164 +111,94 @@ def _(x):
     return rational
 
 
-@inner
-def value(code, a, z, rows, T):  # pragma: kernel
-    """z = sigma(a)."""
-    real = a.dtype.type
-    zero = real(0)
-    half = real(0.5)
-    root = real(0.7071067811865476)
-    for i in range(rows):
-        if code == 0:
-            for t in range(T):
-                z[i, t] = fast_tanh(a[i, t])
-        elif code == 1:
-            for t in range(T):
-                z[i, t] = max(a[i, t], zero)
-        elif code == 2:
-            for t in range(T):
-                z[i, t] = half + half * fast_tanh(half * a[i, t])
-        elif code == 3:
-            for t in range(T):
-                z[i, t] = max(a[i, t], zero) + math.log1p(math.exp(-abs(a[i, t])))
-        elif code == 4:
-            for t in range(T):
-                z[i, t] = a[i, t] * half * math.erfc(-a[i, t] * root)
-        elif code == 5:
-            for t in range(T):
-                z[i, t] = a[i, t] * (half + half * fast_tanh(half * a[i, t]))
-        elif code == 6:
-            for t in range(T):
-                z[i, t] = math.sin(a[i, t])
-        else:
-            for t in range(T):
-                z[i, t] = a[i, t]
+SIGMOID = "half + half * tanh(half * x)"
+SIGMAS = {  # sigma(x), and its slope where z = sigma(x)
+    "tanh": ("tanh(x)", "one - z * z"),
+    "relu": ("max(x, zero)", "one if x > zero else zero"),
+    "sigmoid": (SIGMOID, "z * (one - z)"),
+    "softplus": ("max(x, zero) + log1p(exp(-abs(x)))", SIGMOID),
+    "gelu": (
+        "x * half * erfc(-x * root)",
+        "half * erfc(-x * root) + x * bell * exp(-half * x * x)",
+    ),
+    "silu": (f"x * ({SIGMOID})", f"({SIGMOID}) * (one + x - z)"),
+    "sin": ("sin(x)", "cos(x)"),
+    "identity": ("x", "one"),
+}
+CONSTANTS = {"zero": 0.0, "one": 1.0, "half": 0.5, "root": math.sqrt(0.5)}
+CONSTANTS["bell"] = 1 / math.sqrt(2 * math.pi)
 
 
-@inner
-def slope(code, a, z, d, rows, T):  # pragma: kernel
-    """d = sigma'(a), where z = sigma(a)."""
-    real = a.dtype.type
-    zero = real(0)
-    one = real(1)
-    half = real(0.5)
-    root = real(0.7071067811865476)
-    bell = real(0.3989422804014327)
-    for i in range(rows):
-        if code == 0:
-            for t in range(T):
-                d[i, t] = one - z[i, t] * z[i, t]
-        elif code == 1:
-            for t in range(T):
-                d[i, t] = one if a[i, t] > zero else zero
-        elif code == 2:
-            for t in range(T):
-                d[i, t] = z[i, t] * (one - z[i, t])
-        elif code == 3:
-            for t in range(T):
-                d[i, t] = half + half * fast_tanh(half * a[i, t])
-        elif code == 4:
-            for t in range(T):
-                x = a[i, t]
-                d[i, t] = half * math.erfc(-x * root) + x * bell * math.exp(-half * x * x)
-        elif code == 5:
-            for t in range(T):
-                s = half + half * fast_tanh(half * a[i, t])
-                d[i, t] = s + a[i, t] * s * (one - s)
-        elif code == 6:
-            for t in range(T):
-                d[i, t] = math.cos(a[i, t])
-        else:
-            for t in range(T):
-                d[i, t] = one
+def python(name: str, lines: list[str]) -> Any:
+    """The function of that name, written out in lines of Python, for numba."""
+    scope: dict[str, Any] = vars(math) | {"tanh": fast_tanh}
+    exec("\n".join(lines), scope)
+    return inner(scope[name])
 
 
-# Products: z += c W x and G += u x^T, two rows by four columns at a time
+def pointwise(name: str, arrays: str, which: int) -> Any:
+    """A function that fills the last array with sigma (0) or its slope (1), by number of sigma."""
+    lines = [f"def {name}(code, {arrays}, rows, T):"]
+    lines += [f" {constant} = A.dtype.type({value!r})" for constant, value in CONSTANTS.items()]
+    for code, sigma in enumerate(SIGMAS.values()):
+        lines += [f" if code == {code}:", "  for i in range(rows):", "   for t in range(T):"]
+        lines += ["    x = A[i, t]", "    z = Z[i, t]" if which else "    pass"]
+        lines.append(f"    {arrays[-1]}[i, t] = {sigma[which]}")
+    return python(name, lines)
 
 
-@inner
-def add_product(W, start, down, across, c, x, z, rows, columns, T):  # pragma: kernel
+value = pointwise("value", "A, Z", 0)
+slope = pointwise("slope", "A, Z, D", 1)
+
+
+# Products, in blocks of rows and columns whose weights or sums stay in registers
+
+
+def unrolled(name: str, arguments: str, block: Callable[[int, int], Iterator[str]]) -> Any:
+    """A function that runs a block over all rows, by twos, and all columns, by fours."""
+    lines = [f"def {name}({arguments}, rows, columns, T):", " i = 0"]
+    for R in (2, 1):
+        lines += [f" while rows - i >= {R}:", "  k = 0"]
+        for C in (4, 1):
+            lines.append(f"  while columns - k >= {C}:")
+            lines += ["   " + line for line in block(R, C)]
+            lines.append(f"   k += {C}")
+        lines.append(f"  i += {R}")
+    return python(name, lines)
+
+
+def product_block(R: int, C: int) -> Iterator[str]:
     """z += c W x; the entries of W lie `down` and `across` from each other."""
-    for i in range(0, rows - 1, 2):
-        for k in range(0, columns - 3, 4):
-            o = start + i * down + k * across
-            a0 = c * W[o]
-            a1 = c * W[o + across]
-            a2 = c * W[o + 2 * across]
-            a3 = c * W[o + 3 * across]
-            o += down
-            b0 = c * W[o]
-            b1 = c * W[o + across]
-            b2 = c * W[o + 2 * across]
-            b3 = c * W[o + 3 * across]
-            for t in range(T):
-                x0 = x[k, t]
-                x1 = x[k + 1, t]
-                x2 = x[k + 2, t]
-                x3 = x[k + 3, t]
-                z[i, t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-                z[i + 1, t] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-        for k in range(columns - columns % 4, columns):
-            o = start + i * down + k * across
-            a0 = c * W[o]
-            b0 = c * W[o + down]
-            for t in range(T):
-                z[i, t] += a0 * x[k, t]
-                z[i + 1, t] += b0 * x[k, t]
-    if rows % 2:
-        i = rows - 1
-        for k in range(columns):
-            a0 = c * W[start + i * down + k * across]
-            for t in range(T):
-                z[i, t] += a0 * x[k, t]
+    for a in range(R):
+        for b in range(C):
+            entry = f"start + (i + {a}) * down + (k + {b}) * across"
+            yield f"w{a}{b} = c * W[{entry}]"
+    yield "for t in range(T):"
+    for b in range(C):
+        yield f" x{b} = x[k + {b}, t]"
+    for a in range(R):
+        terms = " + ".join([f"w{a}{b} * x{b}" for b in range(C)])
+        yield f" z[i + {a}, t] += {terms}"
 
 
-@inner
-def add_outer(G, start, u, x, rows, columns, T):  # pragma: kernel
+def outer_block(R: int, C: int) -> Iterator[str]:
     """G += u x^T, summed over samples."""
-    zero = G.dtype.type(0)
-    for i in range(0, rows - 1, 2):
-        for k in range(0, columns - 3, 4):
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = zero
-            for t in range(T):
-                x0 = x[k, t]
-                x1 = x[k + 1, t]
-                x2 = x[k + 2, t]
-                x3 = x[k + 3, t]
-                u0 = u[i, t]
-                u1 = u[i + 1, t]
-                a0 += u0 * x0
-                a1 += u0 * x1
-                a2 += u0 * x2
-                a3 += u0 * x3
-                b0 += u1 * x0
-                b1 += u1 * x1
-                b2 += u1 * x2
-                b3 += u1 * x3
-            o = start + i * columns + k
-            G[o] += a0
-            G[o + 1] += a1
-            G[o + 2] += a2
-            G[o + 3] += a3
-            o += columns
-            G[o] += b0
-            G[o + 1] += b1
-            G[o + 2] += b2
-            G[o + 3] += b3
-        for k in range(columns - columns % 4, columns):
-            a0 = b0 = zero
-            for t in range(T):
-                a0 += u[i, t] * x[k, t]
-                b0 += u[i + 1, t] * x[k, t]
-            G[start + i * columns + k] += a0
-            G[start + (i + 1) * columns + k] += b0
-    if rows % 2:
-        i = rows - 1
-        for k in range(columns):
-            a0 = zero
-            for t in range(T):
-                a0 += u[i, t] * x[k, t]
-            G[start + i * columns + k] += a0
+    for a in range(R):
+        for b in range(C):
+            yield f"g{a}{b} = G.dtype.type(0)"
+    yield "for t in range(T):"
+    for b in range(C):
+        yield f" x{b} = x[k + {b}, t]"
+    for a in range(R):
+        for b in range(C):
+            yield f" g{a}{b} += u[i + {a}, t] * x{b}"
+    for a in range(R):
+        for b in range(C):
+            yield f"G[start + (i + {a}) * columns + k + {b}] += g{a}{b}"
+
+
+add_product = unrolled("add_product", "W, start, down, across, c, x, z", product_block)
+add_outer = unrolled("add_outer", "G, start, u, x", outer_block)
 
 
 # A tile of samples
@@ -472,7 +400,7 @@ class Kernel:
         self.order = torch.cat([order.flatten().view(torch.uint8), fractions.view(torch.uint8)])
         self.products = stack.samples * M * m * R
         self.room = (stack.features + 3 * R) * self.length
-        code = ACTIVATIONS.index(stack.sigma.name)
+        code = list(SIGMAS).index(stack.sigma.name)
         sizes = (self.length, stack.samples, stack.features, m, R, M, code)
         self.sizes = (*sizes, stack.dtype.itemsize)
         places = [NONE if place is None else place[0] for place in stack.places]

@@ -185,7 +185,7 @@ def forward_kernel(
     K, b, V = weights_of(
         0, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m, READS, SAME, PREC, BR, BM
     )
-    for l in range(N):
+    for depth in range(N):
         for e in tl.static_range(E):
             c = tl.load(h + j) * tl.load(fractions + e)
             j_next = j
@@ -199,7 +199,7 @@ def forward_kernel(
                 else:
                     target = q
             if KEEP:
-                step = (first * 0 + l * E + e) * B
+                step = (first * 0 + depth * E + e) * B
                 tl.store(kept + (step + row) * m + k, source, mask=inside)
             K_here, b_here, V_here = K, b, V
             if RB == 1:  # the next weights are on their way while this step runs
@@ -307,7 +307,7 @@ def backward_kernel(
         )
         step = (zero + N * E - 1) * B
         source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
-        for l in range(N):
+        for depth in range(N):
             for e in tl.static_range(E - 1, -1, -1):
                 part = tl.load(fractions + e)
                 c = tl.load(h + j) * part
@@ -315,7 +315,7 @@ def backward_kernel(
                 if e == 0:
                     j = tl.minimum(j + 1, N - 1) if INVERSE else tl.maximum(j - 1, 0)
                 source = source_next
-                step = tl.maximum(zero + N * E - 2 - (l * E + E - 1 - e), 0) * B
+                step = tl.maximum(zero + N * E - 2 - (depth * E + E - 1 - e), 0) * B
                 source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
                 g_source = g_p
                 g_target = g_p

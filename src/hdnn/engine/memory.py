@@ -1,4 +1,4 @@
-"""The sizes of a stack of layers, where its gradients lie, and large buffers that are used again."""
+"""The sizes of a stack of layers, where its gradients lie, and buffers that are used again."""
 
 from __future__ import annotations
 

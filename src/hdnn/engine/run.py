@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,29 +80,34 @@ def run(
     """
     if trajectory:
         return schemes.run(scheme, y, forces, h, sigma, trajectory=True, inverse=inverse)
+    call = Call(scheme, y, forces, h, sigma, inverse)
     if torch.compiler.is_compiling():
-        return _traced(scheme, y, forces, h, sigma, inverse, engine, backprop)
+        return _traced(call, engine, backprop)
     settings = current(engine, backprop)
-    key = _key(settings, scheme, y, forces, h, sigma, inverse)
+    key = _key(settings, call)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan(settings, scheme, y, forces, h, sigma, inverse)
+        plan = Plan(settings, call)
         if len(_plans) >= REMEMBERED:
             _plans.clear()
         _plans[key] = plan
     return plan(y, forces, h)
 
 
-def _key(
-    settings: Settings,
-    scheme: Scheme,
-    y: Tensor,
-    forces: Sequence[Force],
-    h: float | Tensor,
-    sigma: Activation,
-    inverse: bool,
-) -> tuple[Any, ...]:
+class Call(NamedTuple):
+    """The arguments of `run`."""
+
+    scheme: Scheme
+    y: Tensor
+    forces: Sequence[Force]
+    h: float | Tensor
+    sigma: Activation
+    inverse: bool
+
+
+def _key(settings: Settings, call: Call) -> tuple[Any, ...]:
     """All that decides how a call runs."""
+    scheme, y, forces, h, sigma, inverse = call
     key = [settings, id(scheme), id(sigma), inverse, y.__class__, y.shape, y.dtype, y.device]
     for force in forces:
         for t in force:
@@ -125,28 +130,19 @@ def _key(
 class Plan:
     """How calls of certain sizes run."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        scheme: Scheme,
-        y: Tensor,
-        forces: Sequence[Force],
-        h: float | Tensor,
-        sigma: Activation,
-        inverse: bool,
-    ) -> None:
+    def __init__(self, settings: Settings, call: Call) -> None:
+        scheme, y, forces, h, sigma, inverse = call
         self.definition = partial(schemes.run, scheme, sigma=sigma, inverse=inverse)
-        fused = is_fused(settings.engine, scheme, y, forces, sigma)
+        fused = is_fused(settings.engine, call)
         self.dtype = torch.float32 if fused and y.dtype in HALF else y.dtype
         half = self.dtype != y.dtype
         self.convert = fused and (half or torch.is_autocast_enabled(y.device.type))
-        learned = isinstance(h, Tensor) and h.requires_grad
         self.h = None if isinstance(h, Tensor) else self._constant(h, len(forces[0].K), y.device)
         self.method = None
         if fused or settings.backprop in ("checkpoint", "reversible"):
-            stack = describe(scheme, y, forces, sigma, inverse, self.dtype, learned)
             precision = matmul_precision(settings, y.dtype)
-            self.method = method(stack, fused, replace(settings, precision=precision))
+            settings = replace(settings, precision=precision)
+            self.method = method(describe(call, self.dtype), fused, settings)
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # a later call may save it for its backward pass
@@ -207,18 +203,17 @@ def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
 # Decisions
 
 
-def is_fused(
-    engine: str, scheme: Scheme, y: Tensor, forces: Sequence[Force], sigma: Activation
-) -> bool:
+def is_fused(engine: str, call: Call) -> bool:
     """True if a kernel is to run the stack; raises if it must and cannot."""
     if engine == "reference":
         return False
-    reason = unsupported_reason(scheme, y, forces, sigma)
+    y = call.y
+    reason = unsupported_reason(call)
     module, extra = EXTRAS.get(y.device.type, ("", ""))
     missing = reason is None and not INSTALLED[module]
     if engine == "auto":
         wide = y.is_cpu and y.shape[-1] > WIDEST
-        empty = y.numel() == 0 or forces[0].K.numel() == 0
+        empty = y.numel() == 0 or call.forces[0].K.numel() == 0
         return reason is None and not (missing or wide or empty)
     if missing:
         raise MissingExtraError(f"engine=\"fused\" needs {module}: pip install 'hdnn[{extra}]'.")
@@ -227,18 +222,15 @@ def is_fused(
     return True
 
 
-def unsupported_reason(
-    scheme: Scheme, y: Tensor, forces: Sequence[Force], sigma: Activation
-) -> str | None:
-    """A sentence if no kernel can run such a stack, else None."""
+def unsupported_reason(call: Call) -> str | None:
+    """A reason if no kernel can run such a stack, else None."""
+    scheme, y, forces, _, sigma, _ = call
     device = y.device.type
     if type(scheme) is not Scheme:
         return f"there is no kernel for {scheme.name}"
-    if sigma.name not in ACTIVATIONS:
+    if sigma.name not in ACTIVATIONS or activations.get(sigma.name) is not sigma:
         return f"there is no kernel for the activation {sigma.name!r}"
-    if device not in DTYPES:
-        return f"there is no kernel for {device}"
-    if y.dtype not in DTYPES[device]:
+    if y.dtype not in DTYPES.get(device, ()):
         return f"there is no kernel for {y.dtype} on {device}"
     width = y.shape[-1] // (2 if scheme.halves else 1)
     for force in forces:
@@ -250,23 +242,10 @@ def unsupported_reason(
     return None if type(y) in PLAIN else "the states are not a plain tensor"
 
 
-def describe(
-    scheme: Scheme,
-    y: Tensor,
-    forces: Sequence[Force],
-    sigma: Activation,
-    inverse: bool,
-    dtype: torch.dtype,
-    learned: bool,
-) -> Stack:
+def describe(call: Call, dtype: torch.dtype) -> Stack:
     """The stack of a call."""
+    scheme, y, forces, h, sigma, inverse = call
     n = y.shape[-1]
-    outputs = []
-    for force in forces:
-        if force.V is None:
-            outputs.append("same")
-        else:
-            outputs.append("learned" if force.V.requires_grad else "fixed")
     return Stack(
         scheme=scheme,
         sigma=sigma,
@@ -275,11 +254,18 @@ def describe(
         samples=y.numel() // n if n else 0,
         features=n,
         rows=tuple([force.K.shape[1] for force in forces]),
-        outputs=tuple(outputs),
+        outputs=tuple([output_kind(force.V) for force in forces]),
         dtype=dtype,
         device=y.device,
-        learned=learned,
+        learned=isinstance(h, Tensor) and h.requires_grad,
     )
+
+
+def output_kind(V: Tensor | None) -> str:
+    """The entry of `Stack.outputs` for a force."""
+    if V is None:
+        return "same"
+    return "learned" if V.requires_grad else "fixed"
 
 
 def matmul_precision(settings: Settings, dtype: torch.dtype) -> str:
@@ -393,28 +379,17 @@ def _readable(t: Any, dtype: torch.dtype) -> Any:
 # Compiled graphs: one operator, whose backward pass is an operator too
 
 
-def _traced(
-    scheme: Scheme,
-    y: Tensor,
-    forces: Sequence[Force],
-    h: float | Tensor,
-    sigma: Activation,
-    inverse: bool,
-    engine: str | None,
-    backprop: str | None,
-) -> Tensor:
+def _traced(call: Call, engine: str | None, backprop: str | None) -> Tensor:
     """A call inside `torch.compile`; exporters get the plain loop, in operators that they know."""
-    fused = is_fused(engine or "auto", scheme, y, forces, sigma)
-    if torch.compiler.is_exporting() or not fused:
+    scheme, y, forces, h, sigma, inverse = call
+    if torch.compiler.is_exporting() or not is_fused(engine or "auto", call):
         return schemes.run(scheme, y, forces, h, sigma, inverse=inverse)
     dtype = torch.float32 if y.dtype in HALF else y.dtype
-    learned = isinstance(h, Tensor) and h.requires_grad
-    outputs = "learned" if learned else "fixed"
+    outputs = "learned" if isinstance(h, Tensor) and h.requires_grad else "fixed"
     weights = []
     for force in forces:
         weights += [t.to(dtype).contiguous() for t in force if t is not None]
-        V = force.V
-        outputs += " same" if V is None else " learned" if V.requires_grad else " fixed"
+        outputs += " " + output_kind(force.V)
     moves = []
     for half, fraction in scheme.moves:
         moves += [float(half), fraction]
