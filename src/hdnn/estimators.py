@@ -241,6 +241,8 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         steps = STEPS * min(1.0, WIDE / features)
         if count < FEW:
             steps /= 2
+        if count <= TINY:  # so that rounding does not tell a weight of two from two rows
+            steps = min(steps, 120)
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
