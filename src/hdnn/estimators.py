@@ -242,7 +242,7 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         if count < FEW:
             steps /= 2
         if count <= TINY:  # so that rounding does not tell a weight of two from two rows
-            steps = min(steps, 120)
+            steps = min(steps, 60)
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
