@@ -217,7 +217,6 @@ _H2: Settings = {
     "channels": [88, 112, 144],
     "layers": 5,
     "pool": "mean",
-    "reversible": False,
     **_STAR,
 }
 STARS: dict[str, Settings] = {  # the Hamiltonian units of networks for CIFAR-10
