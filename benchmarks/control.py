@@ -208,7 +208,10 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     lines = head("Twelve robots that change places", result)
-    lines += ["", '`control.crossing("ring")`, trained by `control.LoopTraining` with its defaults.']
+    lines += [
+        "",
+        '`control.crossing("ring")`, trained by `control.LoopTraining` with its defaults.',
+    ]
     rows = []
     for r in result["trained"]:
         hits = f"{r['collisions']} of {r['runs']}"

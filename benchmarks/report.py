@@ -144,7 +144,8 @@ def table(names: str, rows: list[list[Any]]) -> list[str]:
     """A table after an empty line; names are divided by bars."""
     lines = ["", f"| {names} |", "|" + " --- |" * len(names.split(" | "))]
     for row in rows:
-        lines.append("| " + " | ".join(str(cell) for cell in row) + " |")
+        cells = " | ".join(str(cell) for cell in row)
+        lines.append(f"| {cells} |")
     return lines
 
 
