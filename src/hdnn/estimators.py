@@ -21,6 +21,7 @@ from hdnn.data.tables import Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
 from hdnn.networks import BY_NAME
+from hdnn.training.output import evaluate
 
 require("sklearn", extra="sklearn")
 
@@ -51,7 +52,7 @@ TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
 WORTH = 0.95  # the factor by which weaker shrinkage must lower the held-out loss
 STEPS = 800  # of the optimiser; half of them for few rows, and fewer for wide networks
-FEW = 1000  # rows
+FEW = 500  # rows
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -222,8 +223,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         for decay in SHRINKAGES:
             loss = 0.0
             for train, held in splits:
-                history = self._train(self._new_model(), train, decay, validation=held)
-                loss += history.validation_loss[-1]
+                model = self._new_model()
+                self._train(model, train, decay)
+                loss += _loss(model, held)
                 if loss > best:
                     break
             self._say(f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}")
@@ -236,7 +238,11 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         count = len(rows.x)
         features = model.net.features
         batches = max(1, min(8, count // TINY), count // 512)
-        steps = STEPS * min(1.0, WIDE / features) / _folds(count)
+        steps = STEPS * min(1.0, WIDE / features)
+        if count < FEW:
+            steps /= 2
+        if count <= TINY:  # so that rounding does not tell a weight of two from two rows
+            steps = min(steps, 60)
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
@@ -560,9 +566,16 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         return RegressionHead(features, len(self._center), **options)
 
 
+@torch.no_grad()
+def _loss(model: Model, rows: Rows) -> float:
+    head: Any = model.head
+    y = torch.cat([model.features(x) for x in rows.x.split(CHUNK)])
+    return evaluate(head, (y, rows.t, rows.weight)).loss
+
+
 def _folds(rows: int) -> int:
     """The number of splits into training rows and held-out rows."""
-    return 2 if rows < FEW else 1
+    return 2 if rows < 2 * FEW else 1
 
 
 def _seed(random_state: Any) -> int:
