@@ -13,16 +13,13 @@ grid, with dropout, are compared with those of stored ones, bit by bit.
 
 from __future__ import annotations
 
-import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import report
 import torch
-from rivals import say, why_not
+from report import command, head, say, spread, table, text_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -41,14 +38,17 @@ class Attention(nn.Module):
 
     def __init__(self, d: int, heads: int = 8, drop: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.heads, self.drop = nn.LayerNorm(d), heads, nn.Dropout(drop)
-        self.split, self.join = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.norm = nn.LayerNorm(d)
+        self.heads = heads
+        self.drop = nn.Dropout(drop)
+        self.split = nn.Linear(d, 3 * d)
+        self.join = nn.Linear(d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, d = x.shape
         q, k, v = self.split(self.norm(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.drop(self.join(found.transpose(1, 2).reshape(B, T, d)))
+        values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.drop(self.join(values.transpose(1, 2).reshape(B, T, d)))
 
 
 def mlp(d: int, drop: float = 0.0) -> nn.Module:
@@ -74,38 +74,52 @@ class Checkpointed(nn.Module):
         return y
 
 
-def _memcnn(both: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+Pairs = list[tuple[nn.Module, nn.Module]]
+
+
+def memcnn_net(both: Pairs) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import memcnn  # pyright: ignore[reportMissingImports]
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-    parts = (memcnn.AdditiveCoupling(a, m, split_dim=-1) for a, m in both)
-    return nn.Sequential(*(memcnn.InvertibleModuleWrapper(p, keep_input=False) for p in parts))
+    layers = []
+    for attention, perceptron in both:
+        coupling = memcnn.AdditiveCoupling(attention, perceptron, split_dim=-1)
+        layers.append(memcnn.InvertibleModuleWrapper(coupling, keep_input=False))
+    return nn.Sequential(*layers)
 
 
-def _revlib(both: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+def revlib_net(both: Pairs) -> nn.Module:
     import revlib  # pyright: ignore[reportMissingImports]
 
-    return revlib.ReversibleSequential(*(one for pair in both for one in pair), split_dim=-1)
+    parts: list[nn.Module] = []
+    for pair in both:
+        parts += pair
+    return revlib.ReversibleSequential(*parts, split_dim=-1)
 
 
-def _ours(**how: Any) -> Callable[[Any], nn.Module]:
-    return lambda both: hdnn.Reversible([hdnn.Coupling(*pair) for pair in both], **how)
+def ours(backprop: str, state: str = "float") -> Callable[[Pairs], nn.Module]:
+    def make(both: Pairs) -> nn.Module:
+        blocks = [hdnn.Coupling(*pair) for pair in both]
+        return hdnn.Reversible(blocks, backprop=backprop, state=state)
+
+    return make
 
 
-WAYS: dict[str, Callable[[Any], nn.Module]] = {
-    "undone": _ours(backprop="reversible"),
-    "undone, on the grid": _ours(backprop="reversible", state="fixed"),
-    "stored": _ours(backprop="stored"),
-    "stored, on the grid": _ours(backprop="stored", state="fixed"),
-    "torch.utils.checkpoint": lambda both: Checkpointed([hdnn.Coupling(*pair) for pair in both]),
-    "revlib": _revlib,
-    "memcnn": _memcnn,
+def checkpointed(both: Pairs) -> nn.Module:
+    return Checkpointed([hdnn.Coupling(*pair) for pair in both])
+
+
+WAYS: dict[str, Callable[[Pairs], nn.Module]] = {
+    "undone": ours("reversible"),
+    "undone, on the grid": ours("reversible", "fixed"),
+    "stored": ours("stored"),
+    "stored, on the grid": ours("stored", "fixed"),
+    "torch.utils.checkpoint": checkpointed,
+    "revlib": revlib_net,
+    "memcnn": memcnn_net,
 }
-
-
-OURS = ("undone", "undone, on the grid", "stored")
-"""All that is measured at all depths; the others only at the largest."""
+OURS = ("undone", "undone, on the grid", "stored")  # at all depths; others only at the largest
 
 
 def step_of(net: nn.Module, y: Tensor) -> Callable[[], None]:
@@ -143,14 +157,14 @@ def in_turns(rows: list[dict[str, Any]], device: str) -> None:
         row["ms"] = []
     for _ in range(TURNS):
         for row in rows:
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             row["step"]()
-            _wait(device)
+            wait(device)
             row["ms"].append(1e3 * (time.perf_counter() - start))
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -159,64 +173,77 @@ def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
     """Whether gradients with dropout, undone on the grid, are those of stored states, all bits."""
     net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1)).to(device)
     y = torch.randn(2, sizes["tokens"], 2 * sizes["d"], device=device, requires_grad=True)
-    found = []
+    gradients = []
     for backprop in ("reversible", "stored"):
         net.backprop = backprop
         torch.manual_seed(1)
         with torch.autocast(device, torch.bfloat16):
             loss = net(y).float().square().mean()
-        found.append(torch.autograd.grad(loss, [y, *net.parameters()]))
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        gradients.append(torch.autograd.grad(loss, [y, *net.parameters()]))
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def why_not(error: Exception) -> str:
+    """Why a rival does not run here, in a short sentence."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return f"{type(error).__name__}: {str(error).strip()[:120]}"
+
+
+def at_depth(depth: int, ways: Iterable[str], sizes: dict[str, Any], device: str) -> list[Any]:
+    """Rows of all contestants with so many blocks."""
+    rows = []
+    failed = []
+    for way in ways:
+        try:
+            rows.append(measured(way, depth, sizes, device))
+        except Exception as error:  # a contestant that does not run is a result too
+            failed.append({"way": way, "depth": depth, "failed": why_not(error)})
+    in_turns(rows, device)
+    for row in rows:
+        del row["step"]
+    for row in rows + failed:
+        say(str(row))
+    return rows + failed
 
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
+    rows = []
+    last = sizes["depths"][-1]
     for depth in sizes["depths"]:
-        at_depth = []
-        for way in WAYS if depth == sizes["depths"][-1] else OURS:
-            try:
-                at_depth.append(measured(way, depth, sizes, device))
-            except Exception as error:  # a contestant that does not run is a result too
-                say(f"{way}, {depth} blocks: {why_not(error)}")
-                rows.append({"way": way, "depth": depth, "failed": why_not(error)})
-        in_turns(at_depth, device)
-        for row in at_depth:
-            del row["step"]
-            ms = row["ms"] = sorted(row["ms"])
-            memory = f", {row['mib']:.0f} MiB" if "mib" in row else ""
-            say(f"{row['way']}, {depth} blocks: {statistics.median(ms):.1f} ms{memory}")
-        rows += at_depth
+        rows += at_depth(depth, WAYS if depth == last else OURS, sizes, device)
         if device == "cuda":
             torch.cuda.empty_cache()
-    depth = sizes["depths"][-1]
-    equal = identical(depth, sizes, device)
-    say(f"gradients of {depth} blocks on the grid, with dropout: equal {equal}")
-    return {"rows": rows, "identical": equal}
+    equal = identical(last, sizes, device)
+    return {"rows": rows, "identical": equal, "ok": equal}
 
 
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = report.on_one_line(result["machine"])
-    lines = ["# Deep transformers of coupled blocks", "", f"`{result['command']}`, {about}", ""]
+    lines = head("Deep transformers of coupled blocks", result)
     lines += [
+        "",
         f"A training step in bf16 autocast: {sizes['d']} features, {sizes['tokens']} tokens, "
         f"batch {sizes['batch']}. Milliseconds are medians (least to most) of {TURNS} turns, "
         "memory is MiB at the peak, beyond parameters and gradients.",
-        "",
     ]
-    table = []
+    rows = []
     for row in result["rows"]:
+        name = [row["way"], row["depth"]]
         if "failed" in row:
-            table.append([row["way"], row["depth"], f"does not run: {row['failed']}", ""])
-            continue
-        ms = row["ms"]
-        spread = f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})"
-        table.append([row["way"], row["depth"], spread, f"{row.get('mib', float('nan')):.0f}"])
-    lines += report.table("way | blocks | ms | MiB", table)
+            rows.append([*name, f"does not run: {row['failed']}", ""])
+        else:
+            memory = f"{row['mib']:.0f}" if "mib" in row else ""
+            rows.append([*name, spread(row["ms"]), memory])
+    lines += table("way | blocks | ms | MiB", rows)
     word = "are" if result["identical"] else "are NOT"
-    lines += ["", f"Gradients of undone layers on the grid, with dropout, {word} those of stored"]
-    return "\n".join([*lines, "states to the last bit."]) + "\n"
+    lines += [
+        "",
+        f"Gradients of undone layers on the grid, with dropout, {word} those of stored states to "
+        "the last bit.",
+    ]
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(report.command("blocks", __doc__, SIZES, run, page))
+    raise SystemExit(command("blocks", __doc__, SIZES, run, page))

@@ -9,16 +9,12 @@ without it that row is left out.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import keep, machine, on_one_line, table
+from report import command, head, spread, table, text_of
 from torch import Tensor, nn
 
 from hdnn import control
@@ -167,8 +163,8 @@ class Authors(nn.Module):
         return cost(self.problem.loop, trajectory) + 0.05 * self.h * effort + 1e-3 * rough
 
 
-def trainings(sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Seconds an iteration, ours and others in turns: ours from 4 starts, theirs from one."""
+def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
+    """Times of an iteration against ours, in turns: ours from 4 starts, theirs from one."""
     problem = control.crossing("ring")
     ours = control.LoopTraining(problem, iterations=10**6)
     rivals: dict[str, Any] = {"a good engineer's forward Euler": None}
@@ -186,75 +182,53 @@ def trainings(sizes: dict[str, int]) -> list[dict[str, Any]]:
 
         steps[name] = step
     ratios: dict[str, list[float]] = {name: [] for name in steps}
+    count = sizes["iterations"] // 4
     for turn in range(sizes["turns"] + 1):
         start = time.perf_counter()
-        ours.run(progress=False, until=ours.done + sizes["iterations"] // 4 + 1)
-        own = (time.perf_counter() - start) / (sizes["iterations"] // 4 + 1)
+        ours.run(progress=False, until=ours.done + count)
+        own = (time.perf_counter() - start) / count
         for name, step in steps.items():
             start = time.perf_counter()
             for _ in range(10):
                 step()
             if turn:  # the first one compiles
                 ratios[name].append((time.perf_counter() - start) / 10 / own)
-    return [
-        {"name": name, "ratio": statistics.median(each), "range": [min(each), max(each)]}
-        for name, each in ratios.items()
-    ]
+    return ratios
+
+
+def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
+    rows = trained(sizes)
+    return {
+        "trainings": trainings(sizes),
+        "trained": rows,
+        "random": random_controllers(sizes["random"]),
+        "ok": all(row["holds"] for row in rows),
+    }
 
 
 def page(result: dict[str, Any]) -> str:
-    lines = [
-        "# Twelve robots that change places",
-        "",
-        f"`{result['command']}`, {on_one_line(result['machine'])}",
+    lines = head("Twelve robots that change places", result)
+    lines += [
         "",
         '`control.crossing("ring")`, trained by `control.LoopTraining` with its defaults.',
     ]
-    rows = [
-        [
-            r["seed"],
-            f"{r['seconds']:.1f}",
-            f"{r['collisions']} of {r['runs']}",
-            f"{r['growth']:+.3%}",
-            f"{r['violation']:.1e}",
-        ]
-        for r in result["trained"]
-    ]
-    head = "seed | seconds | runs with a collision | cost of ten horizons | error of the balance"
-    lines += table(head, rows)
+    rows = []
+    for r in result["trained"]:
+        hits = f"{r['collisions']} of {r['runs']}"
+        growth = f"{r['growth']:+.3%}"
+        rows.append([r["seed"], f"{r['seconds']:.1f}", hits, growth, f"{r['violation']:.1e}"])
+    names = "seed | seconds | runs with a collision | cost of ten horizons | error of the balance"
+    lines += table(names, rows)
     r = result["random"]
     lines += [
         "",
         f"Energy balance of {r['controllers']:,} random controllers, steps of 0.001 to 1, weights "
         f"of 0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
     ]
-    rows = [
-        [r["name"], f"{r['ratio']:.1f} ({r['range'][0]:.1f} to {r['range'][1]:.1f})"]
-        for r in result["trainings"]
-    ]
+    rows = [[name, spread(ratios)] for name, ratios in result["trainings"].items()]
     lines += table("an iteration from one start, against ours from four | times as long", rows)
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
-    parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
-    options = parser.parse_args()
-    sizes = SIZES["quick" if options.quick else "full"]
-    result: dict[str, Any] = {"sizes": sizes}
-    result["trainings"] = trainings(sizes)
-    result["trained"] = trained(sizes)
-    result["random"] = random_controllers(sizes["random"])
-    result["command"] = "python benchmarks/control.py" + " --quick" * options.quick
-    result["machine"] = machine("cpu")
-    text = page(result)
-    print(text)
-    keep(result, text, "control", options.out)
-    return 0
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(command("control", __doc__, SIZES, run, page, devices=("cpu",)))

@@ -15,28 +15,26 @@ import time
 from typing import Any
 
 import torch
-from report import command, on_one_line
+from report import command, head, table, text_of
 from torch import Tensor, nn
 
 from hdnn.analysis import GradientDoctor
 
 TURN = 100  # steps
-
-
 SIZES = {"full": {"turns": 10, "rounds": 3}, "quick": {"turns": 1, "rounds": 1}}
 
 
 def perceptron() -> tuple[nn.Module, Tensor, int]:
-    hidden = [part for _ in range(8) for part in (nn.Linear(128, 128), nn.ReLU())]
+    hidden: list[nn.Module] = []
+    for _ in range(8):
+        hidden += [nn.Linear(128, 128), nn.ReLU()]
     return nn.Sequential(*hidden, nn.Linear(128, 10)), torch.randn(256, 128), 10
 
 
 def convolutions() -> tuple[nn.Module, Tensor, int]:
-    hidden = [
-        part
-        for channels in (3, 16, 16, 16)
-        for part in (nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-    ]
+    hidden: list[nn.Module] = []
+    for channels in (3, 16, 16, 16):
+        hidden += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     model = nn.Sequential(*hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     return model, torch.randn(32, 3, 16, 16), 10
 
@@ -52,14 +50,14 @@ class Transformer(nn.Module):
         return self.head(self.stack(x).mean(1))
 
 
+def transformer() -> tuple[nn.Module, Tensor, int]:
+    return Transformer(), torch.randn(16, 32, 64), 10
+
+
 MODELS: dict[str, Any] = {
     "perceptron, 9 layers of 128, batch 256": perceptron,
     "convolutions, 4 of 16 channels, batch 32": convolutions,
-    "transformer, 4 blocks of 64, 32 tokens, batch 16": lambda: (
-        Transformer(),
-        torch.randn(16, 32, 64),
-        10,
-    ),
+    "transformer, 4 blocks of 64, 32 tokens, batch 16": transformer,
 }
 
 
@@ -69,7 +67,8 @@ class Loop:
     def __init__(self, make: Any, watched: bool, device: str) -> None:
         torch.manual_seed(0)
         model, x, classes = make()
-        self.model, self.x = model.to(device), x.to(device)
+        self.model = model.to(device)
+        self.x = x.to(device)
         self.t = torch.randint(classes, (len(x),), device=device)
         self.adam = torch.optim.Adam(self.model.parameters())
         self.doctor = GradientDoctor(self.model, optimizer=self.adam) if watched else None
@@ -88,47 +87,44 @@ class Loop:
         self.seconds += time.perf_counter() - start
 
 
-def compare(make: Any, size: dict[str, int], device: str) -> dict[str, Any]:
-    ratios, steps, examinations = [], [], []
-    for _ in range(size["rounds"]):
-        bare, watched = Loop(make, False, device), Loop(make, True, device)
-        for k in range(size["turns"]):
+def compare(make: Any, sizes: dict[str, int], device: str) -> dict[str, Any]:
+    ratios = []
+    steps = []
+    examinations = 0
+    for _ in range(sizes["rounds"]):
+        bare = Loop(make, False, device)
+        watched = Loop(make, True, device)
+        for k in range(sizes["turns"]):
             for loop in (bare, watched) if k % 2 else (watched, bare):
                 loop.turn()
         assert watched.doctor is not None
         watched.doctor.close()
         ratios.append(watched.seconds / bare.seconds)
-        steps.append(1e3 * bare.seconds / (TURN * size["turns"]))
-        examinations.append(len(watched.doctor.diagnoses))
-    middle = sorted(ratios)[len(ratios) // 2]
-    return {"ratio": middle, "all": ratios, "ms": min(steps), "examinations": examinations}
+        steps.append(1e3 * bare.seconds / (TURN * sizes["turns"]))
+        examinations = max(examinations, len(watched.doctor.diagnoses))
+    return {"ratios": sorted(ratios), "ms": min(steps), "examinations": examinations}
 
 
-def run(size: dict[str, int], device: str) -> dict[str, Any]:
-    found = {}
-    for name, make in MODELS.items():
-        row = found[name] = compare(make, size, device)
-        print(f"{name}: {row['ms']:.2f} ms a step, with a doctor {row['ratio']:.3f} times that")
-    return {"steps": TURN * size["turns"], "models": found}
+def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
+    return {"models": {name: compare(make, sizes, device) for name, make in MODELS.items()}}
 
 
 def page(result: dict[str, Any]) -> str:
-    lines = [
-        "# What the doctor costs",
+    lines = head("What the doctor costs", result)
+    lines += [
         "",
-        f"`{result['command']}`, {on_one_line(result['machine'])}. {result['steps']} steps of "
-        "training with `GradientDoctor` against the same steps without; all rounds in brackets.",
-        "",
-        "| model | ms a step | with a doctor | examinations | target |",
-        "| --- | --- | --- | --- | --- |",
+        f"{TURN * result['sizes']['turns']} steps of training with `GradientDoctor` against the "
+        "same steps without; all rounds in brackets.",
     ]
+    rows = []
     for name, row in result["models"].items():
-        every = ", ".join(f"{ratio:.3f}" for ratio in sorted(row["all"]))
-        lines.append(
-            f"| {name} | {row['ms']:.2f} | {row['ratio']:.3f} ({every}) | "
-            f"{max(row['examinations'])} | <= 1.05 |"
-        )
-    return "\n".join(lines) + "\n"
+        ratios = row["ratios"]
+        every = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        middle = ratios[len(ratios) // 2]
+        ratio = f"{middle:.3f} ({every})"
+        rows.append([name, f"{row['ms']:.2f}", ratio, row["examinations"], "<= 1.05"])
+    lines += table("model | ms a step | with a doctor | examinations | target", rows)
+    return text_of(lines)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from report import keep, machine, on_one_line
+from report import head, keep, machine, say, table, text_of
 from sklearn import datasets
 from sklearn.compose import make_column_selector, make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -105,56 +105,76 @@ def estimators(classes: bool, frame: bool) -> dict[str, Any]:
     }
 
 
-def measure(table: Set, folds: int) -> dict[str, Any]:
+def measure(data: Set, folds: int) -> dict[str, Any]:
     """The scores of all estimators, and the seconds of hdnn, in each fold."""
-    X, y = table.load()
+    X, y = data.load()
     frame = hasattr(X, "iloc")
     scores: dict[str, list[float]] = {}
     seconds = []
-    kind = StratifiedKFold if table.classes else KFold
+    kind = StratifiedKFold if data.classes else KFold
     splits = list(kind(3, shuffle=True, random_state=0).split(X, y))[:folds]
     for train, test in splits:
-        for name, model in estimators(table.classes, frame).items():
+        for name, model in estimators(data.classes, frame).items():
             start = time.process_time()
             model.fit(X.iloc[train] if frame else X[train], y[train])
             if name == "hdnn":
                 seconds.append(time.process_time() - start)
             score = model.score(X.iloc[test] if frame else X[test], y[test])
             scores.setdefault(name, []).append(float(score))
-    return {"set": table.name, "scores": scores, "seconds": seconds}
+    return {"set": data.name, "scores": scores, "seconds": seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--group", choices=GROUPS, nargs="+", default=["hard", "usual"])
-    parser.add_argument("--folds", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of epochs that were not enough for the MLP
-    about = machine("cpu")
-    lines = [
-        "# Estimators: the defaults on tables",
-        "",
-        f"`python benchmarks/estimators.py`, {on_one_line(about)}",
+def page(result: dict[str, Any]) -> str:
+    lines = head("Estimators: the defaults on tables", result)
+    lines += [
         "",
         "Means and smallest values over folds, two thirds of the rows to learn from; accuracy for "
         "classes, R^2 for values. All with their defaults and `random_state=0`; CPU seconds of a "
         "fit on one thread.",
-        "",
-        "| table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    rows = []
+    for record in result["records"]:
+        scores = record["scores"]
+        means = {name: f"{np.mean(values):.3f}" for name, values in scores.items()}
+        ours = [means.pop("hdnn"), f"{min(scores['hdnn']):.3f}"]
+        rows.append([record["set"], *ours, *means.values(), f"{np.mean(record['seconds']):.1f}"])
+    names = "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
+    lines += table(names, rows)
+    return text_of(lines)
+
+
+def main() -> None:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--group", choices=GROUPS, nargs="+", default=["hard", "usual"])
+    parser.add_argument("--folds", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--quick", action="store_true", help="does it run? One table, one fold")
+    parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")  # of epochs that were not enough for the MLP
+    sets: list[Set] = []
+    for group in options.group:
+        sets += GROUPS[group]
+    folds = options.folds
+    if options.quick:
+        sets = list(GROUPS["usual"][:1])
+        folds = 1
+    HDNNClassifier(random_state=0).fit(np.eye(8), np.arange(8) % 2)  # compiles what it needs
     records = []
-    for table in (table for group in options.group for table in GROUPS[group]):
-        record = measure(table, options.folds)
-        records.append(record)
-        means = {name: np.mean(values) for name, values in record["scores"].items()}
-        cells = [record["set"], f"{means.pop('hdnn'):.3f}", f"{min(record['scores']['hdnn']):.3f}"]
-        cells += [f"{mean:.3f}" for mean in means.values()]
-        cells.append(f"{np.mean(record['seconds']):.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    keep({"about": about, "records": records}, "\n".join(lines) + "\n", "estimators", options.out)
+    for data in sets:
+        records.append(measure(data, folds))
+        say(str(records[-1]))
+    words = ["python benchmarks/estimators.py"]
+    if options.group != parser.get_default("group"):
+        words += ["--group", *options.group]
+    if options.folds != parser.get_default("folds"):
+        words += ["--folds", str(options.folds)]
+    if options.quick:
+        words.append("--quick")
+    result = {"command": " ".join(words), "machine": machine("cpu"), "records": records}
+    text = page(result)
+    print(text)
+    keep(result, text, "estimators", options.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Are gradients by default as exact as those of the plain loop? Random networks of all kinds.
 
-    python benchmarks/gradients.py --out docs/results
-    python benchmarks/gradients.py --device cuda --out docs/results
+    python benchmarks/gradients.py --device cpu --count 2000 --out docs/results
+    python benchmarks/gradients.py --device cuda --count 2000 --out docs/results
 
 Each network in float32 has a kind, a width, a depth of 6 to 300 layers, a step of 0.01 to 1, an
 activation, an initialisation and samples of its own, drawn from its number alone. Its gradients are
@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import command, on_one_line, table
+from report import command, head, table, text_of
 from torch import Tensor, nn
 
 import hdnn
 
 KINDS = ("H1", "H2", "verlet", "yoshida4", "MS1", "MS2", "MS3", "h1 unit", "h2 unit")
-SIZES = {"full": {"networks": 2000}, "quick": {"networks": 18}}
+SIZES = {"full": {"count": 2000}, "quick": {"count": 9}}
 ALLOWED = 20
 CHAOTIC = 0.1  # how far off the plain loop is where it has no digit right
 
@@ -50,8 +50,10 @@ def drawn(number: int) -> tuple[str, nn.Module, Tensor]:
     if unit:
         net: nn.Module = hdnn.HamiltonianUnit(n, layers, network=kind[:2], **options)
         return kind, net, torch.randn(dice.choice((1, 3)), n, 5, 5, generator=generator)
-    make = getattr(hdnn, kind, None)
-    net = make(n, layers, **options) if make else hdnn.HamiltonianNet(n, layers, kind, **options)
+    if kind in ("verlet", "yoshida4"):
+        net = hdnn.HamiltonianNet(n, layers, kind, **options)
+    else:
+        net = getattr(hdnn, kind)(n, layers, **options)
     return kind, net, torch.randn(dice.choice((1, 3, 10, 70)), n, generator=generator)
 
 
@@ -85,8 +87,10 @@ def measured(number: int, device: str) -> tuple[str, str, float | None]:
     exact = gradients(copy.deepcopy(net).double(), y.double(), **plain)
     if not all(bool(g.isfinite().all()) for g in exact):
         return kind, "overflows", None
-    net, y = net.to(device), y.to(device)
-    default, loop = off(gradients(net, y), exact), off(gradients(net, y, **plain), exact)
+    net = net.to(device)
+    y = y.to(device)
+    default = off(gradients(net, y), exact)
+    loop = off(gradients(net, y, **plain), exact)
     if math.isinf(loop):
         return kind, "overflows", None
     eps = torch.finfo(torch.float32).eps
@@ -96,41 +100,34 @@ def measured(number: int, device: str) -> tuple[str, str, float | None]:
     return kind, "chaotic" if loop > CHAOTIC else "fails", ratio
 
 
-def run(size: dict[str, int], device: str) -> dict[str, Any]:
+def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    rows = [measured(number, device) for number in range(size["networks"])]
+    rows = [measured(number, device) for number in range(sizes["count"])]
     kinds = {}
     for kind in KINDS:
         counts = Counter(result for name, result, _ in rows if name == kind)
         ratios = [ratio for name, _, ratio in rows if name == kind and ratio is not None]
         kinds[kind] = {**counts, "median": median(ratios), "worst": max(ratios)}
-    return {"networks": size["networks"], "kinds": kinds}
+    failures = sum(row.get("fails", 0) for row in kinds.values())
+    chaotic = sum(row.get("chaotic", 0) for row in kinds.values())
+    return {"kinds": kinds, "failures": failures, "chaotic": chaotic, "ok": not failures}
 
 
 def page(result: dict[str, Any]) -> str:
-    kinds = result["kinds"].values()
-    failures, chaotic = (sum(row.get(word, 0) for row in kinds) for word in ("fails", "chaotic"))
-    lines = [
-        "# Gradients by default against the plain loop's",
+    lines = head("Gradients by default against the plain loop's", result)
+    lines += [
         "",
-        f"`{result['command']}`, {on_one_line(result['machine'])}",
-        "",
-        f"{result['networks']} random networks in float32; the error is that against float64. "
-        f"**{failures} are more than {ALLOWED} times as far off by default as by the plain loop, "
-        f"besides {chaotic} for which the plain loop itself has no digit right.**",
+        f"{result['sizes']['count']} random networks in float32; the error is that against "
+        f"float64. **{result['failures']} are more than {ALLOWED} times as far off by default as "
+        f"by the plain loop, besides {result['chaotic']} for which the plain loop itself has no "
+        "digit right.**",
     ]
-    rows = [
-        [
-            kind,
-            row.get("overflows", 0),
-            f"{row['median']:.2f}",
-            f"{row['worst']:.1f}",
-            row.get("fails", 0),
-        ]
-        for kind, row in result["kinds"].items()
-    ]
+    rows = []
+    for kind, row in result["kinds"].items():
+        ratios = [f"{row['median']:.2f}", f"{row['worst']:.1f}"]
+        rows.append([kind, row.get("overflows", 0), *ratios, row.get("fails", 0)])
     lines += table("kind | overflow | median ratio | largest ratio | fail", rows)
-    return "\n".join(lines) + "\n"
+    return text_of(lines)
 
 
 if __name__ == "__main__":

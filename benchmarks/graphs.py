@@ -1,7 +1,7 @@
 """What a step on a graph costs: against the number of nodes, and by several processes.
 
     python benchmarks/graphs.py
-    python benchmarks/graphs.py --nodes 100 400 --turns 2 --out docs/results
+    python benchmarks/graphs.py --turns 5 --out docs/results
 
 One process first: CPU time a node and step on rings and grids, sizes taking turns. Then several
 processes on this machine: are their gradients those of one, what do they send, how long do they
@@ -10,25 +10,26 @@ take? A step is forward, backward, the norm of all gradients, and Adam.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import report
 import torch
+from report import command, head, say, table, text_of
 
 from hdnn.distributed import Graph, GraphNetwork, Messages, Plan, partition
 from hdnn.distributed.exchange import connect, world
 
 LAYERS = 4
 BATCH = 32
-PROCESSES = (1, 2, 4, 8)
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {"turns": 10, "nodes": (1024, 2500, 4900, 10000), "processes": (1, 2, 4, 8)},
+    "quick": {"turns": 1, "nodes": (64,), "processes": (1, 2)},
+}
 
 
 def make(kind: str, nodes: int) -> Graph:
@@ -61,7 +62,7 @@ class Steps:
         return norm
 
 
-def alone(sizes: list[int], turns: int) -> list[dict[str, Any]]:
+def alone(sizes: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
     """CPU time of one process, sizes and kinds taking turns."""
     cases = {}
     for kind in ("ring", "grid"):
@@ -107,14 +108,15 @@ def work(kind: str, nodes: int, turns: int) -> None:
     messages.close()
 
 
-def several(kind: str, nodes: int, turns: int) -> list[dict[str, Any]]:
+def several(kind: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
     """All numbers of processes, against one."""
+    nodes = max(sizes["nodes"])
     rows: list[dict[str, Any]] = []
-    for count in PROCESSES:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={count}", __file__]
-        command += ["--worker", kind, str(nodes), str(turns)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for count in sizes["processes"]:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += [f"--nproc-per-node={count}", __file__]
+        words += ["--worker", kind, str(nodes), str(sizes["turns"])]
+        output = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
         ranks = [json.loads(line) for line in output.splitlines()]
         row: dict[str, Any] = {"kind": kind, "nodes": nodes, "processes": count}
         row["wall"] = max(rank["wall"] for rank in ranks)
@@ -126,54 +128,44 @@ def several(kind: str, nodes: int, turns: int) -> list[dict[str, Any]]:
         pairs = zip(row["norms"], first["norms"], strict=True)
         row["difference"] = max(abs(a - b) / b for a, b in pairs)
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        say(str(row))
     return rows
 
 
+def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    rows = []
+    for kind in ("ring", "grid"):
+        rows += several(kind, sizes)
+    return {"alone": alone(sizes["nodes"], sizes["turns"]), "several": rows}
+
+
 def page(result: dict[str, Any]) -> str:
-    about = report.on_one_line(result["machine"])
-    lines = ["# Graphs: what a step costs", "", f"`{result['command']}`, {about}."]
-    lines += [f"H2, {LAYERS} layers, batch {BATCH}, float32, one pair (p, q) a node. Others"]
-    lines += [f"took {result['others_cores'] or 0:.1f} cores meanwhile."]
+    lines = head("Graphs: what a step costs", result)
+    lines += ["", f"H2, {LAYERS} layers, batch {BATCH}, float32, one pair (p, q) a node."]
     rows = []
     for r in result["alone"]:
-        spread = f"{r['microseconds']:.1f} ({r['from']:.1f} to {r['to']:.1f})"
-        rows.append([r["kind"], r["nodes"], spread])
-    lines += report.table("one process | nodes | CPU µs a node and step (range)", rows)
+        times = f"{r['microseconds']:.1f} ({r['from']:.1f} to {r['to']:.1f})"
+        rows.append([r["kind"], r["nodes"], times])
+    lines += table("one process | nodes | CPU µs a node and step (range)", rows)
     rows = []
     for r in result["several"]:
         graph = f"{r['kind']}, {r['nodes']} nodes"
         cost = [f"{1e3 * r['cpu']:.0f} ms", f"{r['bytes'] / 1e6:.2f}"]
         rows.append([graph, r["processes"], f"{r['speedup']:.2f}", *cost, f"{r['difference']:.0e}"])
-    head = "graph | processes | speed against one | CPU of all a step | MB sent a step | "
-    head += "relative difference of gradients' norms"
-    lines += report.table(head, rows)
-    return "\n".join(lines) + "\n"
+    names = "graph | processes | speed against one | CPU of all a step | MB sent a step | "
+    names += "relative difference of gradients' norms"
+    lines += table(names, rows)
+    return text_of(lines)
 
 
 def main() -> int:
-    torch.set_num_threads(1)
     if sys.argv[1:2] == ["--worker"]:
+        torch.set_num_threads(1)
         work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         return 0
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1024, 2500, 4900, 10000])
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="folder for graphs.json and graphs.md")
-    options = parser.parse_args()
-    before = report.processor_time()
-    result: dict[str, Any] = {"alone": alone(options.nodes, options.turns), "several": []}
-    for kind in ("ring", "grid"):
-        result["several"] += several(kind, max(options.nodes), options.turns)
-    result["command"] = f"python benchmarks/graphs.py --turns {options.turns}"
-    result["machine"] = report.machine("cpu")
-    result["others_cores"] = report.taken_by_others(before)
-    print(page(result))
-    report.keep(result, page(result), "graphs", options.out)
-    return 0
+    return command("graphs", __doc__, SIZES, run, page, devices=("cpu",))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """Kill a training at random moments, resume it, and compare the weights bit by bit.
 
     python benchmarks/kill.py
-    python benchmarks/kill.py --kills 20 --out docs/results
+    python benchmarks/kill.py --kills 4 --epochs 200 --out docs/results
 
 One call of `hdnn.training.fit` is left alone. Each of the others has a folder of its own, gets
 SIGKILL at a moment drawn from its part of the time that the first one took, and is then resumed.
@@ -11,7 +11,6 @@ those of the training that was left alone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import report
+import torch
+from report import command, head, say, table, text_of
 
 from hdnn import io
 
@@ -37,6 +37,10 @@ options = {"epochs": epochs, "folder": folder, "resume": True, "progress": False
 hdnn.training.fit(model, data.x_train, data.t_train, **options)
 """
 CHECKPOINT = "checkpoint.safetensors"
+SIZES = {
+    "full": {"kills": 20, "epochs": 300, "seed": 0},
+    "quick": {"kills": 1, "epochs": 10, "seed": 0},
+}
 
 
 def start(folder: Path, epochs: int) -> subprocess.Popen[bytes]:
@@ -69,73 +73,53 @@ def same(a: Path, b: Path) -> bool:
     """True if weights and losses are the same, bit by bit."""
     tensors_a, about_a = io.load_tensors(a / CHECKPOINT)
     tensors_b, about_b = io.load_tensors(b / CHECKPOINT)
-    losses = [about["values"]["history"]["loss"] for about in (about_a, about_b)]
-    equal = all(bool((tensors_a[name] == tensors_b[name]).all()) for name in tensors_a)
-    return equal and losses[0] == losses[1]
+    if about_a["values"]["history"]["loss"] != about_b["values"]["history"]["loss"]:
+        return False
+    return all(torch.equal(tensor, tensors_b[name]) for name, tensor in tensors_a.items())
 
 
-def killed_and_resumed(place: Path, options: argparse.Namespace) -> dict[str, Any]:
-    finish(start(place / "warm", 1))  # kernels are compiled here, and not again
-    begin = time.perf_counter()
-    finish(start(place / "alone", options.epochs))
-    seconds = time.perf_counter() - begin
-    draw = random.Random(options.seed)
+def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
+    """A training alone, and as many that are killed at random moments and resumed."""
+    epochs = sizes["epochs"]
+    dice = random.Random(sizes["seed"])
     rows = []
-    for k in range(options.kills):
-        folder = place / f"killed-{k}"
-        moment = seconds * (k + draw.random()) / options.kills
-        running = kill(start(folder, options.epochs), moment)
-        row: dict[str, Any] = {"seconds": round(moment, 2), "running": running}
-        row["epochs"] = epochs_in(folder)
-        finish(start(folder, options.epochs))
-        row["same"] = same(place / "alone", folder)
-        rows.append(row)
-        print(f"{k + 1}/{options.kills}: {row}", file=sys.stderr, flush=True)
-    return {
-        "command": f"python benchmarks/kill.py --kills {options.kills} --epochs {options.epochs}",
-        "machine": report.machine("cpu"),
-        "seconds": round(seconds, 2),
-        "kills": options.kills,
-        "same": sum(row["same"] for row in rows),
-        "rows": rows,
-    }
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        begin = time.perf_counter()
+        finish(start(place / "alone", epochs))
+        seconds = time.perf_counter() - begin
+        for k in range(sizes["kills"]):
+            folder = place / f"killed-{k}"
+            moment = seconds * (k + dice.random()) / sizes["kills"]
+            running = kill(start(folder, epochs), moment)
+            done = epochs_in(folder)
+            finish(start(folder, epochs))
+            equal = same(place / "alone", folder)
+            rows.append({"seconds": moment, "running": running, "epochs": done, "same": equal})
+            say(f"{k + 1}/{sizes['kills']}: {rows[-1]}")
+    count = sum(row["same"] for row in rows)
+    return {"seconds": seconds, "rows": rows, "same": count, "ok": count == len(rows)}
 
 
-def markdown(result: dict[str, Any]) -> str:
-    about = report.on_one_line(result["machine"])
-    lines = [
-        "# Killed and resumed",
-        "",
-        f"`{result['command']}`, {about}.",
+def page(result: dict[str, Any]) -> str:
+    kills = result["sizes"]["kills"]
+    lines = head("Killed and resumed", result)
+    lines += [
         "",
         f"A training of 64 layers on the Swiss roll takes {result['seconds']:.1f} s when it is "
-        f"left alone, with the start of Python. It was killed (SIGKILL) {result['kills']} times, "
-        "each in a folder of its own, and resumed. "
-        f"**{result['same']} of {result['kills']}** ended with the same model and losses, bit by "
-        "bit.",
-        "",
+        f"left alone, with the start of Python. It was killed (SIGKILL) {kills} times, each in a "
+        f"folder of its own, and resumed. **{result['same']} of {kills}** ended with the same "
+        "model and losses, bit by bit.",
     ]
     rows = []
     for row in result["rows"]:
-        after = f"{row['seconds']:.2f} s" + ("" if row["running"] else " (it had ended)")
+        after = f"{row['seconds']:.2f} s"
+        if not row["running"]:
+            after += " (it had ended)"
         rows.append([after, row["epochs"], "yes" if row["same"] else "NO"])
-    return "\n".join(lines + report.table("killed after | epochs on disk | same bits", rows)) + "\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--out", type=Path, help="folder for kill.json and kill.md")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        result = killed_and_resumed(Path(place), options)
-    page = markdown(result)
-    print(page)
-    report.keep(result, page, "kill", options.out)
-    return 0 if result["same"] == result["kills"] else 1
+    lines += table("killed after | epochs on disk | same bits", rows)
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(command("kill", __doc__, SIZES, run, page, devices=("cpu",)))

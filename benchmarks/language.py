@@ -18,17 +18,15 @@ import functools
 import math
 import multiprocessing
 import statistics
-import sys
 import sysconfig
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
 from blocks import Attention
-from rivals import say
+from report import command, head, say, table, text_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,7 +36,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {"d": 256, "tokens": 256, "batch": 32, "steps": 1000, "depths": (8, 32)},
     "quick": {"d": 32, "tokens": 32, "batch": 4, "steps": 10, "depths": (2,)},
 }
-RATES, SEEDS, WARMUP, CLIP = (5e-4, 1e-3, 2e-3), (1, 2, 3), 0.1, 1.0
+RATES = (5e-4, 1e-3, 2e-3)
+SEEDS = (1, 2, 3)
+WARMUP = 0.1  # the part of a training in which the rate rises
+CLIP = 1.0
 TOGETHER = 6  # trainings at a time on a GPU: one alone waits for its host
 MODELS = ("residual", "leapfrog")
 
@@ -48,8 +49,10 @@ class Branches(nn.Module):
 
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.attention, self.norm = Attention(d), nn.LayerNorm(d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.attention = Attention(d)
+        self.norm = nn.LayerNorm(d)
+        self.up = nn.Linear(d, 4 * d)
+        self.down = nn.Linear(4 * d, d)
         for last in (self.attention.join, self.down):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
@@ -63,14 +66,16 @@ class LanguageModel(nn.Module):
     def __init__(self, kind: str, d: int, depth: int, tokens: int, letters: int) -> None:
         super().__init__()
         self.kind = kind
-        self.letter, self.place = nn.Embedding(letters, d), nn.Embedding(tokens, d)
+        self.letter = nn.Embedding(letters, d)
+        self.place = nn.Embedding(tokens, d)
         blocks = [Branches(d) for _ in range(depth)]
         self.stack = nn.ModuleList(blocks)
         if kind == "leapfrog":
             self.stack = hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks])
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, letters)
-        for one in (self.letter, self.place):
-            nn.init.normal_(one.weight, std=0.02)
+        self.norm = nn.LayerNorm(d)
+        self.head = nn.Linear(d, letters)
+        nn.init.normal_(self.letter.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.letter(text) + self.place.weight[: text.shape[1]]
@@ -87,12 +92,12 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     """Numbers of the characters for training and validation, and how many kinds there are."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))
-    text = "\n".join(one.read_text(encoding="utf-8", errors="ignore") for one in files)
+    text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
     kinds = sorted(letter for letter, count in Counter(text).items() if count > 50)
     number = {letter: k for k, letter in enumerate(kinds)}
-    all_of_it = torch.tensor([number.get(letter, number[" "]) for letter in text])
-    cut = len(all_of_it) * 9 // 10
-    return all_of_it[:cut], all_of_it[cut:], len(kinds)
+    numbers = torch.tensor([number.get(letter, number[" "]) for letter in text])
+    cut = len(numbers) * 9 // 10
+    return numbers[:cut], numbers[cut:], len(kinds)
 
 
 def batch_of(text: Tensor, count: int, tokens: int, generator: torch.Generator) -> Tensor:
@@ -104,98 +109,113 @@ def batch_of(text: Tensor, count: int, tokens: int, generator: torch.Generator) 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
     with torch.autocast(text.device.type, torch.bfloat16):
-        found = model(text[:, :-1])
-    return F.cross_entropy(found.float().flatten(0, 1), text[:, 1:].flatten())
+        scores = model(text[:, :-1])
+    return F.cross_entropy(scores.float().flatten(0, 1), text[:, 1:].flatten())
 
 
 Task = tuple[str, int, float, int]  # model, depth, rate, seed
+
+
+def optimiser_of(model: nn.Module, rate: float, device: str) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, and nothing else."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def rate_factor(step: int, steps: int) -> float:
+    """The factor of the rate: it rises, then falls as a cosine to a twentieth."""
+    rising = min(1.0, (step + 1) / (WARMUP * steps))
+    return rising * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
 
 
 def trained(task: Task, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     """The loss on validation after a training."""
     kind, depth, rate, seed = task
     train, validation, letters = corpus()
-    train, validation = train.to(device), validation.to(device)
+    train = train.to(device)
+    validation = validation.to(device)
+    tokens = sizes["tokens"]
+    batch = sizes["batch"]
     torch.manual_seed(seed)
-    model = LanguageModel(kind, sizes["d"], depth, sizes["tokens"], letters).to(device)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), fused=device == "cuda")
-    steps, generator = sizes["steps"], torch.Generator().manual_seed(seed)
+    model = LanguageModel(kind, sizes["d"], depth, tokens, letters).to(device)
+    optimiser = optimiser_of(model, rate, device)
+    generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
-    for step in range(steps):
-        warm, share = min(1.0, (step + 1) / (WARMUP * steps)), step / steps
+    for step in range(sizes["steps"]):
         for group in optimiser.param_groups:
-            group["lr"] = rate * warm * (0.05 + 0.475 * (1 + math.cos(math.pi * share)))
-        loss = loss_of(model, batch_of(train, sizes["batch"], sizes["tokens"], generator))
+            group["lr"] = rate * rate_factor(step, sizes["steps"])
+        loss = loss_of(model, batch_of(train, batch, tokens, generator))
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimiser.step()
-    pieces = torch.Generator().manual_seed(0)  # the same for all
+    model.eval()
+    generator = torch.Generator().manual_seed(0)  # the same pieces for all
+    losses = []
     with torch.no_grad():
-        model.eval()
-        found = [
-            float(loss_of(model, batch_of(validation, sizes["batch"], sizes["tokens"], pieces)))
-            for _ in range(min(40, steps))
-        ]
-    row = {"kind": kind, "depth": depth, "rate": rate, "seed": seed}
-    row |= {"loss": statistics.mean(found), "seconds": time.perf_counter() - start}
-    row |= {"parameters": sum(p.numel() for p in model.parameters())}
-    say(
-        ", ".join(
-            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in row.items()
-        )
-    )
+        for _ in range(min(40, sizes["steps"])):
+            text = batch_of(validation, batch, tokens, generator)
+            losses.append(float(loss_of(model, text)))
+    row = {
+        "kind": kind,
+        "depth": depth,
+        "rate": rate,
+        "seed": seed,
+        "loss": statistics.mean(losses),
+        "seconds": time.perf_counter() - start,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    say(str(row))
     return row
 
 
-def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
-    tried = _all([(m, sizes["depths"][0], r, 0) for m in MODELS for r in RATES], sizes, device)
-    best = {
-        kind: min((row for row in tried if row["kind"] == kind), key=lambda row: row["loss"])
-        for kind in MODELS
-    }
-    depths = sorted(sizes["depths"], reverse=True)  # the longest trainings first
-    final = [
-        (m, depth, best[m]["rate"], seed) for depth in depths for seed in SEEDS for m in MODELS
-    ]
-    return {"rows": tried + _all(final, sizes, device)}
-
-
-def _all(tasks: list[Task], sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
+def all_of(tasks: list[Task], sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
     if device == "cpu":
         return [trained(task, sizes, device) for task in tasks]
     with multiprocessing.get_context("spawn").Pool(TOGETHER) as pool:
         return pool.starmap(trained, [(task, sizes, device) for task in tasks], chunksize=1)
 
 
+def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
+    first = sizes["depths"][0]
+    tried = all_of([(kind, first, rate, 0) for kind in MODELS for rate in RATES], sizes, device)
+    best = {}
+    for kind in MODELS:
+        rows = [row for row in tried if row["kind"] == kind]
+        best[kind] = min(rows, key=lambda row: row["loss"])["rate"]
+    tasks: list[Task] = []
+    for depth in sorted(sizes["depths"], reverse=True):  # the longest trainings first
+        for seed in SEEDS:
+            tasks += [(kind, depth, best[kind], seed) for kind in MODELS]
+    return {"best": best, "tried": tried, "rows": all_of(tasks, sizes, device)}
+
+
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = report.on_one_line(result["machine"])
-    lines = ["# A language model of characters", "", f"`{result['command']}`, {about}", ""]
+    lines = head("A language model of characters", result)
     lines += [
+        "",
         f"Loss on validation after {sizes['steps']} steps ({sizes['d']} features, "
         f"{sizes['tokens']} tokens, batch {sizes['batch']}), mean (least to most) of "
         f"{len(SEEDS)} seeds, at the best of {len(RATES)} rates for {sizes['depths'][0]} blocks.",
-        "",
     ]
-    table = []
+    rows = []
     for depth in sizes["depths"]:
-        means = {}
+        residual = None
         for kind in MODELS:
-            rows = [r for r in result["rows"] if (r["kind"], r["depth"]) == (kind, depth)]
-            final = sorted(r["loss"] for r in rows if r["seed"])
-            means[kind] = statistics.mean(final)
-            rate = next(r["rate"] for r in rows if r["seed"])
-            spread = f"{means[kind]:.4f} ({final[0]:.4f} to {final[-1]:.4f})"
-            over = f"{100 * (means[kind] / means['residual'] - 1):+.2f}%"
-            table.append([kind, depth, f"{rows[-1]['parameters']:,}", rate, spread, over])
-    lines += report.table("model | blocks | parameters | rate | loss | against residual", table)
-    return "\n".join(lines) + "\n"
+            same = [r for r in result["rows"] if r["kind"] == kind and r["depth"] == depth]
+            losses = [r["loss"] for r in same]
+            mean = statistics.mean(losses)
+            residual = residual or mean
+            loss = f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})"
+            against = f"{100 * (mean / residual - 1):+.2f}%"
+            about = [f"{same[0]['parameters']:,}", result["best"][kind]]
+            rows.append([kind, depth, *about, loss, against])
+    lines += table("model | blocks | parameters | rate | loss | against residual", rows)
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(report.command("language", __doc__, SIZES, run, page))
+    raise SystemExit(command("language", __doc__, SIZES, run, page))

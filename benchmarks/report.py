@@ -1,4 +1,4 @@
-"""What benchmarks say about the machine, and how they are kept; the pages of engine.py."""
+"""The command line of a benchmark, the machine it ran on, and the page it writes."""
 
 from __future__ import annotations
 
@@ -16,73 +16,79 @@ import torch
 
 import hdnn
 
-
-def machine(device: str) -> dict[str, str]:
-    chip = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
-    threads = torch.get_num_threads()
-    found = {"machine": f"{chip}, {threads} thread{'s' * (threads != 1)}"}
-    found |= {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {"hdnn": hdnn.__version__, "date": time.strftime("%Y-%m-%d")}
-
-
-def on_one_line(about: dict[str, str]) -> str:
-    """The machine and its versions, for the head of a page."""
-    return ", ".join(f"{name} {value}" for name, value in about.items())
-
-
-def keep(result: Any, page: str, name: str, out: Path | None) -> None:
-    """Write a result as JSON and as a page into the folder, if there is one."""
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / f"{name}.md").write_text(page, encoding="utf-8")
+Result = dict[str, Any]
 
 
 def command(
     name: str,
     about: str | None,
-    sizes: dict[str, Any],
-    run: Callable[[Any, str], dict[str, Any]],
-    page: Callable[[dict[str, Any]], str],
+    sizes: dict[str, dict[str, Any]],
+    run: Callable[[dict[str, Any], str], Result],
+    page: Callable[[Result], str],
+    devices: tuple[str, ...] = ("cpu", "cuda"),
 ) -> int:
-    """A benchmark of its sizes "full" or "quick" on a device, printed and kept."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    """Run a benchmark with its sizes "full" or "quick"; print its page and keep it.
+
+    Each size that is a number or a text is an option of the command line. The exit status is 1 if
+    the result says `"ok": False`, 2 if there is no GPU and one is needed.
+    """
+    options = _parsed(about, sizes["full"], devices)
+    device = options.pop("device")
+    out = options.pop("out")
+    quick = options.pop("quick")
+    if device == "cuda" and not torch.cuda.is_available():
+        print("a GPU is needed, and PyTorch finds none", file=sys.stderr)
+        return 2
+    changed = {key: value for key, value in options.items() if value is not None}
+    chosen = {**sizes["quick" if quick else "full"], **changed}
+    words = ["python", f"benchmarks/{name}.py"]
+    if len(devices) > 1:
+        words += ["--device", device]
+    if quick:
+        words.append("--quick")
+    for key, value in changed.items():
+        words += [f"--{key}", str(value)]
+    before = processor_time()
+    result = {"sizes": chosen, **run(chosen, device)}
+    result["command"] = " ".join(words)
+    result["machine"] = machine(device)
+    result["others_cores"] = taken_by_others(before)
+    text = page(result)
+    print(text)
+    keep(result, text, name if devices == ("cpu",) else f"{name}-{device}", out)
+    return 0 if result.get("ok", True) else 1
+
+
+def _parsed(about: str | None, sizes: dict[str, Any], devices: tuple[str, ...]) -> dict[str, Any]:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=form)
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--quick", action="store_true", help="does it run? Small sizes")
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
-    options = parser.parse_args()
-    device, quick = options.device, options.quick
-    if device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; use --device cpu --quick", file=sys.stderr)
-        return 2
-    taken = sizes["quick" if quick else "full"]
-    result = {"sizes": taken} | run(taken, device)
-    result["command"] = f"python benchmarks/{name}.py --device {device}" + " --quick" * quick
-    result["machine"] = machine(device)
-    print(page(result))
-    keep(result, page(result), f"{name}-{device}", options.out)
-    return 0
+    for key, value in sizes.items():
+        if isinstance(value, int | float | str):
+            parser.add_argument(f"--{key}", type=type(value), help=f"default: {value}")
+    return vars(parser.parse_args())
 
 
-def processor_time() -> tuple[float, float, float] | None:
-    """Seconds by the clock, of all programs on all cores, and of this one with its children."""
-    try:
-        user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except (OSError, ValueError):
-        return None  # known on Linux only
-    tick, own = os.sysconf("SC_CLK_TCK"), os.times()
-    return time.perf_counter(), (user + nice + system + sum(rest)) / tick, sum(own[:4])
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
-def taken_by_others(before: tuple[float, float, float] | None) -> float | None:
-    """How many cores other programs kept busy since then, on average."""
-    if before is None or (now := processor_time()) is None:
-        return None
-    clock, everyone, own = (b - a for a, b in zip(before, now, strict=True))
-    return max(0.0, (everyone - own) / clock)
+# The machine
+
+
+def machine(device: str) -> dict[str, str]:
+    chip = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
+    threads = torch.get_num_threads()
+    word = "thread" if threads == 1 else "threads"
+    return {
+        "machine": f"{chip}, {threads} {word}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hdnn": hdnn.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _cpu_name() -> str:
@@ -92,102 +98,72 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine() or "CPU"
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine() or "CPU"
 
 
-def table(head: str, rows: list[list[Any]]) -> list[str]:
-    names = head.split(" | ")
-    lines = ["", f"| {head} |", "|" + " --- |" * len(names)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+def processor_time() -> tuple[float, float, float] | None:
+    """Seconds by the clock, of all programs on all cores, and of this one with its children."""
+    try:
+        words = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return None  # known on Linux only
+    user, nice, system, _, _, *rest = map(int, words)
+    everyone = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+    own = sum(os.times()[:4])
+    return time.perf_counter(), everyone, own
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    about = on_one_line(result["machine"])
-    lines = [f"# Engine, on {result['machine']['machine']}", "", f"`{result['command']}`, {about}"]
-    if result["others_cores"] is not None:
-        lines[-1] += f"; other programs took {result['others_cores']:.2f} cores meanwhile"
-    rows: list[list[Any]] = []
-    for r in result["speed"] + result["others"]:
-        if "failed" in r:
-            rows.append([r["what"], r["failed"], "", "", "", ""])
-            continue
-        low, high = r["ratio_quartiles"]
-        times = [f"{r['instead_ms']:.2f} ms", f"{r['hdnn_ms']:.3f} ms"]
-        ratio = f"{r['ratio']:.1f} ({low:.1f} to {high:.1f})"
-        rows.append([r["what"], *times, ratio, f"{r['alone']:.1f}", r["target"]])
-    lines += table(
-        "forwards and backwards | instead | hdnn | ratio (quartiles) | single calls | target", rows
-    )
-    if "floor" in result:
-        r = result["floor"]
-        bounds = f"products {r['products_ms']:.3f} ms, exponentials {r['special_ms']:.3f} ms"
-        row = [r["what"], bounds, f"{r['kernel_ms']:.3f} ms by {r['by']}", f"{r['ratio']:.1f}"]
-        lines += table("floor | the larger of | kernels | ratio | target", [[*row, r["target"]]])
-    if "products" in result:
-        rows = []
-        for r in result["products"]:
-            low, high = r["ratio_quartiles"]
-            times = [f"{r['products_ms']:.0f} ms", f"{r['hdnn_ms']:.0f} ms"]
-            ratio = f"{r['ratio']:.2f} ({low:.2f} to {high:.2f})"
-            rows.append([r["what"], *times, ratio, r["target"]])
-        lines += table("wide stacks | their products alone | hdnn | ratio | target", rows)
-    by_size: dict[tuple[str, int], list[str]] = {}
-    for r in result["sweep"]:
-        cell = f"{r['ratio']:.2f}{' slower' if r['slower'] else ''}"
-        by_size.setdefault((r["kind"], r["n"]), []).append(cell)
-    rows = [[kind, n, *cells] for (kind, n), cells in by_size.items()]
-    lines += table("auto against the plain loop | n | batch 32 | batch 1000", rows)
-    rows = [
-        [r["layers"], r["engine"], f"{r['ms']:.2f}", f"{r['MiB']:.2f}"] for r in result["depth"]
-    ]
-    lines += table(f"layers | engine | ms | MiB {result['memory_is']}", rows)
-    r = result["peak"]
-    peaks = zip(r["layers"], r["MiB"], strict=True)
-    row = [", ".join(f"{MiB:.2f} at {N} layers" for N, MiB in peaks), f"{r['state_MiB']:.2f}"]
-    row += ["" if r["ratio"] is None else f"{r['ratio']:.3f}", r["target"]]
-    head = (
-        "peak of a reversible step beyond weights and gradients, MiB | one state | ratio | target"
-    )
-    lines += table(head, [row])
-    rows = [[r["precision"], f"{r['error']:.1e}", f"{r['target']:.0e}"] for r in result["accuracy"]]
-    lines += table("precision | relative error of gradients | target", rows)
-    r, s = result["import"], result["fixed_state"]
-    brought = ", ".join(r["numba_or_triton"]) or "neither"
-    lines += table(
-        "what | found | target",
-        [
-            ["`import hdnn` after torch", f"{r['seconds']:.3f} s, {brought} imported", r["target"]],
-            [f'reversal, `state="fixed"`, {s["layers"]} layers', s["bit_exact"], s["target"]],
-        ],
-    )
-    return "\n".join(lines) + "\n"
+def taken_by_others(before: tuple[float, float, float] | None) -> float | None:
+    """How many cores other programs kept busy since then, on average."""
+    now = processor_time()
+    if before is None or now is None:
+        return None
+    clock, everyone, own = (b - a for a, b in zip(before, now, strict=True))
+    return max(0.0, (everyone - own) / clock)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time and memory against depth."""
-    from matplotlib.figure import Figure
+# The page
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for ax, key, label in zip(
-        figure.subplots(1, 2), ("ms", "MiB"), ("time, ms", "memory, MiB"), strict=True
-    ):
-        for name, colour, mark in (
-            ("plain", "#D55E00", "s"),
-            ("auto", "#0072B2", "o"),
-            ("checkpoint", "#56B4E9", "v"),
-            ("reversible", "#009E73", "^"),
-        ):
-            rows = [r for r in result["depth"] if r["engine"] == name]
-            ax.loglog(
-                [r["layers"] for r in rows],
-                [r[key] for r in rows],
-                color=colour,
-                marker=mark,
-                label="plain loop" if name == "plain" else f"hdnn, {name}",
-            )
-        ax.set(xlabel="layers", ylabel=label)
-        ax.grid(alpha=0.3)
-        ax.legend()
-    figure.savefig(path, dpi=150)
+
+def head(title: str, result: Result) -> list[str]:
+    """The first lines of a page: its title, the command and the machine."""
+    line = f"`{result['command']}`, {on_one_line(result['machine'])}"
+    if result.get("others_cores") is not None:
+        line += f"; other programs took {result['others_cores']:.2f} cores meanwhile"
+    return [f"# {title}", "", line]
+
+
+def on_one_line(about: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in about.items())
+
+
+def table(names: str, rows: list[list[Any]]) -> list[str]:
+    """A table after an empty line; names are divided by bars."""
+    lines = ["", f"| {names} |", "|" + " --- |" * len(names.split(" | "))]
+    for row in rows:
+        cells = " | ".join(str(cell) for cell in row)
+        lines.append(f"| {cells} |")
+    return lines
+
+
+def text_of(lines: list[str]) -> str:
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """The median, with the least and the most."""
+    ordered = sorted(values)
+    middle = ordered[len(ordered) // 2]
+    return f"{middle:.{digits}f} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})"
+
+
+def keep(result: Any, page: str, name: str, out: Path | None) -> None:
+    """Write a result as JSON and as a page into the folder, if there is one."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page, encoding="utf-8")

@@ -16,24 +16,20 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import statistics
-import sys
-import time
 from itertools import pairwise
 from typing import Any
 
-import report
 import torch
-from rivals import say
+from report import command, head, say, table, text_of
 from torch import Tensor, nn
 
 import hdnn
-from hdnn.data import cifar10
-from hdnn.data.images import ImageData
-from hdnn.training.images import ImageTraining, recipes
+from hdnn.data import ImageData, load_cifar10
+from hdnn.training import fit_images, recipes
 
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"epochs": 40, "seeds": (0, 1, 2), "networks": ("reversible",)},
-    "quick": {"epochs": 1, "seeds": (0,), "networks": ("tiny",)},
+    "full": {"epochs": 40, "seeds": 3, "shape": "reversible"},
+    "quick": {"epochs": 1, "seeds": 1, "shape": "tiny"},
 }
 SHAPES = {  # channels of half a state, and blocks, for each of the three stages
     "reversible": ((32, 5), (64, 5), (96, 2)),
@@ -50,10 +46,10 @@ class Residual(nn.Sequential):
     """What a pre-activation ResNet adds to its input; it starts at 0."""
 
     def __init__(self, channels: int) -> None:
-        first, last = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        last = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         nn.init.zeros_(last.weight)
-        norms = [normalised(channels) for _ in range(2)]
-        super().__init__(norms[0], first, norms[1], last)
+        super().__init__(normalised(channels), first, normalised(channels), last)
 
 
 class ReversibleResNet(nn.Module):
@@ -63,14 +59,14 @@ class ReversibleResNet(nn.Module):
         super().__init__()
         channels = [c for c, _ in shape]
         self.stem = nn.Conv2d(3, 2 * channels[0], 3, padding=1, bias=False)
-        self.stages = nn.ModuleList(
-            hdnn.Reversible([hdnn.Leapfrog(Residual(c), dim=1) for _ in range(count)])
-            for c, count in shape
-        )
-        self.joints = nn.ModuleList(
-            nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(2 * a, 2 * b, 1, bias=False))
-            for a, b in pairwise(channels)
-        )
+        self.stages = nn.ModuleList()
+        for c, count in shape:
+            blocks = [hdnn.Leapfrog(Residual(c), dim=1) for _ in range(count)]
+            self.stages.append(hdnn.Reversible(blocks))
+        self.joints = nn.ModuleList()
+        for a, b in pairwise(channels):
+            convolution = nn.Conv2d(2 * a, 2 * b, 1, bias=False)
+            self.joints.append(nn.Sequential(nn.AvgPool2d(2), convolution))
         self.norm = normalised(2 * channels[-1])
         self.linear = nn.Linear(2 * channels[-1], classes)
 
@@ -82,73 +78,59 @@ class ReversibleResNet(nn.Module):
 
 
 @functools.cache
-def images(device: str, quick: bool) -> ImageData:
-    if not quick:
-        return cifar10.load().to(device)
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (60, 3, 8, 8), generator=draw, dtype=torch.uint8)
-    t = torch.randint(0, 10, (60,), generator=draw)
-    return ImageData(
-        "noise", x[:40], t[:40], x[40:], t[40:], tuple("0123456789"), (0.5,) * 3, (0.25,) * 3
-    )
+def images(shape: str) -> ImageData:
+    """CIFAR-10, or noise for the tiny network."""
+    if shape != "tiny":
+        return load_cifar10()
+    source = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (60, 3, 8, 8), generator=source, dtype=torch.uint8)
+    t = torch.randint(0, 10, (60,), generator=source)
+    classes = tuple("0123456789")
+    return ImageData("noise", x[:40], t[:40], x[40:], t[40:], classes, (0.5,) * 3, (0.25,) * 3)
 
 
-def trained(network: str, seed: int, epochs: int, device: str, quick: bool) -> dict[str, Any]:
+def trained(shape: str, seed: int, epochs: int, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = ReversibleResNet(SHAPES[network]).to(device)
-    if device == "cuda":
-        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    recipe = recipes.cifar("resnet56", epochs, seed)
-    if quick:
-        recipe = type(recipe)(**{**recipe.to_dict(), "batch": 20, "pad": 1})
-    training, start = ImageTraining(model, images(device, quick), recipe), time.perf_counter()
-    for _ in range(epochs):
-        training.run_epoch()
-    training.test()
-    row: dict[str, Any] = {
-        "network": network,
+    model = ReversibleResNet(SHAPES[shape]).to(device)
+    options = {"batch": 20, "pad": 1} if shape == "tiny" else {}
+    recipe = recipes.image_recipe("cifar10", "resnet56", epochs=epochs, seed=seed, **options)
+    history = fit_images(model, images(shape), recipe, progress=False)
+    row = {
         "seed": seed,
-        "test": 100 * training.history.test[-1],
+        "test": 100 * history.validation_score[-1],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": history.seconds,
     }
-    row |= {"parameters": sum(p.numel() for p in model.parameters())}
-    row |= {"seconds": time.perf_counter() - start}
-    say(f"{network}, seed {seed}: {row['test']:.2f}% after {row['seconds']:.0f} s")
+    say(str(row))
     return row
 
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
-    quick = "tiny" in sizes["networks"]
-    each = [
-        (network, seed, sizes["epochs"], device, quick)
-        for network in sizes["networks"]
-        for seed in sizes["seeds"]
-    ]
+    tasks = [(sizes["shape"], seed, sizes["epochs"], device) for seed in range(sizes["seeds"])]
     if device == "cpu":
-        return {"rows": [trained(*one) for one in each]}
+        return {"rows": [trained(*task) for task in tasks]}
     with multiprocessing.get_context("spawn").Pool(TOGETHER) as pool:
-        return {"rows": pool.starmap(trained, each, chunksize=1)}
+        return {"rows": pool.starmap(trained, tasks, chunksize=1)}
 
 
 def page(result: dict[str, Any]) -> str:
     sizes = result["sizes"]
-    about = report.on_one_line(result["machine"])
-    lines = ["# Reversible blocks on images", "", f"`{result['command']}`, {about}", ""]
+    rows = result["rows"]
+    lines = head("Reversible blocks on images", result)
     lines += [
+        "",
         f"CIFAR-10 (JPEG q75), {sizes['epochs']} epochs, accuracy in % on the test images: mean "
         "± standard deviation (worst to best) of the seeds. ResNet-56, with 853,018 parameters and "
         "by the same recipe, is at 88.80 ± 0.13 ([table](table-cifar-40.md)).",
-        "",
     ]
-    table = []
-    for network in sizes["networks"]:
-        rows = [row for row in result["rows"] if row["network"] == network]
-        found = sorted(row["test"] for row in rows)
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        middle = f"{statistics.mean(found):.2f} ± {spread:.2f} ({found[0]:.2f} to {found[-1]:.2f})"
-        table.append([network, f"{rows[0]['parameters']:,}", len(rows), middle])
-    lines += report.table("network | parameters | seeds | test", table)
-    return "\n".join(lines) + "\n"
+    scores = [row["test"] for row in rows]
+    deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    text = f"{statistics.mean(scores):.2f} ± {deviation:.2f}"
+    text += f" ({min(scores):.2f} to {max(scores):.2f})"
+    row = [sizes["shape"], f"{rows[0]['parameters']:,}", len(rows), text]
+    lines += table("network | parameters | seeds | test", [row])
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(report.command("reversible_images", __doc__, SIZES, run, page))
+    raise SystemExit(command("reversible_images", __doc__, SIZES, run, page))

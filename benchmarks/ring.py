@@ -1,7 +1,7 @@
 """Table II by eight processes on a ring: the results of one process, neighbours only.
 
     python benchmarks/ring.py
-    python benchmarks/ring.py --epochs 5 --cells 1 --out docs/results
+    python benchmarks/ring.py --epochs 5 --out docs/results
 
 Each cell is trained by eight processes and by one that owns all nodes, in float64 and from the same
 weights. A long training magnifies rounding, so the loss is compared after the first epoch as well.
@@ -11,16 +11,14 @@ neighbours on the ring, and one to the store.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import report
 import torch
+from report import command, head, say, table, text_of
 
 from hdnn.distributed import Graph, launch, train
 
@@ -37,6 +35,7 @@ PAPER = {
     ("double_circles", 4): 99.70,
 }
 RING = Graph.ring(8)
+SIZES = {"full": {"epochs": 50, "cells": 6}, "quick": {"epochs": 2, "cells": 1}}
 
 
 def workers() -> dict[int, int]:
@@ -77,7 +76,9 @@ def cell(data: str, layers: int, epochs: int) -> dict[str, Any]:
     one = train(RING, data, **options)
     pairs = zip(eight["history"]["loss"], one["history"]["loss"], strict=True)
     differences = [abs(a - b) for a, b in pairs]
-    neighbours = {(min(i, k), max(i, k)) for i, row in enumerate(RING.used) for k in row if i != k}
+    neighbours = set()
+    for i, row in enumerate(RING.used):
+        neighbours |= {(min(i, k), max(i, k)) for k in row if i != k}
     talked = {(min(i, k), max(i, k)) for i, k, *_ in eight["traffic"]}
     return {
         "cell": f"{data.replace('_', ' ')}, {layers}",
@@ -94,24 +95,23 @@ def cell(data: str, layers: int, epochs: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--cells", type=int, default=6, help="of the table, from its first")
-    parser.add_argument("--out", type=Path, help="folder for ring.json and ring.md")
-    options = parser.parse_args()
+def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = []
-    for data, layers in [*PAPER][: options.cells]:
-        rows.append(cell(data, layers, options.epochs))
-        print(json.dumps(rows[-1]), flush=True)
-    about = report.on_one_line(report.machine("cpu"))
-    table = []
-    for r in rows:
+    for data, layers in list(PAPER)[: sizes["cells"]]:
+        rows.append(cell(data, layers, sizes["epochs"]))
+        say(str(rows[-1]))
+    return {"rows": rows, "ok": all(row["only_neighbours"] for row in rows)}
+
+
+def page(result: dict[str, Any]) -> str:
+    lines = head("Table II by eight processes", result)
+    epochs = result["sizes"]["epochs"]
+    lines += ["", f"Seed 0, {epochs} epochs, float64, test accuracy in %."]
+    rows = []
+    for r in result["rows"]:
         others = "ring neighbours" if r["only_neighbours"] else "OTHERS"
-        table.append(
+        rows.append(
             [
                 r["cell"],
                 f"{r['eight']:.2f}",
@@ -124,20 +124,11 @@ def main() -> int:
                 f"{others} and {r['other_connections_each']} other (the store)",
             ]
         )
-    page = [
-        "# Table II by eight processes",
-        "",
-        f"`python benchmarks/ring.py --epochs {options.epochs}`, {about}.",
-        "",
-    ]
-    page += [f"Seed 0, {options.epochs} epochs, float64, test accuracy in %."]
-    head = "cell | eight processes | one process | difference of the loss, first to last epoch | "
-    head += "paper | messages | MB | s | connected to"
-    text = "\n".join([*page, *report.table(head, table)]) + "\n"
-    print(text)
-    report.keep(rows, text, "ring", options.out)
-    return 0 if all(r["only_neighbours"] for r in rows) else 1
+    names = "cell | eight processes | one process | difference of the loss, first to last epoch | "
+    names += "paper | messages | MB | s | connected to"
+    lines += table(names, rows)
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(command("ring", __doc__, SIZES, run, page, devices=("cpu",)))

@@ -12,17 +12,13 @@ which is faster than the default. One runs after the other, seed by seed.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import keep
+from report import command, head, say, table, text_of
 from rivals import plain_h1
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,7 +27,14 @@ import hdnn
 from hdnn.data import planar
 from hdnn.training import fit
 
-RATE, DECAY, ALPHA, BATCH = 2.5e-2, 1e-4, 5e-4, 125
+RATE = 2.5e-2
+DECAY = 1e-4
+ALPHA = 5e-4
+BATCH = 125
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {"data": "swiss_roll", "layers": 64, "T": 1.2, "epochs": 50, "turns": 3},
+    "quick": {"data": "swiss_roll", "layers": 4, "T": 1.2, "epochs": 1, "turns": 1},
+}
 
 
 class Plain:
@@ -80,101 +83,83 @@ class Plain:
             return float(((self.head(self.features(x))[:, 0] > 0) == t).double().mean())
 
 
-def measure(data: str, layers: int, T: float, epochs: int, seed: int) -> dict[str, Any]:
-    points = planar.load(data, seed=seed)
-    x, t = points.x_train, points.t_train
-    net = hdnn.H1(4, layers, T=T, init="paper", generator=torch.Generator().manual_seed(seed))
-    model = hdnn.Model(hdnn.Augment(2, 4, placement=[0, 3]), net, hdnn.SigmoidHead(4))
-    plain = Plain(net, T / layers)
-    fit(model, x[:250], t[:250], epochs=1, solver="adam", progress=False)  # compile
-    with torch.no_grad():
-        net.weight("K").copy_(plain.K)
-        net.weight("b").copy_(plain.b)
-
+def measure(sizes: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Both trainings from one seed."""
+    layers = sizes["layers"]
+    epochs = sizes["epochs"]
+    h = sizes["T"] / layers
+    points = planar.load(sizes["data"], seed=seed)
+    x = points.x_train
+    t = points.t_train
     target = t.float()
-    options: dict[str, Any] = {"solver": "adam", "schedule": "constant", "learning_rate": RATE}
-    options |= {"ridge": DECAY, "seed": seed, "progress": False}
+    source = torch.Generator().manual_seed(seed)
+    net = hdnn.H1(4, layers, T=sizes["T"], init="paper", generator=source)
+    model = hdnn.Model(hdnn.Augment(2, 4, placement=[0, 3]), net, hdnn.SigmoidHead(4))
+    options: dict[str, Any] = {
+        "solver": "adam",
+        "schedule": "constant",
+        "learning_rate": RATE,
+        "ridge": DECAY,
+        "seed": seed,
+        "progress": False,
+    }
+    plain = Plain(net, h)
+    fit(copy.deepcopy(model), x[:250], t[:250], epochs=1, **options)  # compile
     # Compared after one epoch: later, rounding has grown, because a training is chaotic.
-    model_1, plain_1 = copy.deepcopy(model), Plain(net, T / layers)
+    model_1 = copy.deepcopy(model)
+    plain_1 = Plain(net, h)
     fit(model_1, x, t, epochs=1, **options)
     plain_1.epochs(x, target, 1, torch.Generator().manual_seed(seed))
     moved = (plain_1.K - plain.K).detach().abs().max()
-    apart = float((model_1.net.weight("K") - plain_1.K).detach().abs().max() / moved)
-    generator = torch.Generator().manual_seed(seed)
+    apart = (model_1.net.weight("K") - plain_1.K).detach().abs().max()
     start = time.perf_counter()
     fit(model, x, t, epochs=epochs, **options)
     ours = time.perf_counter() - start
+    generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     plain.epochs(x, target, epochs, generator)
     plain.refit(x, target, generator)
     theirs = time.perf_counter() - start
-    found = float((model.predict(points.x_test) == points.t_test).double().mean())
-    return {
-        "data": data,
-        "layers": layers,
-        "epochs": epochs,
+    right = model.predict(points.x_test) == points.t_test
+    row = {
         "plain_seconds": theirs,
         "hdnn_seconds": ours,
         "ratio": theirs / ours,
         "plain_accuracy": 100 * plain.accuracy(points.x_test, points.t_test),
-        "hdnn_accuracy": 100 * found,
-        "difference_after_one_epoch": apart,
+        "hdnn_accuracy": 100 * float(right.double().mean()),
+        "difference_after_one_epoch": float(apart / moved),
     }
+    say(str(row))
+    return row
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", choices=list(planar.SETS), default="swiss_roll")
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--T", type=float, default=1.2)
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--turns", type=int, default=3, help="seeds, one after the other")
-    parser.add_argument("--out", type=Path, help="folder for training.json and .md")
-    options = parser.parse_args()
+def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
+    return {"rows": [measure(sizes, seed) for seed in range(sizes["turns"])]}
+
+
+def page(result: dict[str, Any]) -> str:
+    sizes = result["sizes"]
+    lines = head("A training by the paper's recipe, end to end", result)
+    what = f"{sizes['data']}, H1, {sizes['layers']} layers, {sizes['epochs']} epochs"
+    lines += ["", f"{what}; one seed a row."]
     rows = []
-    for seed in range(options.turns):
-        rows.append(measure(options.data, options.layers, options.T, options.epochs, seed))
-        r = rows[-1]
-        print(
-            f"{r['data']}, H1, {r['layers']} layers, {r['epochs']} epochs: plain "
-            f"{r['plain_seconds']:.1f} s ({r['plain_accuracy']:.2f}%), hdnn "
-            f"{r['hdnn_seconds']:.2f} s ({r['hdnn_accuracy']:.2f}%): {r['ratio']:.0f}x",
-            flush=True,
-        )
-    if options.out is not None:
-        machine = (
-            f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        )
-        lines = [
-            "# A training by the paper's recipe, end to end",
-            "",
-            f"{machine}; one seed a row.",
-        ]
-        lines += [
-            "",
-            "| | plain loop | accuracy | hdnn | accuracy | ratio |",
-            "| --- |" + " --- |" * 5,
-        ]
-        both = [statistics.fmean(r[f"{who}_accuracy"] for r in rows) for who in ("plain", "hdnn")]
-        lines += [
-            f"| {r['data']}, H1, {r['layers']} layers, {r['epochs']} epochs | "
-            f"{r['plain_seconds']:.1f} s | {r['plain_accuracy']:.2f}% | "
-            f"{r['hdnn_seconds']:.2f} s | {r['hdnn_accuracy']:.2f}% | {r['ratio']:.0f} |"
-            for r in rows
-        ]
-        lines += [
-            "",
-            f"Median ratio {statistics.median(r['ratio'] for r in rows):.0f}; mean accuracy "
-            f"{both[0]:.1f}% and {both[1]:.1f}%, of runs that part where rounding has grown. After "
-            "one epoch the weights differ by "
-            f"{max(r['difference_after_one_epoch'] for r in rows):.1e} of how far they have moved.",
-        ]
-        result = {"machine": machine, "rows": rows}
-        keep(result, "\n".join(lines) + "\n", "training", options.out)
-    return 0
+    for seed, row in enumerate(result["rows"]):
+        plain = [f"{row['plain_seconds']:.1f} s", f"{row['plain_accuracy']:.2f}%"]
+        ours = [f"{row['hdnn_seconds']:.2f} s", f"{row['hdnn_accuracy']:.2f}%"]
+        rows.append([seed, *plain, *ours, f"{row['ratio']:.0f}"])
+    lines += table("seed | plain loop | accuracy | hdnn | accuracy | ratio", rows)
+    ratio = statistics.median(row["ratio"] for row in result["rows"])
+    plain_mean = statistics.fmean(row["plain_accuracy"] for row in result["rows"])
+    hdnn_mean = statistics.fmean(row["hdnn_accuracy"] for row in result["rows"])
+    apart = max(row["difference_after_one_epoch"] for row in result["rows"])
+    lines += [
+        "",
+        f"Median ratio {ratio:.0f}; mean accuracy {plain_mean:.1f}% and {hdnn_mean:.1f}%, of runs "
+        "that part where rounding has grown. After one epoch the weights differ by "
+        f"{apart:.1e} of how far they have moved.",
+    ]
+    return text_of(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(command("training", __doc__, SIZES, run, page, devices=("cpu",)))
