@@ -24,8 +24,8 @@ from hdnn.app.config import (
     config_for,
     read_options,
 )
-from hdnn.app.predict import evaluate, outputs, score_lines, score_text
 from hdnn.app.runs import Run
+from hdnn.app.scores import evaluate, outputs, score_lines, score_text
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
 from hdnn.heads import Augment, Model, SigmoidHead
@@ -53,6 +53,9 @@ FIT_OPTIONS = (
     *("patience", "seed"),
 )
 STEPS = 20  # in an epoch of few images
+SMALL = 8  # features, up to which a certificate looks at many points
+MANY = 1000
+FEW = 50
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +298,8 @@ class PlaneJob:
 
     def certify(self) -> Any:
         where = "test points" if len(self.problem.x_test) else "training points"
-        return analysis.certify(self.model, self.problem.points, points=where)
+        samples = MANY if self.model.net.features <= SMALL else FEW
+        return analysis.certify(self.model, self.problem.points, samples=samples, points=where)
 
     def note(self) -> dict[str, Any]:
         return self.problem.note()
@@ -369,14 +373,7 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     options = {name: value for name, value in options.items() if value not in (None, [])}
     weights = config.weights()
     if weights is not None:
-        if not problem.target.classes:
-            raise OptionError(f"{problem.target.name} has values, not classes: no --class-weight.")
-        if isinstance(weights, dict):
-            numbers = {name: k for k, name in enumerate(problem.target.classes)}
-            for name in weights:
-                choose("class of --class-weight", name, problem.target.classes)
-            weights = {numbers[name]: weight for name, weight in weights.items()}
-        options["class_weight"] = weights
+        options["class_weight"] = _by_label(weights, problem.target)
     inputs = problem.x.shape[1]
     if config.features is not None and config.features < inputs:
         raise OptionError(
@@ -384,6 +381,17 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
         )
     kind = HDNNClassifier if problem.target.classes else HDNNRegressor
     return kind(random_state=config.seed, **options)
+
+
+def _by_label(weights: Any, target: Any) -> Any:
+    """The weights of --class-weight, by label instead of by name."""
+    if not target.classes:
+        raise OptionError(f"{target.name} has values, not classes: no --class-weight.")
+    if isinstance(weights, str):
+        return weights
+    for name in weights:
+        choose("class of --class-weight", name, target.classes)
+    return {target.classes.index(name): weight for name, weight in weights.items()}
 
 
 def build(config: TableConfig) -> Model:
