@@ -8,6 +8,7 @@ once more, to all data.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,9 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdnn.engine.run import Call, Plan
+from hdnn.engine.settings import current
 from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
 from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.networks import Network
 from hdnn.progress import Progress
+from hdnn.schemes import Force
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
 from hdnn.training.output import SOLVERS, Batch, Output, assign, evaluate, features, weights_of
@@ -184,6 +189,7 @@ class _Training:
         self.validation = None if held_out is None else self._embedded(held_out)
         self.callbacks = self._all_callbacks(callbacks)
         self.optimizer = self._optimizer()
+        self.passes = Passes(model.net)
         self.smoothness = Smoothness(model.net)
         self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
         self.batches = math.ceil(len(self.y_0) / options.batch)
@@ -254,15 +260,14 @@ class _Training:
     def run_epoch(self) -> bool:
         """One pass over the data; True if a callback ends the training."""
         start = time.perf_counter()
-        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
         epoch = len(self.history.loss)
         moments = []
         stop = False
-        for k, index in enumerate(order.split(self.options.batch)):
-            weight = None if self.weight is None else self.weight[index]
+        for k, batch in enumerate(self.minibatches()):
+            weight = batch[2]
             if weight is not None and not weight.any():
                 continue  # an empty minibatch
-            moment = self.step(epoch, k, index, weight)
+            moment = self.step(epoch, k, batch)
             moments.append(moment)
             if k < self.batches - 1 and self.call(moment):
                 stop = True
@@ -274,29 +279,36 @@ class _Training:
         moments[-1].end_of_epoch = True
         return stop or self.call(moments[-1])
 
-    def step(self, epoch: int, k: int, index: Tensor, weight: Tensor | None) -> Moment:
+    def minibatches(self) -> Iterable[Batch]:
+        """All samples in a new order."""
+        size = self.options.batch
+        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
+        weights: Iterable[Any] = itertools.repeat(None, self.batches)
+        if self.weight is not None:
+            weights = self.weight[order].split(size)
+        return zip(self.y_0[order].split(size), self.t[order].split(size), weights, strict=True)
+
+    def step(self, epoch: int, k: int, batch: Batch) -> Moment:
         """Solve the output layer for a minibatch, then descend in the hidden layers."""
         options = self.options
+        y_0, t, weight = batch
         done = (epoch + k / self.batches) / options.epochs
         steps = options.epochs * self.batches
         for p in self.trained:
             p.grad = None
-        y = self.model.net(self.group.split(self.y_0[index]))
-        y_N = self.group.gather(y.detach(), len(index))
-        outcome = self.output.solve((y_N, self.t[index], weight))
+        y = self.passes.forward(self.group.split(y_0))
+        outcome = self.output.solve((self.group.gather(y, len(y_0)), t, weight))
         if not math.isfinite(outcome.loss):
-            raise self.diverged(epoch, self.y_0[index])
-        if y.requires_grad:
-            y.backward(self.group.scatter(outcome.gradient))
+            raise self.diverged(epoch, y_0)
+        if self.hidden:
+            self.passes.backward(self.group.scatter(outcome.gradient))
             self.group.reduce(self.hidden)
         alpha = options.smoothness
         self.smoothness.descend(alpha if options.smoothing == "constant" else alpha * cosine(done))
         rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
         norm = math.nan
-        if options.clip is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.trained, options.clip))
-        elif self.callbacks or k == self.batches - 1:
-            norm = float(nn.utils.get_total_norm(p.grad for p in self.trained))
+        if options.clip is not None or self.callbacks or k == self.batches - 1:
+            norm = clip_norm(self.trained, options.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -414,22 +426,77 @@ class _Training:
         )
 
 
+class Passes:
+    """The last states of a network, and the gradients of its parameters from those of the states.
+
+    Where one kernel runs all layers it is called directly, and autograd is left with what computes
+    its weights from the parameters: for a small network the rest takes longer than the kernel.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+        plain = getattr(net.forward, "__func__", None) is Network.forward
+        self.direct = plain and isinstance(getattr(net, "h", None), float) and not _hooked(net)
+        self.direct = self.direct and bool(net.scheme.moves)
+        self.plans: dict[int, Plan] = {}  # by number of samples
+        self.last: tuple[Any, ...] = ()  # the last forward pass
+
+    def forward(self, y_0: Tensor) -> Tensor:
+        if not self.direct:
+            return self._by_autograd(y_0)
+        forces = self.net.forces()
+        plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
+        if plan.method is None or plan.convert:
+            return self._by_autograd(y_0)
+        tensors = [plan.h]
+        for force in forces:
+            tensors += [t if t is None else t.contiguous() for t in force]
+        with torch.no_grad():
+            y, saved = plan.method.forward(y_0, tuple(tensors))
+        self.last = (plan.method, y_0, saved, tensors)
+        return y
+
+    def _by_autograd(self, y_0: Tensor) -> Tensor:
+        y = self.net(y_0)
+        self.last = (y,)
+        return y.detach()
+
+    def _plan(self, y_0: Tensor, forces: Sequence[Force]) -> Plan:
+        net = self.net
+        choices = [None if name == "auto" else name for name in (net.engine, net.backprop)]
+        plan = Plan(current(*choices), Call(net.scheme, y_0, forces, net.h, net.sigma, False))
+        self.plans[len(y_0)] = plan
+        return plan
+
+    def backward(self, g: Tensor) -> None:
+        """Add to the gradients of all parameters, given that of the last states."""
+        roots, gradients = self.last, [g]
+        if len(self.last) > 1:
+            method, y_0, saved, tensors = self.last
+            with torch.no_grad():
+                gradients = method.backward(y_0, saved, g.contiguous(), tuple(tensors))[1:]
+            roots = tensors
+        pairs = [(t, g) for t, g in zip(roots, gradients, strict=True) if _wanted(t, g)]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+
+
 class Smoothness:
     """The regulariser R_K of a network, and its gradient.
 
     For most networks the gradient in each parameter is a multiple of its second difference from
     layer to layer. Whether it is, and which multiple, is measured once at random weights; then the
-    differences take a third of the time of autograd.
+    differences take a small part of the time of autograd.
     """
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        self.active = hasattr(net, "smoothness") and hasattr(net, "h")  # not an MLP
-        self.factors: list[tuple[nn.Parameter, float]] | None = None
+        self.active = hasattr(net, "smoothness") and hasattr(net, "h")
+        self.factors: list[tuple[nn.Parameter, Any, float]] | None = None
         if self.active:
             self.factors = self._measured()
 
-    def _measured(self) -> list[tuple[nn.Parameter, float]] | None:
+    def _measured(self) -> list[tuple[nn.Parameter, Any, float]] | None:
         try:
             probe = copy.deepcopy(self.net).double().requires_grad_()
         except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
@@ -449,7 +516,7 @@ class Smoothness:
             if not torch.allclose(gradient, factor * difference):
                 return None
             if mine.requires_grad:
-                factors.append((mine, factor))
+                factors.append((mine, numbers(mine), factor))
         return factors
 
     def value(self) -> float:
@@ -464,13 +531,40 @@ class Smoothness:
             if penalty.requires_grad:
                 penalty.backward()
             return
-        with torch.no_grad():
-            for p, factor in self.factors:
-                jumps = p.diff(dim=0).mul_(alpha * factor)
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                p.grad[1:] += jumps
-                p.grad[:-1] -= jumps
+        for p, values, factor in self.factors:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            gradient = numbers(p.grad)
+            jumps = values[1:] - values[:-1]
+            jumps *= alpha * factor
+            gradient[1:] += jumps
+            gradient[:-1] -= jumps
+
+
+def numbers(t: Tensor) -> Any:
+    """A tensor in its own memory, as an array of NumPy where that has one: its calls are short."""
+    t = t.detach()
+    return t.numpy() if t.is_cpu and t.dtype in (torch.float32, torch.float64) else t
+
+
+def clip_norm(parameters: Sequence[nn.Parameter], most: float | None) -> float:
+    """The norm of all gradients, which are then scaled so that it is at most `most`."""
+    gradients = [numbers(p.grad) for p in parameters if p.grad is not None]
+    norm = math.sqrt(float(sum((g * g).sum() for g in gradients)))
+    if most is not None and not norm <= most:
+        for g in gradients:
+            g *= most / (norm + 1e-6)
+    return norm
+
+
+def _hooked(net: nn.Module) -> bool:
+    """True if a module has hooks, which a direct call of its kernel would skip."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(net, name, None) for name in names)
+
+
+def _wanted(t: Tensor | None, gradient: Tensor | None) -> bool:
+    return gradient is not None and t is not None and t.requires_grad
 
 
 @contextmanager

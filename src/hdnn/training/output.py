@@ -126,10 +126,10 @@ class OutputProblem:
         if self.regression:
             return math.nan
         if self.softmax:
-            right = (S.argmax(1) == self.T.argmax(1))[:, None]
+            wrong = (S.argmax(1) != self.T.argmax(1))[:, None]
         else:
-            right = (S > 0) == (self.T > 0.5)
-        return float(np.vdot(self.share, right))
+            wrong = (S > 0) != (self.T > 0.5)
+        return 1 - float(np.vdot(self.share, wrong))
 
     def r2(self, S: np.ndarray) -> float:
         """The mean of R^2 over those outputs whose targets differ."""
