@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hdnn.engine.run import Call, Plan
-from hdnn.engine.settings import current
 from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
 from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
-from hdnn.networks import Network
 from hdnn.progress import Progress
-from hdnn.schemes import Force
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
+from hdnn.training.hidden import Adam, Passes, Smoothness, clip_norm
 from hdnn.training.output import SOLVERS, Batch, Output, assign, evaluate, features, weights_of
 from hdnn.training.parallel import Group
 from hdnn.training.recipes import cosine, rate_factor
@@ -218,22 +215,21 @@ class _Training:
                 callback.limit_coupling(self.model)
         return chosen
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> Adam:
         head = set(self.head.parameters())
         free = [p for p in self.model.parameters() if p.requires_grad]
         self.hidden = [p for p in free if p not in head]
-        groups = [{"params": self.hidden, "weight_decay": self.options.weight_decay}]
+        output = []
         if self.options.solver == "joint":
             output = [p for p in free if p in head]
-            groups.append({"params": output, "weight_decay": self.options.ridge})
-        groups = [group for group in groups if group["params"]]
-        if not groups:
+        self.trained = self.hidden + output
+        if not self.trained:
             raise OptionError(
                 "no hidden layer has a parameter that requires a gradient; call "
                 'requires_grad_() on some, or train the output layer alone with solver="joint".'
             )
-        self.trained = [p for group in groups for p in group["params"]]
-        return torch.optim.Adam(groups, lr=self.options.learning_rate, fused=True)
+        decays = [self.options.weight_decay] * len(self.hidden)
+        return Adam(self.trained, decays + [self.options.ridge] * len(output))
 
     # The loop
 
@@ -254,7 +250,7 @@ class _Training:
                     saved = time.monotonic()
         finally:
             self.model.train(was_training)
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
         return self.history
 
     def run_epoch(self) -> bool:
@@ -309,9 +305,7 @@ class _Training:
         norm = math.nan
         if options.clip is not None or self.callbacks or k == self.batches - 1:
             norm = clip_norm(self.trained, options.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.optimizer.step(rate)
         return Moment(
             model=self.model,
             epoch=epoch + 1,
@@ -424,147 +418,6 @@ class _Training:
             self.generator,
             self.callbacks,
         )
-
-
-class Passes:
-    """The last states of a network, and the gradients of its parameters from those of the states.
-
-    Where one kernel runs all layers it is called directly, and autograd is left with what computes
-    its weights from the parameters: for a small network the rest takes longer than the kernel.
-    """
-
-    def __init__(self, net: Any) -> None:
-        self.net = net
-        plain = getattr(net.forward, "__func__", None) is Network.forward
-        self.direct = plain and isinstance(getattr(net, "h", None), float) and not _hooked(net)
-        self.direct = self.direct and bool(net.scheme.moves)
-        self.plans: dict[int, Plan] = {}  # by number of samples
-        self.last: tuple[Any, ...] = ()  # the last forward pass
-
-    def forward(self, y_0: Tensor) -> Tensor:
-        if not self.direct:
-            return self._by_autograd(y_0)
-        forces = self.net.forces()
-        plan = self.plans.get(len(y_0)) or self._plan(y_0, forces)
-        if plan.method is None or plan.convert:
-            return self._by_autograd(y_0)
-        tensors = [plan.h]
-        for force in forces:
-            tensors += [t if t is None else t.contiguous() for t in force]
-        with torch.no_grad():
-            y, saved = plan.method.forward(y_0, tuple(tensors))
-        self.last = (plan.method, y_0, saved, tensors)
-        return y
-
-    def _by_autograd(self, y_0: Tensor) -> Tensor:
-        y = self.net(y_0)
-        self.last = (y,)
-        return y.detach()
-
-    def _plan(self, y_0: Tensor, forces: Sequence[Force]) -> Plan:
-        net = self.net
-        choices = [None if name == "auto" else name for name in (net.engine, net.backprop)]
-        plan = Plan(current(*choices), Call(net.scheme, y_0, forces, net.h, net.sigma, False))
-        self.plans[len(y_0)] = plan
-        return plan
-
-    def backward(self, g: Tensor) -> None:
-        """Add to the gradients of all parameters, given that of the last states."""
-        roots, gradients = self.last, [g]
-        if len(self.last) > 1:
-            method, y_0, saved, tensors = self.last
-            with torch.no_grad():
-                gradients = method.backward(y_0, saved, g.contiguous(), tuple(tensors))[1:]
-            roots = tensors
-        pairs = [(t, g) for t, g in zip(roots, gradients, strict=True) if _wanted(t, g)]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
-
-
-class Smoothness:
-    """The regulariser R_K of a network, and its gradient.
-
-    For most networks the gradient in each parameter is a multiple of its second difference from
-    layer to layer. Whether it is, and which multiple, is measured once at random weights; then the
-    differences take a small part of the time of autograd.
-    """
-
-    def __init__(self, net: Any) -> None:
-        self.net = net
-        self.active = hasattr(net, "smoothness") and hasattr(net, "h")
-        self.factors: list[tuple[nn.Parameter, Any, float]] | None = None
-        if self.active:
-            self.factors = self._measured()
-
-    def _measured(self) -> list[tuple[nn.Parameter, Any, float]] | None:
-        try:
-            probe = copy.deepcopy(self.net).double().requires_grad_()
-        except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
-            return None
-        weights = list(probe.parameters())
-        generator = torch.Generator().manual_seed(0)
-        for p in weights:
-            p.data.copy_(torch.randn(p.shape, generator=generator))
-        gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
-        factors = []
-        for mine, p, gradient in zip(self.net.parameters(), weights, gradients, strict=True):
-            p = p.detach()
-            if gradient is None or len(p) < 2:
-                return None
-            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(dim=0)
-            factor = float((gradient * difference).sum() / difference.square().sum())
-            if not torch.allclose(gradient, factor * difference):
-                return None
-            if mine.requires_grad:
-                factors.append((mine, numbers(mine), factor))
-        return factors
-
-    def value(self) -> float:
-        return float(self.net.smoothness().detach()) if self.active else 0.0
-
-    def descend(self, alpha: float) -> None:
-        """Add the gradient of alpha R_K to those of the parameters."""
-        if not alpha or not self.active:
-            return
-        if self.factors is None:
-            penalty = alpha * self.net.smoothness()
-            if penalty.requires_grad:
-                penalty.backward()
-            return
-        for p, values, factor in self.factors:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            gradient = numbers(p.grad)
-            jumps = values[1:] - values[:-1]
-            jumps *= alpha * factor
-            gradient[1:] += jumps
-            gradient[:-1] -= jumps
-
-
-def numbers(t: Tensor) -> Any:
-    """A tensor in its own memory, as an array of NumPy where that has one: its calls are short."""
-    t = t.detach()
-    return t.numpy() if t.is_cpu and t.dtype in (torch.float32, torch.float64) else t
-
-
-def clip_norm(parameters: Sequence[nn.Parameter], most: float | None) -> float:
-    """The norm of all gradients, which are then scaled so that it is at most `most`."""
-    gradients = [numbers(p.grad) for p in parameters if p.grad is not None]
-    norm = math.sqrt(float(sum((g * g).sum() for g in gradients)))
-    if most is not None and not norm <= most:
-        for g in gradients:
-            g *= most / (norm + 1e-6)
-    return norm
-
-
-def _hooked(net: nn.Module) -> bool:
-    """True if a module has hooks, which a direct call of its kernel would skip."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(net, name, None) for name in names)
-
-
-def _wanted(t: Tensor | None, gradient: Tensor | None) -> bool:
-    return gradient is not None and t is not None and t.requires_grad
 
 
 @contextmanager
