@@ -27,6 +27,7 @@ NEWTON_STEPS = 5
 ADAM_STEPS = 10
 REFIT_STEPS = 50
 START_STEPS = 8
+HALVINGS = 30  # of a Newton step, at most
 ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
 QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
 CHUNK = 4096  # samples that go through a network at once
@@ -91,7 +92,11 @@ class OutputProblem:
         return float(loss), np.exp(S - log_sum)
 
     def predictions(self, S: np.ndarray) -> np.ndarray:
-        return S if self.regression else np.exp(S - self.log_sum(S))
+        if self.regression:
+            return S
+        if not self.softmax:
+            return 0.5 * np.tanh(0.5 * S) + 0.5
+        return np.exp(S - self.log_sum(S))
 
     def residual(self, P: np.ndarray) -> np.ndarray:
         """The gradient of the mean loss in the scores, from the predictions: (B, c)."""
@@ -166,9 +171,9 @@ class Output:
         loss, P = problem.loss(S)
         residual = problem.residual(P)
         if self.solver == "joint":
-            gradient = torch.from_numpy(residual.T @ problem.A)
-            self.head.weight.grad = gradient[:, :-1].to(self.head.weight).contiguous()
-            self.head.bias.grad = gradient[:, -1].to(self.head.bias).contiguous()
+            gradient = torch.from_numpy(residual.T @ problem.A).to(self.head.weight)
+            self.head.weight.grad = gradient[:, :-1]
+            self.head.bias.grad = gradient[:, -1]
         else:
             assign(self.head, W)
         gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
@@ -196,15 +201,21 @@ class Output:
     def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
         W = np.zeros((self.head.outputs, self.head.features + 1))
-        m = np.zeros_like(W)
+        m = np.zeros_like(W)  # sums of gradients, 10 times the mean; and 1000 times that of squares
         v = np.zeros_like(W)
         for count, problem in enumerate(problems, 1):
             P = problem.predictions(problem.A @ W.T)
-            g = problem.residual(P).T @ problem.A + self.ridge * W
-            m += 0.1 * (g - m)
-            v += 0.001 * (g * g - v)
-            size = self.rate / (1 - 0.9**count)
-            W -= size * m / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+            g = problem.residual(P).T @ problem.A
+            g += self.ridge * W
+            m *= 0.9
+            m += g
+            g *= g
+            v *= 0.999
+            v += g
+            scale = math.sqrt(1000 * (1 - 0.999**count))
+            m_hat = m / (np.sqrt(v) + 1e-8 * scale)
+            m_hat *= 0.1 * self.rate * scale / (1 - 0.9**count)
+            W -= m_hat
         return W
 
     @QUIET
@@ -238,25 +249,26 @@ def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
     unit = ridge * np.eye(W.size)
     for _ in range(steps):
         gradient = problem.residual(P).T @ A + ridge * W
+        hessian = problem.hessian(P)
+        hessian += unit
         try:
-            step = np.linalg.solve(problem.hessian(P) + unit, gradient.reshape(-1))
+            step = np.linalg.solve(hessian, gradient.reshape(-1)).reshape(W.shape)
         except np.linalg.LinAlgError:  # rounding must not stop a training
             break
-        step = step.reshape(W.shape)
         decrease = np.vdot(gradient, step)
         if not decrease > ENOUGH:
             break
         move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
-        size = 1.0
-        while size > 1e-9:
-            W_new = W - size * step
-            S_new = S - size * move
+        for halvings in range(HALVINGS):
+            W_new = W - step
+            S_new = S - move
             loss, P = problem.loss(S_new)
             trial = loss + 0.5 * ridge * np.vdot(W_new, W_new)
-            if trial <= value - 1e-4 * size * decrease:
+            if trial <= value - 1e-4 * 0.5**halvings * decrease:
                 break
-            size *= 0.5
+            step *= 0.5
+            move *= 0.5
         else:
             break
         W, S, value = W_new, S_new, trial
@@ -280,12 +292,11 @@ def weights_of(head: Head) -> np.ndarray:
     return W
 
 
-@torch.no_grad()
 def assign(head: Head, W: np.ndarray) -> None:
     """Set weights and biases from one matrix (c, n + 1)."""
     values = torch.from_numpy(W)
-    head.weight.copy_(values[:, :-1])
-    head.bias.copy_(values[:, -1])
+    head.weight.detach().copy_(values[:, :-1])
+    head.bias.detach().copy_(values[:, -1])
 
 
 @torch.no_grad()
