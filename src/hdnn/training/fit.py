@@ -187,7 +187,7 @@ class _Training:
         self.callbacks = self._all_callbacks(callbacks)
         self.optimizer = self._optimizer()
         self.passes = Passes(model.net)
-        self.smoothness = Smoothness(model.net)
+        self.smoothness = Smoothness(model.net, self.trained)
         self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
         self.batches = math.ceil(len(self.y_0) / options.batch)
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -293,19 +293,22 @@ class _Training:
         for p in self.trained:
             p.grad = None
         y = self.passes.forward(self.group.split(y_0))
-        outcome = self.output.solve((self.group.gather(y, len(y_0)), t, weight))
+        seen = bool(self.callbacks) or k == self.batches - 1
+        outcome = self.output.solve((self.group.gather(y, len(y_0)), t, weight), write=seen)
         if not math.isfinite(outcome.loss):
             raise self.diverged(epoch, y_0)
         if self.hidden:
             self.passes.backward(self.group.scatter(outcome.gradient))
             self.group.reduce(self.hidden)
         alpha = options.smoothness
-        self.smoothness.descend(alpha if options.smoothing == "constant" else alpha * cosine(done))
+        if options.smoothing == "cosine":
+            alpha *= cosine(done)
+        gradients = self.smoothness.gradients(alpha)
         rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
         norm = math.nan
-        if options.clip is not None or self.callbacks or k == self.batches - 1:
-            norm = clip_norm(self.trained, options.clip)
-        self.optimizer.step(rate)
+        if options.clip is not None or seen:
+            norm = clip_norm(gradients, options.clip)
+        self.optimizer.step(gradients, rate)
         return Moment(
             model=self.model,
             epoch=epoch + 1,

@@ -20,6 +20,8 @@ from hdnn.engine.settings import current
 from hdnn.networks import Network
 from hdnn.schemes import Force
 
+NUMPY = (torch.float32, torch.float64)
+
 
 class Passes:
     """The last states of a network, and the gradients of its parameters from those of the states.
@@ -93,14 +95,16 @@ class Smoothness:
     differences take a small part of the time of autograd.
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, trained: Sequence[nn.Parameter]) -> None:
         self.net = net
-        self.active = hasattr(net, "smoothness") and hasattr(net, "h")
-        self.factors: list[tuple[nn.Parameter, Any, float]] | None = None
+        self.trained = trained
+        self.active = hasattr(net, "smoothness") and hasattr(net, "h")  # not an MLP
+        # By the number of a parameter.
+        self.factors: list[tuple[int, Any, float]] | None = None
         if self.active:
             self.factors = self._measured()
 
-    def _measured(self) -> list[tuple[nn.Parameter, Any, float]] | None:
+    def _measured(self) -> list[tuple[int, Any, float]] | None:
         try:
             probe = copy.deepcopy(self.net).double().requires_grad_()
         except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
@@ -110,6 +114,7 @@ class Smoothness:
         for p in weights:
             p.data.copy_(torch.randn(p.shape, generator=generator))
         gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
+        places = {p: k for k, p in enumerate(self.trained)}
         factors = []
         for mine, p, gradient in zip(self.net.parameters(), weights, gradients, strict=True):
             p = p.detach()
@@ -119,30 +124,33 @@ class Smoothness:
             factor = float((gradient * difference).sum() / difference.square().sum())
             if not torch.allclose(gradient, factor * difference):
                 return None
-            if mine.requires_grad:
-                factors.append((mine, numbers(mine), factor))
+            if mine in places:
+                factors.append((places[mine], numbers(mine), factor))
         return factors
 
     def value(self) -> float:
         return float(self.net.smoothness().detach()) if self.active else 0.0
 
-    def descend(self, alpha: float) -> None:
-        """Add the gradient of alpha R_K to those of the parameters."""
-        if not alpha or not self.active:
-            return
-        if self.factors is None:
+    def gradients(self, alpha: float) -> list[Any]:
+        """The gradients of all trained parameters, that of alpha R_K included, in their memory."""
+        active = alpha > 0 and self.active
+        if active and self.factors is None:
             penalty = alpha * self.net.smoothness()
             if penalty.requires_grad:
                 penalty.backward()
-            return
-        for p, values, factor in self.factors:
+        gradients = []
+        for p in self.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            gradient = numbers(p.grad)
-            jumps = values[1:] - values[:-1]
-            jumps *= alpha * factor
-            gradient[1:] += jumps
-            gradient[:-1] -= jumps
+            gradients.append(numbers(p.grad))
+        if active and self.factors is not None:
+            for place, values, factor in self.factors:
+                gradient = gradients[place]
+                jumps = values[1:] - values[:-1]
+                jumps *= alpha * factor
+                gradient[1:] += jumps
+                gradient[:-1] -= jumps
+        return gradients
 
 
 class Adam:
@@ -153,19 +161,18 @@ class Adam:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> None:
-        self.parameters = parameters
         self.values = [numbers(p) for p in parameters]
+        self.sizes = [p.numel() for p in parameters]
         self.decays = decays
         flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
         self.m = numbers(flat)
         self.v = numbers(flat.clone())
         self.count = 0
 
-    def step(self, rate: float) -> None:
+    def step(self, gradients: Sequence[Any], rate: float) -> None:
         self.count += 1
         pieces = []
-        for p, values, decay in zip(self.parameters, self.values, self.decays, strict=True):
-            gradient = values * 0 if p.grad is None else numbers(p.grad)
+        for gradient, values, decay in zip(gradients, self.values, self.decays, strict=True):
             if decay:
                 gradient = gradient + decay * values
             pieces.append(gradient.reshape(-1))
@@ -176,14 +183,14 @@ class Adam:
         g *= 0.001
         self.v *= 0.999
         self.v += g
-        size = self.v**0.5
-        size *= (1 - 0.999**self.count) ** -0.5
-        size += 1e-8
-        move = self.m / size
+        root = self.v**0.5
+        root *= (1 - 0.999**self.count) ** -0.5
+        root += 1e-8
+        move = self.m / root
         move *= rate / (1 - 0.9**self.count)
         start = 0
-        for p, values in zip(self.parameters, self.values, strict=True):
-            end = start + p.numel()
+        for values, size in zip(self.values, self.sizes, strict=True):
+            end = start + size
             values -= move[start:end].reshape(values.shape)
             start = end
 
@@ -200,13 +207,13 @@ class Adam:
 
 def numbers(t: Tensor) -> Any:
     """A tensor in its own memory, as an array of NumPy where that has one: its calls are short."""
-    t = t.detach()
-    return t.numpy() if t.is_cpu and t.dtype in (torch.float32, torch.float64) else t
+    if t.requires_grad:
+        t = t.detach()
+    return t.numpy() if t.is_cpu and t.dtype in NUMPY else t
 
 
-def clip_norm(parameters: Sequence[nn.Parameter], most: float | None) -> float:
+def clip_norm(gradients: Sequence[Any], most: float | None) -> float:
     """The norm of all gradients, which are then scaled so that it is at most `most`."""
-    gradients = [numbers(p.grad) for p in parameters if p.grad is not None]
     norm = math.sqrt(float(sum((g * g).sum() for g in gradients)))
     if most is not None and not norm <= most:
         for g in gradients:

@@ -158,8 +158,8 @@ class Output:
         self.rate = rate
 
     @QUIET
-    def solve(self, batch: Batch) -> Outcome:
-        """Find the output layer for these features, and the loss with it."""
+    def solve(self, batch: Batch, write: bool = True) -> Outcome:
+        """Find the output layer for these features, and the loss with it; set its weights."""
         problem = OutputProblem(self.head, batch)
         if self.solver == "newton":
             W = newton(problem, self.ridge, NEWTON_STEPS)
@@ -174,7 +174,7 @@ class Output:
             gradient = torch.from_numpy(residual.T @ problem.A).to(self.head.weight)
             self.head.weight.grad = gradient[:, :-1]
             self.head.bias.grad = gradient[:, -1]
-        else:
+        elif write:
             assign(self.head, W)
         gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
         return Outcome(loss, problem.accuracy(S), gradient)
