@@ -201,7 +201,7 @@ class Output:
     def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
         W = np.zeros((self.head.outputs, self.head.features + 1))
-        m = np.zeros_like(W)  # sums of gradients, 10 times the mean; and 1000 times that of squares
+        m = np.zeros_like(W)  # 10 times the mean of the gradients
         v = np.zeros_like(W)
         for count, problem in enumerate(problems, 1):
             P = problem.predictions(problem.A @ W.T)
@@ -209,10 +209,8 @@ class Output:
             g += self.ridge * W
             m *= 0.9
             m += g
-            g *= g
-            v *= 0.999
-            v += g
-            scale = math.sqrt(1000 * (1 - 0.999**count))
+            v += 0.001 * (g * g - v)  # NaN once squares overflow: then the training has diverged
+            scale = math.sqrt(1 - 0.999**count)
             m_hat = m / (np.sqrt(v) + 1e-8 * scale)
             m_hat *= 0.1 * self.rate * scale / (1 - 0.9**count)
             W -= m_hat
