@@ -72,7 +72,7 @@ def write(
     values: Mapping[str, Any],
     groups: Mapping[str, Tensors],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     generator: torch.Generator | None = None,
     callbacks: Iterable[object] = (),
 ) -> None:
@@ -123,7 +123,7 @@ def read(place: Path, identity: Mapping[str, Any]) -> Saved | None:
 def restore(
     saved: Saved,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     generator: torch.Generator | None = None,
     callbacks: Iterable[object] = (),
 ) -> None:

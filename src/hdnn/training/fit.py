@@ -8,6 +8,7 @@ once more, to all data.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hdnn.errors import ConvergenceError, DataError, OptionError, choose, positive_int
 from hdnn.heads import Model, RegressionHead, SigmoidHead, SoftmaxHead
 from hdnn.progress import Progress
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
+from hdnn.training.hidden import Adam, Passes, Smoothness, clip_norm
 from hdnn.training.output import SOLVERS, Batch, Output, assign, evaluate, features, weights_of
 from hdnn.training.parallel import Group
 from hdnn.training.recipes import cosine, rate_factor
@@ -184,7 +186,8 @@ class _Training:
         self.validation = None if held_out is None else self._embedded(held_out)
         self.callbacks = self._all_callbacks(callbacks)
         self.optimizer = self._optimizer()
-        self.smoothness = Smoothness(model.net)
+        self.passes = Passes(model.net)
+        self.smoothness = Smoothness(model.net, self.trained)
         self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
         self.batches = math.ceil(len(self.y_0) / options.batch)
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -212,22 +215,21 @@ class _Training:
                 callback.limit_coupling(self.model)
         return chosen
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _optimizer(self) -> Adam:
         head = set(self.head.parameters())
         free = [p for p in self.model.parameters() if p.requires_grad]
         self.hidden = [p for p in free if p not in head]
-        groups = [{"params": self.hidden, "weight_decay": self.options.weight_decay}]
+        output = []
         if self.options.solver == "joint":
             output = [p for p in free if p in head]
-            groups.append({"params": output, "weight_decay": self.options.ridge})
-        groups = [group for group in groups if group["params"]]
-        if not groups:
+        self.trained = self.hidden + output
+        if not self.trained:
             raise OptionError(
                 "no hidden layer has a parameter that requires a gradient; call "
                 'requires_grad_() on some, or train the output layer alone with solver="joint".'
             )
-        self.trained = [p for group in groups for p in group["params"]]
-        return torch.optim.Adam(groups, lr=self.options.learning_rate, fused=True)
+        decays = [self.options.weight_decay] * len(self.hidden)
+        return Adam(self.trained, decays + [self.options.ridge] * len(output))
 
     # The loop
 
@@ -248,21 +250,20 @@ class _Training:
                     saved = time.monotonic()
         finally:
             self.model.train(was_training)
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
         return self.history
 
     def run_epoch(self) -> bool:
         """One pass over the data; True if a callback ends the training."""
         start = time.perf_counter()
-        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
         epoch = len(self.history.loss)
         moments = []
         stop = False
-        for k, index in enumerate(order.split(self.options.batch)):
-            weight = None if self.weight is None else self.weight[index]
+        for k, batch in enumerate(self.minibatches()):
+            weight = batch[2]
             if weight is not None and not weight.any():
                 continue  # an empty minibatch
-            moment = self.step(epoch, k, index, weight)
+            moment = self.step(epoch, k, batch)
             moments.append(moment)
             if k < self.batches - 1 and self.call(moment):
                 stop = True
@@ -274,32 +275,40 @@ class _Training:
         moments[-1].end_of_epoch = True
         return stop or self.call(moments[-1])
 
-    def step(self, epoch: int, k: int, index: Tensor, weight: Tensor | None) -> Moment:
+    def minibatches(self) -> Iterable[Batch]:
+        """All samples in a new order."""
+        size = self.options.batch
+        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
+        weights: Iterable[Any] = itertools.repeat(None, self.batches)
+        if self.weight is not None:
+            weights = self.weight[order].split(size)
+        return zip(self.y_0[order].split(size), self.t[order].split(size), weights, strict=True)
+
+    def step(self, epoch: int, k: int, batch: Batch) -> Moment:
         """Solve the output layer for a minibatch, then descend in the hidden layers."""
         options = self.options
+        y_0, t, weight = batch
         done = (epoch + k / self.batches) / options.epochs
         steps = options.epochs * self.batches
         for p in self.trained:
             p.grad = None
-        y = self.model.net(self.group.split(self.y_0[index]))
-        y_N = self.group.gather(y.detach(), len(index))
-        outcome = self.output.solve((y_N, self.t[index], weight))
+        y = self.passes.forward(self.group.split(y_0))
+        seen = bool(self.callbacks) or k == self.batches - 1
+        outcome = self.output.solve((self.group.gather(y, len(y_0)), t, weight), write=seen)
         if not math.isfinite(outcome.loss):
-            raise self.diverged(epoch, self.y_0[index])
-        if y.requires_grad:
-            y.backward(self.group.scatter(outcome.gradient))
+            raise self.diverged(epoch, y_0)
+        if self.hidden:
+            self.passes.backward(self.group.scatter(outcome.gradient))
             self.group.reduce(self.hidden)
         alpha = options.smoothness
-        self.smoothness.descend(alpha if options.smoothing == "constant" else alpha * cosine(done))
+        if options.smoothing == "cosine":
+            alpha *= cosine(done)
+        gradients = self.smoothness.gradients(alpha)
         rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
         norm = math.nan
-        if options.clip is not None:
-            norm = float(nn.utils.clip_grad_norm_(self.trained, options.clip))
-        elif self.callbacks or k == self.batches - 1:
-            norm = float(nn.utils.get_total_norm(p.grad for p in self.trained))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        if options.clip is not None or seen:
+            norm = clip_norm(gradients, options.clip)
+        self.optimizer.step(gradients, rate)
         return Moment(
             model=self.model,
             epoch=epoch + 1,
@@ -412,65 +421,6 @@ class _Training:
             self.generator,
             self.callbacks,
         )
-
-
-class Smoothness:
-    """The regulariser R_K of a network, and its gradient.
-
-    For most networks the gradient in each parameter is a multiple of its second difference from
-    layer to layer. Whether it is, and which multiple, is measured once at random weights; then the
-    differences take a third of the time of autograd.
-    """
-
-    def __init__(self, net: Any) -> None:
-        self.net = net
-        self.active = hasattr(net, "smoothness") and hasattr(net, "h")  # not an MLP
-        self.factors: list[tuple[nn.Parameter, float]] | None = None
-        if self.active:
-            self.factors = self._measured()
-
-    def _measured(self) -> list[tuple[nn.Parameter, float]] | None:
-        try:
-            probe = copy.deepcopy(self.net).double().requires_grad_()
-        except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
-            return None
-        weights = list(probe.parameters())
-        generator = torch.Generator().manual_seed(0)
-        for p in weights:
-            p.data.copy_(torch.randn(p.shape, generator=generator))
-        gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
-        factors = []
-        for mine, p, gradient in zip(self.net.parameters(), weights, gradients, strict=True):
-            p = p.detach()
-            if gradient is None or len(p) < 2:
-                return None
-            difference = -p.diff(dim=0, prepend=p[:1], append=p[-1:]).diff(dim=0)
-            factor = float((gradient * difference).sum() / difference.square().sum())
-            if not torch.allclose(gradient, factor * difference):
-                return None
-            if mine.requires_grad:
-                factors.append((mine, factor))
-        return factors
-
-    def value(self) -> float:
-        return float(self.net.smoothness().detach()) if self.active else 0.0
-
-    def descend(self, alpha: float) -> None:
-        """Add the gradient of alpha R_K to those of the parameters."""
-        if not alpha or not self.active:
-            return
-        if self.factors is None:
-            penalty = alpha * self.net.smoothness()
-            if penalty.requires_grad:
-                penalty.backward()
-            return
-        with torch.no_grad():
-            for p, factor in self.factors:
-                jumps = p.diff(dim=0).mul_(alpha * factor)
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                p.grad[1:] += jumps
-                p.grad[:-1] -= jumps
 
 
 @contextmanager

@@ -27,6 +27,7 @@ NEWTON_STEPS = 5
 ADAM_STEPS = 10
 REFIT_STEPS = 50
 START_STEPS = 8
+HALVINGS = 30  # of a Newton step, at most
 ENOUGH = 1e-14  # decrease of the loss, below which Newton's method ends
 QUIET = np.errstate(all="ignore")  # `fit` says where numbers are not finite
 CHUNK = 4096  # samples that go through a network at once
@@ -50,8 +51,8 @@ class Scores(NamedTuple):
 class OutputProblem:
     """The mean loss of an output layer as a function of its scores (B, c).
 
-    A (B, n + 1) has the features and a column of ones, T (B, c) the targets, and `share` the weight
-    of each sample in the mean.
+    A (B, n + 1) has the features and a column of ones, T (B, c) the targets, and `share` (B, 1) the
+    weight of each sample in the mean.
     """
 
     def __init__(self, head: Head, batch: Batch) -> None:
@@ -59,44 +60,47 @@ class OutputProblem:
         self.head = head
         self.softmax = isinstance(head, SoftmaxHead)
         self.regression = isinstance(head, RegressionHead)
-        self.A = np.ones((len(y), y.shape[1] + 1))
+        B = len(y)
+        self.A = np.ones((B, y.shape[1] + 1))
         self.A[:, :-1] = y.numpy(force=True)
         targets = t.numpy(force=True)
         if self.softmax:
-            self.T = np.zeros((len(y), head.outputs))
-            self.T[np.arange(len(y)), targets] = 1.0
+            self.T = np.zeros((B, head.outputs))
+            self.T[np.arange(B), targets] = 1.0
         else:
-            self.T = targets.reshape(len(y), head.outputs).astype(np.float64)
-        self.share: np.ndarray | float = 1 / len(y)
+            self.T = targets.reshape(B, head.outputs).astype(np.float64)
+        self.share = np.full((B, 1), 1 / B)
         if weight is not None:
             weights = weight.numpy(force=True).astype(np.float64)
             self.share = (weights / weights.sum())[:, None]
+        self.shared_T = self.share * self.T
 
-    def mean(self, values: np.ndarray) -> float:
-        if isinstance(self.share, float):
-            return float(values.sum()) * self.share
-        return float((values * self.share).sum())
-
-    def loss(self, S: np.ndarray) -> float:
-        if self.regression:
-            return self.mean((S - self.T) ** 2) / S.shape[1]
+    def log_sum(self, S: np.ndarray) -> np.ndarray:
+        """The logarithm of the sum of exp(S) over the classes: (B, 1)."""
         if not self.softmax:
-            return self.mean(np.logaddexp(0.0, S) - S * self.T)
+            return np.logaddexp(0.0, S)
         highest = S.max(1, keepdims=True)
-        log_sum = highest + np.log(np.exp(S - highest).sum(1, keepdims=True))
-        return self.mean(log_sum - (S * self.T).sum(1, keepdims=True))
+        return highest + np.log(np.exp(S - highest).sum(1, keepdims=True))
+
+    def loss(self, S: np.ndarray) -> tuple[float, np.ndarray]:
+        """The mean loss of scores, and the predictions."""
+        if self.regression:
+            error = S - self.T
+            return float(np.vdot(self.share * error, error)) / S.shape[1], S
+        log_sum = self.log_sum(S)
+        loss = np.vdot(self.share, log_sum) - np.vdot(self.shared_T, S)
+        return float(loss), np.exp(S - log_sum)
 
     def predictions(self, S: np.ndarray) -> np.ndarray:
         if self.regression:
             return S
         if not self.softmax:
-            return 0.5 + 0.5 * np.tanh(0.5 * S)
-        P = np.exp(S - S.max(1, keepdims=True))
-        return P / P.sum(1, keepdims=True)
+            return 0.5 * np.tanh(0.5 * S) + 0.5
+        return np.exp(S - self.log_sum(S))
 
     def residual(self, P: np.ndarray) -> np.ndarray:
         """The gradient of the mean loss in the scores, from the predictions: (B, c)."""
-        residual = (P - self.T) * self.share
+        residual = self.share * P - self.shared_T
         return residual * (2 / P.shape[1]) if self.regression else residual
 
     def hessian(self, P: np.ndarray) -> np.ndarray:
@@ -127,10 +131,10 @@ class OutputProblem:
         if self.regression:
             return math.nan
         if self.softmax:
-            right = (S.argmax(1) == self.T.argmax(1))[:, None]
+            wrong = (S.argmax(1) != self.T.argmax(1))[:, None]
         else:
-            right = (S > 0) == (self.T > 0.5)
-        return self.mean(right)
+            wrong = (S > 0) != (self.T > 0.5)
+        return 1 - float(np.vdot(self.share, wrong))
 
     def r2(self, S: np.ndarray) -> float:
         """The mean of R^2 over those outputs whose targets differ."""
@@ -154,8 +158,8 @@ class Output:
         self.rate = rate
 
     @QUIET
-    def solve(self, batch: Batch) -> Outcome:
-        """Find the output layer for these features, and the loss with it."""
+    def solve(self, batch: Batch, write: bool = True) -> Outcome:
+        """Find the output layer for these features, and the loss with it; set its weights."""
         problem = OutputProblem(self.head, batch)
         if self.solver == "newton":
             W = newton(problem, self.ridge, NEWTON_STEPS)
@@ -164,15 +168,16 @@ class Output:
         else:
             W = weights_of(self.head)
         S = problem.A @ W.T
-        residual = problem.residual(problem.predictions(S))
+        loss, P = problem.loss(S)
+        residual = problem.residual(P)
         if self.solver == "joint":
-            gradient = torch.from_numpy(residual.T @ problem.A)
-            self.head.weight.grad = gradient[:, :-1].to(self.head.weight).contiguous()
-            self.head.bias.grad = gradient[:, -1].to(self.head.bias).contiguous()
-        else:
+            gradient = torch.from_numpy(residual.T @ problem.A).to(self.head.weight)
+            self.head.weight.grad = gradient[:, :-1]
+            self.head.bias.grad = gradient[:, -1]
+        elif write:
             assign(self.head, W)
         gradient = torch.from_numpy(residual @ W[:, :-1]).to(batch[0])
-        return Outcome(problem.loss(S), problem.accuracy(S), gradient)
+        return Outcome(loss, problem.accuracy(S), gradient)
 
     @QUIET
     def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
@@ -196,15 +201,19 @@ class Output:
     def _adam(self, problems: Iterable[OutputProblem]) -> np.ndarray:
         """One Adam step on each problem, from zero: the paper's inner solver."""
         W = np.zeros((self.head.outputs, self.head.features + 1))
-        m = np.zeros_like(W)
+        m = np.zeros_like(W)  # 10 times the mean of the gradients
         v = np.zeros_like(W)
         for count, problem in enumerate(problems, 1):
             P = problem.predictions(problem.A @ W.T)
-            g = problem.residual(P).T @ problem.A + self.ridge * W
-            m += 0.1 * (g - m)
-            v += 0.001 * (g * g - v)
-            size = self.rate / (1 - 0.9**count)
-            W -= size * m / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+            g = problem.residual(P).T @ problem.A
+            g += self.ridge * W
+            m *= 0.9
+            m += g
+            v += 0.001 * (g * g - v)  # NaN once squares overflow: then the training has diverged
+            scale = math.sqrt(1 - 0.999**count)
+            m_hat = m / (np.sqrt(v) + 1e-8 * scale)
+            m_hat *= 0.1 * self.rate * scale / (1 - 0.9**count)
+            W -= m_hat
         return W
 
     @QUIET
@@ -234,29 +243,30 @@ def newton(problem: OutputProblem, ridge: float, steps: int) -> np.ndarray:
     A = problem.A
     W = np.zeros((problem.T.shape[1], A.shape[1]))
     S = np.zeros_like(problem.T)
-    value = problem.loss(S)
+    value, P = problem.loss(S)
     unit = ridge * np.eye(W.size)
     for _ in range(steps):
-        P = problem.predictions(S)
         gradient = problem.residual(P).T @ A + ridge * W
+        hessian = problem.hessian(P)
+        hessian += unit
         try:
-            step = np.linalg.solve(problem.hessian(P) + unit, gradient.reshape(-1))
+            step = np.linalg.solve(hessian, gradient.reshape(-1)).reshape(W.shape)
         except np.linalg.LinAlgError:  # rounding must not stop a training
             break
-        step = step.reshape(W.shape)
         decrease = np.vdot(gradient, step)
         if not decrease > ENOUGH:
             break
         move = A @ step.T
         # Far from the optimum a full step can overshoot: halve it until the loss falls.
-        size = 1.0
-        while size > 1e-9:
-            W_new = W - size * step
-            S_new = S - size * move
-            trial = problem.loss(S_new) + 0.5 * ridge * np.vdot(W_new, W_new)
-            if trial <= value - 1e-4 * size * decrease:
+        for halvings in range(HALVINGS):
+            W_new = W - step
+            S_new = S - move
+            loss, P = problem.loss(S_new)
+            trial = loss + 0.5 * ridge * np.vdot(W_new, W_new)
+            if trial <= value - 1e-4 * 0.5**halvings * decrease:
                 break
-            size *= 0.5
+            step *= 0.5
+            move *= 0.5
         else:
             break
         W, S, value = W_new, S_new, trial
@@ -269,7 +279,7 @@ def evaluate(head: Head, batch: Batch) -> Scores:
     problem = OutputProblem(head, batch)
     S = problem.A @ weights_of(head).T
     score = problem.r2(S) if problem.regression else problem.accuracy(S)
-    return Scores(problem.loss(S), score)
+    return Scores(problem.loss(S)[0], score)
 
 
 def weights_of(head: Head) -> np.ndarray:
@@ -280,12 +290,11 @@ def weights_of(head: Head) -> np.ndarray:
     return W
 
 
-@torch.no_grad()
 def assign(head: Head, W: np.ndarray) -> None:
     """Set weights and biases from one matrix (c, n + 1)."""
     values = torch.from_numpy(W)
-    head.weight.copy_(values[:, :-1])
-    head.bias.copy_(values[:, -1])
+    head.weight.detach().copy_(values[:, :-1])
+    head.bias.detach().copy_(values[:, -1])
 
 
 @torch.no_grad()
