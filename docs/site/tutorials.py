@@ -28,9 +28,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import hdnn
 from cells import cells
 
 PROGRAM = Path(__file__).with_name("cells.py")
+SOURCE = str(Path(hdnn.__file__).parents[1])  # pages run the hdnn whose docstrings are shown
 FOLDER = "tutorials/"
 LIMIT = 60.0  # seconds of processor time
 PATIENCE = 300.0  # seconds until a page that hangs is given up
@@ -89,7 +91,7 @@ def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(page), kept],
             cwd=work,
-            env={**os.environ, "MPLBACKEND": "Agg"},
+            env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": SOURCE},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
