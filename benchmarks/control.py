@@ -225,8 +225,8 @@ def page(result: dict[str, Any]) -> str:
     r = result["random"]
     lines += [
         "",
-        f"Energy balance of {r['controllers']:,} random controllers, steps of 0.001 to 1, weights of "
-        f"0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
+        f"Energy balance of {r['controllers']:,} random controllers, steps of 0.001 to 1, weights "
+        f"of 0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
     ]
     rows = [
         [r["name"], f"{r['ratio']:.1f} ({r['range'][0]:.1f} to {r['range'][1]:.1f})"]

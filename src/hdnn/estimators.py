@@ -51,7 +51,7 @@ TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
 WORTH = 0.95  # the factor by which weaker shrinkage must lower the held-out loss
 STEPS = 800  # of the optimiser; half of them for few rows, and fewer for wide networks
-FEW = 1000  # rows
+FEW = 500  # rows
 WIDE = 32  # features
 RATE = 1.5e-2
 RIDGE = 0.1  # of the weight decay
@@ -236,7 +236,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         count = len(rows.x)
         features = model.net.features
         batches = max(1, min(8, count // TINY), count // 512)
-        steps = STEPS * min(1.0, WIDE / features) / _folds(count)
+        steps = STEPS * min(1.0, WIDE / features)
+        if count < FEW:
+            steps /= 2
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
@@ -562,7 +564,7 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
 def _folds(rows: int) -> int:
     """The number of splits into training rows and held-out rows."""
-    return 2 if rows < FEW else 1
+    return 2 if rows < 2 * FEW else 1
 
 
 def _seed(random_state: Any) -> int:

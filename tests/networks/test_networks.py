@@ -414,3 +414,10 @@ def test_a_layer_that_cannot_be_solved_says_so():
     net.assign("b", torch.ones(1, 2))
     with pytest.raises(ConvergenceError, match="smaller step"):
         net(torch.ones(1, 2))
+
+
+def test_an_mlp_can_be_trained_by_fit_although_it_has_no_step():
+    model = hdnn.Model(None, hdnn.MLP(4, 2), hdnn.SigmoidHead(4))
+    t = torch.tensor([0, 1] * 10)
+    history = hdnn.training.fit(model, torch.randn(20, 4), t, epochs=2, progress=False)
+    assert history is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 from hdnn import io
 from hdnn.app.config import TableConfig
-from hdnn.app.predict import score_lines
+from hdnn.app.scores import score_lines
 from hdnn.app.train import PlaneJob, draw
 from hdnn.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from hdnn.app.config import (
     all_options,
     plain_name,
 )
-from hdnn.app.predict import score_lines
 from hdnn.app.runs import Run
+from hdnn.app.scores import score_lines
 from hdnn.app.train import Problem, draw, load
 from hdnn.distributed import Graph
 from hdnn.distributed.train import node_features

@@ -4,77 +4,21 @@ from __future__ import annotations
 
 import csv
 import io as text_io
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hdnn import analysis, io
+from hdnn.app import train
 from hdnn.app.config import IMAGE_SETS, PLANAR_SETS
 from hdnn.app.runs import Run, members
+from hdnn.app.scores import evaluate, outputs, score_lines
 from hdnn.errors import CheckpointError, DataError, OptionError
-from hdnn.heads import RegressionHead
 
-CHUNK = 4096  # samples that go through a model at once
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that begins so
 ANSWERS = ("predictions", "probabilities", "agreement", "spread")
-
-
-@torch.no_grad()
-def outputs(model: Any, x: Tensor) -> np.ndarray:
-    """Probabilities (rows, classes) of a classifier, or values (rows,) of a regression."""
-    model.eval()
-    scores = torch.cat([model(chunk) for chunk in x.split(CHUNK)]).double().cpu()
-    head: Any = getattr(model, "head", None)
-    if isinstance(head, RegressionHead):
-        return scores[:, 0].numpy()
-    if hasattr(head, "probabilities"):
-        return head.probabilities(scores).numpy()
-    return scores.softmax(1).numpy()
-
-
-def evaluate(
-    answers: np.ndarray, truth: np.ndarray, classes: Sequence[str], common: int | float
-) -> dict[str, Any]:
-    """Scores of answers, beside those of always giving the commonest class, or the mean.
-
-    Args:
-        answers: probabilities (rows, classes), or values (rows,).
-        truth: labels, or values.
-        classes: their names; none for values.
-        common: the commonest label of the training rows, or their mean value.
-    """
-    if not classes:
-        errors = answers - truth
-        spread = float(((truth - truth.mean()) ** 2).sum())
-        rmse = float(np.sqrt((errors**2).mean()))
-        plain = float(np.sqrt(((truth - common) ** 2).mean()))
-        r2 = 1 - float((errors**2).sum()) / spread if spread else float("nan")
-        text = f"always answering the mean, {common:.4g}, would give an RMSE of {plain:.4g}"
-        return {"rmse": rmse, "r2": r2, "baseline_rmse": plain, "baseline": text}
-    chosen = answers.argmax(1)
-    counts = np.zeros((len(classes), len(classes)), int)
-    np.add.at(counts, (truth, chosen), 1)
-    plain = float((truth == common).mean())
-    missed = (counts.sum(0) == 0) & (counts.sum(1) > 0)
-    never = [name for name, is_missed in zip(classes, missed, strict=True) if is_missed]
-    return {
-        "accuracy": float((chosen == truth).mean()),
-        "baseline_accuracy": plain,
-        "baseline": f"always answering {classes[int(common)]} would give {plain:.2%}",
-        "never_predicted": never,
-        "confusion": {"classes": list(classes), "counts": counts.tolist()},
-    }
-
-
-def score_text(name: str, value: float) -> str:
-    """A score with as many digits as people read; nothing below 100% is shown as 100%."""
-    if not name.endswith("accuracy"):
-        return f"{value:.4g}"
-    return f"{min(value, 0.9999) if value < 1 else 1:.2%}"
 
 
 # Prediction
@@ -122,14 +66,12 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
     """Outputs of one run in units of the target, the truth if it is known, and the target."""
     model = run.model()
     if run.options()["data"] in IMAGE_SETS:
-        from hdnn.app.train import image_target, load_images
-
         if data not in IMAGE_SETS:
             raise OptionError(f"the run is about images; give mnist or cifar10, not {data}.")
-        images = load_images(data)
+        images = train.load_images(data)
         dtype = next(model.parameters()).dtype
         x = images.normalised(images.images_test, dtype)
-        return outputs(model, x), images.t_test.numpy(), image_target(images)
+        return outputs(model, x), images.t_test.numpy(), train.image_target(images)
     encoder, target = run.columns()
     frame = read_rows(data, run.options().get("seed", 0))
     x = torch.from_numpy(encoder.transform(frame)).to(next(model.parameters()).dtype)
@@ -168,20 +110,6 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def score_lines(result: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The score, what is easy, and which classes are never predicted."""
-    lines = []
-    for name in ("accuracy", "rmse", "r2"):
-        if result.get(prefix + name) is not None:
-            label = (prefix + name).replace("_", " ")
-            lines.append(f"{label:<16} {score_text(name, result[prefix + name])}")
-    if lines and "baseline" in result:
-        lines[0] += f" ({result['baseline']})"
-    if result.get("never_predicted"):
-        lines.append(f"{'never predicted':<16} {', '.join(result['never_predicted'][:20])}")
-    return lines
-
-
 def csv_text(result: dict[str, Any]) -> str:
     """A CSV table with a row for each prediction."""
     target = result["target"]
@@ -215,8 +143,6 @@ def _safe(cell: Any) -> Any:
 
 def certify(place: str, data: str | None, *, samples: int) -> Any:
     """The certificate of a run or a saved model: at named points, else at its own test points."""
-    from hdnn.app import train
-
     run = None if Path(place).is_file() else members(place)[0]
     model = io.load(place) if run is None else run.model()
     source = data

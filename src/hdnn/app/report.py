@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hdnn import __version__
-from hdnn.app.predict import score_text
 from hdnn.app.runs import Run, find_runs
+from hdnn.app.scores import score_text
 from hdnn.errors import HDNNError, require
 
 MARK = "<!-- a report of hdnn -->"

@@ -24,8 +24,8 @@ from hdnn.app.config import (
     config_for,
     read_options,
 )
-from hdnn.app.predict import evaluate, outputs, score_lines, score_text
 from hdnn.app.runs import Run
+from hdnn.app.scores import evaluate, outputs, score_lines, score_text
 from hdnn.data import ImageData, load_cifar10, load_mnist, planar
 from hdnn.errors import CheckpointError, MissingExtraError, OptionError, choose, require
 from hdnn.heads import Augment, Model, SigmoidHead
@@ -53,6 +53,9 @@ FIT_OPTIONS = (
     *("patience", "seed"),
 )
 STEPS = 20  # in an epoch of few images
+SMALL = 8  # features, up to which a certificate looks at many points
+MANY = 1000
+FEW = 50
 
 
 def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +298,8 @@ class PlaneJob:
 
     def certify(self) -> Any:
         where = "test points" if len(self.problem.x_test) else "training points"
-        return analysis.certify(self.model, self.problem.points, points=where)
+        samples = MANY if self.model.net.features <= SMALL else FEW
+        return analysis.certify(self.model, self.problem.points, samples=samples, points=where)
 
     def note(self) -> dict[str, Any]:
         return self.problem.note()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -521,9 +521,6 @@ class Network(nn.Module):
         """Layer j, or a slice of the layers, as a view that can be run and looked at."""
         return Layers(self, range(self.layers))[layers]
 
-    def __iter__(self) -> Iterator[Layers]:
-        return iter(Layers(self, range(self.layers)))
-
     def extra_repr(self) -> str:
         parts = [f"{self.features} features", f"{self.layers} layers", self.activation]
         if self.tied:
@@ -569,9 +566,6 @@ class Layers:
         if numbers.step < 1:
             raise OptionError("layers run forwards: take a slice with a positive step.")
         return Layers(self.net, numbers)
-
-    def __iter__(self) -> Iterator[Layers]:
-        return (self[i] for i in range(len(self)))
 
     def __call__(self, y: Tensor) -> Tensor:
         return self.net.run_layers(y, self._slice)

@@ -424,7 +424,7 @@ class Smoothness:
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        self.active = hasattr(net, "smoothness")
+        self.active = hasattr(net, "smoothness") and hasattr(net, "h")  # not an MLP
         self.factors: list[tuple[nn.Parameter, float]] | None = None
         if self.active:
             self.factors = self._measured()
