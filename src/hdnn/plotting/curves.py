@@ -163,7 +163,7 @@ def certificate_norms(certificate: Certificate, ax: Axes | None = None) -> Axes:
         >>> certificate = hdnn.analysis.certify(hdnn.H2(features=4, layers=16))
         >>> ax = hdnn.plotting.certificate_norms(certificate)  # or certificate.plot()
         >>> ax.get_title()
-        'Sensitivity of the output, 100 samples'
+        'Sensitivity of the output, 20 samples'
     """
     if certificate.parts:
         count = len(certificate.parts)
