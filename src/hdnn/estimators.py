@@ -21,6 +21,7 @@ from hdnn.data.tables import Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
 from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
 from hdnn.networks import BY_NAME
+from hdnn.training.output import evaluate
 
 require("sklearn", extra="sklearn")
 
@@ -222,8 +223,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         for decay in SHRINKAGES:
             loss = 0.0
             for train, held in splits:
-                history = self._train(self._new_model(), train, decay, validation=held)
-                loss += history.validation_loss[-1]
+                model = self._new_model()
+                self._train(model, train, decay)
+                loss += _loss(model, held)
                 if loss > best:
                     break
             self._say(f"weight decay {decay:g}: held-out loss {loss / len(splits):.4f}")
@@ -239,6 +241,8 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         steps = STEPS * min(1.0, WIDE / features)
         if count < FEW:
             steps /= 2
+        if count <= TINY:  # so that rounding does not tell a weight of two from two rows
+            steps = min(steps, 60)
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
@@ -560,6 +564,13 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
 
     def _head(self, features: int, **options: Any) -> Any:
         return RegressionHead(features, len(self._center), **options)
+
+
+@torch.no_grad()
+def _loss(model: Model, rows: Rows) -> float:
+    head: Any = model.head
+    y = torch.cat([model.features(x) for x in rows.x.split(CHUNK)])
+    return evaluate(head, (y, rows.t, rows.weight)).loss
 
 
 def _folds(rows: int) -> int:

@@ -373,14 +373,7 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     options = {name: value for name, value in options.items() if value not in (None, [])}
     weights = config.weights()
     if weights is not None:
-        if not problem.target.classes:
-            raise OptionError(f"{problem.target.name} has values, not classes: no --class-weight.")
-        if isinstance(weights, dict):
-            numbers = {name: k for k, name in enumerate(problem.target.classes)}
-            for name in weights:
-                choose("class of --class-weight", name, problem.target.classes)
-            weights = {numbers[name]: weight for name, weight in weights.items()}
-        options["class_weight"] = weights
+        options["class_weight"] = _by_label(weights, problem.target)
     inputs = problem.x.shape[1]
     if config.features is not None and config.features < inputs:
         raise OptionError(
@@ -388,6 +381,17 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
         )
     kind = HDNNClassifier if problem.target.classes else HDNNRegressor
     return kind(random_state=config.seed, **options)
+
+
+def _by_label(weights: Any, target: Any) -> Any:
+    """The weights of --class-weight, by label instead of by name."""
+    if not target.classes:
+        raise OptionError(f"{target.name} has values, not classes: no --class-weight.")
+    if isinstance(weights, str):
+        return weights
+    for name in weights:
+        choose("class of --class-weight", name, target.classes)
+    return {target.classes.index(name): weight for name, weight in weights.items()}
 
 
 def build(config: TableConfig) -> Model:

@@ -571,13 +571,11 @@ def class_weights(
         counts = np.bincount(labels, minlength=len(classes))
         factors = len(labels) / (len(classes) * np.maximum(counts, 1))
     else:
-        names = {name: number for number, name in enumerate(classes)}
-        factors = np.ones(len(classes))
-        for name, value in weight.items():
-            if name not in names:
-                shown = ", ".join(repr(label) for label in classes[:8])
-                raise OptionError(f"class_weight names {name!r}, but the classes are {shown}.")
-            factors[names[name]] = value
+        strangers = [name for name in weight if name not in classes]
+        if strangers:
+            shown = ", ".join(repr(label) for label in classes[:8])
+            raise OptionError(f"class_weight names {strangers[0]!r}, but the classes are {shown}.")
+        factors = np.array([weight.get(name, 1.0) for name in classes])
     if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
         raise OptionError(f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}.")
     return factors[labels]

@@ -233,13 +233,12 @@ def unsupported_reason(call: Call) -> str | None:
     if y.dtype not in DTYPES.get(device, ()):
         return f"there is no kernel for {y.dtype} on {device}"
     width = y.shape[-1] // (2 if scheme.halves else 1)
-    for force in forces:
-        for t in force:
-            if t is not None and (type(t) not in PLAIN or t.device != y.device):
-                return "the weights are not plain tensors on the device of the states"
-        if force.output.shape[-1] != width or force.K.shape[-1] != width:
-            return "a force reads or moves another number of features"
-    return None if type(y) in PLAIN else "the states are not a plain tensor"
+    tensors = [t for force in forces for t in force if t is not None]
+    if any(type(t) not in PLAIN or t.device != y.device for t in (y, *tensors)):
+        return "states and weights are not plain tensors on one device"
+    if any({force.output.shape[-1], force.K.shape[-1]} != {width} for force in forces):
+        return "a force reads or moves another number of features"
+    return None
 
 
 def describe(call: Call, dtype: torch.dtype) -> Stack:

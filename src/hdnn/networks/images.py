@@ -223,25 +223,25 @@ class HamiltonianUnit(nn.Module):
         """
         if self.free is not None and not self.free.is_meta:
             self.free[:] = self._free_entries()
-        scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
-        for name, tensor in [
-            *self.named_parameters(recurse=False),
-            *self.named_buffers(recurse=False),
-        ]:
+        tensors = dict(self.named_parameters(recurse=False))
+        tensors |= dict(self.named_buffers(recurse=False))
+        for name, tensor in tensors.items():
             kind = name.split("_")[0]
-            if tensor.is_meta or kind == "free":
-                continue
-            if kind == "K" or (kind == "b" and self.init == "paper"):
-                # In float32, so that a seed gives the same unit in any dtype.
-                where = tensor.device if generator is None else generator.device
-                draw = torch.randn(
-                    tensor.shape, generator=generator, device=where, dtype=torch.float32
-                )
-                tensor.copy_(scale * draw)
-            else:
-                tensor.fill_(1.0 if kind in ("gamma", "var") else 0.0)
+            if not tensor.is_meta and kind != "free":
+                self._start(tensor, kind, generator)
         if self.after is not None:
             self.after.reset_parameters()
+
+    def _start(self, tensor: Tensor, kind: str, generator: torch.Generator | None) -> None:
+        """Give a tensor its first values."""
+        if kind == "K" or (kind == "b" and self.init == "paper"):
+            scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
+            where = tensor.device if generator is None else generator.device
+            # In float32, so that a seed gives the same unit in any dtype.
+            options = {"generator": generator, "device": where, "dtype": torch.float32}
+            tensor.copy_(scale * torch.randn(tensor.shape, **options))
+        else:
+            tensor.fill_(1.0 if kind in ("gamma", "var") else 0.0)
 
     def weight(self, name: str) -> Tensor:
         """The stack of that name, such as "K" or "b_p"; of a sparse K all entries, zeros included.
