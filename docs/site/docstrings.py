@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import griffe
 
@@ -64,18 +64,35 @@ def errors() -> dict[str, str]:
 
 
 def parameters(cls: type) -> griffe.Parameters:
-    """What a class takes, by the signature that Python shows."""
-    return griffe.Parameters(
-        *(
+    """What a class takes, with each of the options that networks share."""
+    shown = []
+    for given in inspect.signature(cls).parameters.values():
+        if given.kind is given.VAR_KEYWORD and "Unpack[" in _text(given.annotation):
+            shown += _options(cls, given.name)
+            continue
+        shown.append(
             griffe.Parameter(
                 given.name,
                 annotation=None if given.annotation is given.empty else _text(given.annotation),
                 kind=griffe.ParameterKind[given.kind.name.lower()],
                 default=None if given.default is given.empty else repr(given.default),
             )
-            for given in inspect.signature(cls).parameters.values()
         )
-    )
+    return griffe.Parameters(*shown)
+
+
+def _options(cls: Any, name: str) -> list[griffe.Parameter]:
+    """The options that `**name: Unpack[..]` stands for; their defaults are in the docstrings."""
+    (options,) = get_args(get_type_hints(cls.__init__)[name])
+    return [
+        griffe.Parameter(
+            option,
+            annotation=_text(annotation),
+            kind=griffe.ParameterKind.keyword_only,
+            default="...",
+        )
+        for option, annotation in get_type_hints(options).items()
+    ]
 
 
 def _shares_options(constructor: griffe.Function) -> bool:

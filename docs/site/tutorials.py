@@ -2,8 +2,7 @@
 
 Each page is run by a process of its own in an empty folder. A cell that fails is an error, and so
 is a page that takes more than a minute of processor time: that does not depend on what else the
-machine is doing. Kernels of closed loops, which are compiled once after an installation and take
-most of a minute, are ready before the page starts that needs them.
+machine is doing.
 """
 
 from __future__ import annotations
@@ -28,18 +27,15 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import hdnn
 from cells import cells
 
 PROGRAM = Path(__file__).with_name("cells.py")
+SOURCE = str(Path(hdnn.__file__).parents[1])  # pages run the hdnn whose docstrings are shown
 FOLDER = "tutorials/"
 LIMIT = 60.0  # seconds of processor time
 PATIENCE = 300.0  # seconds until a page that hangs is given up
 AT_ONCE = 2
-NEEDS = "from hdnn import control"  # a page with this line needs kernels of closed loops
-READY = """
-from hdnn import control
-control.LoopTraining(control.crossing("ring", steps=2), iterations=1, batch=1).run(progress=False)
-"""
 
 _running: dict[str, Future[Ran]] = {}
 
@@ -82,14 +78,12 @@ def on_build_error(error: Exception, **_: object) -> None:
 
 def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
     """Run the cells of a page, or raise an error that names the page, the cell and the line."""
-    if NEEDS in page.read_text(encoding="utf-8"):
-        subprocess.run([sys.executable, "-c", READY], stdin=subprocess.DEVNULL, check=True)
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory() as kept:
         began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(page), kept],
             cwd=work,
-            env={**os.environ, "MPLBACKEND": "Agg"},
+            env={**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": SOURCE},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
