@@ -13,7 +13,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = {"tokens of code": 161_000, "files": 92}
+BUDGET = {"tokens of code": 162_100, "files": 92}
 
 SOURCE = Path(__file__).parents[1] / "src" / "hdnn"
 LAYOUT = {

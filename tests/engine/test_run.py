@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hdnn import activations, engine, schemes
+from hdnn import activations, engine, functional, schemes
 from hdnn.errors import HDNNError, OptionError, ReversalWarning
 from hdnn.schemes import Force
 
@@ -271,7 +271,7 @@ def run_in_process(code: str, **environment: str) -> str:
 
 PEAK = """
 import resource, torch
-from hdnn import activations, engine, schemes
+from hdnn import activations, engine, functional, schemes
 K = 0.1 * torch.randn({N}, 8, 8)
 force = schemes.Force(K.requires_grad_(), torch.zeros({N}, 8))
 y = torch.randn(4000, 16)
@@ -325,7 +325,7 @@ def test_settings_hold_for_one_thread_and_block():
 
 ONE_CALL = """
 import torch
-from hdnn import activations, engine, schemes
+from hdnn import activations, engine, functional, schemes
 force = schemes.Force(torch.ones(3, 2, 2), torch.zeros(3, 2))
 y = torch.ones(4, 4, requires_grad=True)
 scheme, tanh = schemes.SEMI_IMPLICIT_EULER, activations.get("tanh")
@@ -342,3 +342,17 @@ def test_damaged_files_of_compiled_kernels_are_written_anew(tmp_path):
         path.write_bytes(path.read_bytes()[:40] if path.suffix == ".nbc" else b"")
     assert run_in_process(ONE_CALL, NUMBA_CACHE_DIR=str(tmp_path)) == wanted
     assert all(path.stat().st_size > 40 for path in files)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "softplus", "sigmoid", "tanh"])
+def test_gradients_of_huge_states_are_those_of_the_definition(activation):
+    source = torch.Generator().manual_seed(0)
+    y = 1e12 * torch.randn(20, 4, generator=source)
+    K = torch.randn(2, 4, 4, generator=source)
+    b = torch.zeros(2, 4)
+    gradients = []
+    for name in ("reference", "fused"):
+        x = y.clone().requires_grad_()
+        functional.h1(x, K, b, 0.1, activation=activation, engine=name).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)

@@ -121,12 +121,17 @@ SIGMAS = {  # sigma(x), and its slope where z = sigma(x)
         "x * half * erfc(-x * root)",
         "half * erfc(-x * root) + x * bell * exp(-half * x * x)",
     ),
-    "silu": (f"x * ({SIGMOID})", f"({SIGMOID}) * (one + x - z)"),
+    # Clamped, since x - z loses all digits of a large x.
+    "silu": (
+        f"x * ({SIGMOID})",
+        f"({SIGMOID}) * (one + min(max(x, -limit), limit) * (half - half * tanh(half * x)))",
+    ),
     "sin": ("sin(x)", "cos(x)"),
     "identity": ("x", "one"),
 }
 CONSTANTS = {"zero": 0.0, "one": 1.0, "half": 0.5, "root": math.sqrt(0.5)}
 CONSTANTS["bell"] = 1 / math.sqrt(2 * math.pi)
+CONSTANTS["limit"] = 50.0
 
 
 def python(name: str, lines: list[str]) -> Any:
