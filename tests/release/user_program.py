@@ -46,7 +46,6 @@ def build_networks() -> float:
     assert_type(net[0](y), Tensor)
     assert_type(net[:5].trajectory(y), Tensor)
     assert_type(len(net), int)
-    net.freeze(slice(0, 5))
 
     K, b = 0.1 * torch.randn(5, 8, 8), torch.zeros(5, 8)
     z = assert_type(functional.h1(torch.randn(2, 8), K, b, h=0.1), Tensor)
