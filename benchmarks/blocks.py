@@ -46,7 +46,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, d = x.shape
-        q, k, v = self.split(self.norm(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.split(self.norm(x))
+            .view(B, T, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.drop(self.join(values.transpose(1, 2).reshape(B, T, d)))
 
@@ -119,7 +123,11 @@ WAYS: dict[str, Callable[[Pairs], nn.Module]] = {
     "revlib": revlib_net,
     "memcnn": memcnn_net,
 }
-OURS = ("undone", "undone, on the grid", "stored")  # at all depths; others only at the largest
+OURS = (
+    "undone",
+    "undone, on the grid",
+    "stored",
+)  # at all depths; others only at the largest
 
 
 def step_of(net: nn.Module, y: Tensor) -> Callable[[], None]:
@@ -135,7 +143,9 @@ def step_of(net: nn.Module, y: Tensor) -> Callable[[], None]:
     return step
 
 
-def measured(way: str, depth: int, sizes: dict[str, Any], device: str) -> dict[str, Any]:
+def measured(
+    way: str, depth: int, sizes: dict[str, Any], device: str
+) -> dict[str, Any]:
     """Peak MiB of a step beyond parameters and gradients, and the step itself."""
     net = WAYS[way](pairs(sizes["d"], depth)).to(device)
     y = torch.randn(sizes["batch"], sizes["tokens"], 2 * sizes["d"], device=device)
@@ -172,7 +182,9 @@ def wait(device: str) -> None:
 def identical(depth: int, sizes: dict[str, Any], device: str) -> bool:
     """Whether gradients with dropout, undone on the grid, are those of stored states, all bits."""
     net: Any = WAYS["undone, on the grid"](pairs(sizes["d"], depth, 0.1)).to(device)
-    y = torch.randn(2, sizes["tokens"], 2 * sizes["d"], device=device, requires_grad=True)
+    y = torch.randn(
+        2, sizes["tokens"], 2 * sizes["d"], device=device, requires_grad=True
+    )
     gradients = []
     for backprop in ("reversible", "stored"):
         net.backprop = backprop
@@ -190,7 +202,9 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:120]}"
 
 
-def at_depth(depth: int, ways: Iterable[str], sizes: dict[str, Any], device: str) -> list[Any]:
+def at_depth(
+    depth: int, ways: Iterable[str], sizes: dict[str, Any], device: str
+) -> list[Any]:
     """Rows of all contestants with so many blocks."""
     rows = []
     failed = []

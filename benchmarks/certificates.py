@@ -24,7 +24,18 @@ import hdnn
 from hdnn import activations
 from hdnn.errors import ConvergenceError
 
-KINDS = ("H1", "H2", "ImplicitH2", "verlet", "yoshida4", "midpoint", "MS1", "MS2", "MS3", "MLP")
+KINDS = (
+    "H1",
+    "H2",
+    "ImplicitH2",
+    "verlet",
+    "yoshida4",
+    "midpoint",
+    "MS1",
+    "MS2",
+    "MS3",
+    "MLP",
+)
 IMPLICIT = ("ImplicitH2", "midpoint")
 SAMPLES = 4
 SIZES = {"full": {"count": 10_000, "seed": 0}, "quick": {"count": 40, "seed": 0}}
@@ -94,7 +105,9 @@ def certified(first: int) -> tuple[Counter[str], list[str], float]:
             smallest = min(smallest, certificate.smallest_norm)
         elif certificate.smallest_norm < 1:
             counts[f"{kind}, norm below 1"] += 1
-        violations += [f"seed {seed}: {net!r}: {fact}" for fact in certificate.violations]
+        violations += [
+            f"seed {seed}: {net!r}: {fact}" for fact in certificate.violations
+        ]
     return counts, violations, smallest
 
 
@@ -125,7 +138,13 @@ def page(result: dict[str, Any]) -> str:
         f"{result['networks']} networks: {len(result['violations'])} violations. The smallest "
         f"norm(dy_N/dy_j) of a guaranteed one is {result['smallest']:.12f}.",
     ]
-    names = ("holds", "not known", "not guaranteed", "norm below 1", "without a solution")
+    names = (
+        "holds",
+        "not known",
+        "not guaranteed",
+        "norm below 1",
+        "without a solution",
+    )
     rows = []
     for kind in KINDS:
         numbers = [result["counts"].get(f"{kind}, {name}", 0) for name in names]
@@ -138,4 +157,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("certificates", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("certificates", __doc__, SIZES, run, page, devices=("cpu",))
+    )

@@ -42,7 +42,9 @@ def trained(sizes: dict[str, int]) -> list[dict[str, Any]]:
             first = trajectory[: problem.loop.controller.steps + 1]
             hits = int(control.collisions(first, problem.collision).sum())
             cost = control.Cost(smoothness=0, end=0, barrier=0)
-            growth = float(cost(problem.loop, trajectory) / cost(problem.loop, first)) - 1
+            growth = (
+                float(cost(problem.loop, trajectory) / cost(problem.loop, first)) - 1
+            )
         certificate = training.certify()
         rows.append(
             {
@@ -99,7 +101,9 @@ class Authors(nn.Module):
         self.integrate = integrate
         self.h = loop.step
         blocks = torch.block_diag
-        weights = {name: w.detach().float() for name, w in controller.named_parameters()}
+        weights = {
+            name: w.detach().float() for name, w in controller.named_parameters()
+        }
         C = torch.zeros(N * c, N * c)
         for (i, k), block in zip(controller.links, weights["C"], strict=True):
             C[i * c : i * c + c, k * c : k * c + c] = block
@@ -107,10 +111,14 @@ class Authors(nn.Module):
         self.b = nn.Parameter(weights["b"].flatten(1).clone())
         self.G = nn.Parameter(blocks(*weights["G"]))
         self.C = nn.Parameter(C)
-        self.masks = {name: (w.detach() != 0).float() for name, w in self.named_parameters()}
+        self.masks = {
+            name: (w.detach() != 0).float() for name, w in self.named_parameters()
+        }
         self.move = blocks(*(plant.J - plant.R).float())
         self.port = blocks(*plant.g.float())
-        self.damped = blocks(*[controller.J.float()] * N) - controller.R.flatten().float().diag()
+        self.damped = (
+            blocks(*[controller.J.float()] * N) - controller.R.flatten().float().diag()
+        )
         self.rest = plant.rest().float().flatten()
 
     def masked(self, name: str) -> Tensor:
@@ -122,7 +130,9 @@ class Authors(nn.Module):
             y = y if y.requires_grad else y.requires_grad_()
             z, xi = y.chunk(2, -1)
             rows = xi @ (self.K[step] * self.masks["K"][step]).T + self.b[step]
-            energy = 0.5 * (z - self.rest).square().sum() + torch.log(torch.cosh(rows)).sum()
+            energy = (
+                0.5 * (z - self.rest).square().sum() + torch.log(torch.cosh(rows)).sum()
+            )
             f, f_c = torch.autograd.grad(energy, (z, xi), create_graph=True)
         G, C = self.masked("G"), self.masked("C")
         to_z = f @ self.move.T - f_c @ G @ self.port.T
@@ -149,7 +159,9 @@ class Authors(nn.Module):
         states = [y]
         for K_t, b_t in zip(K, self.b, strict=True):
             slope = torch.tanh(torch.addmm(b_t, y[:, 48:], K_t.T)) @ K_t
-            y = torch.addmm(y, torch.cat([y[:, :48] - self.rest, slope], -1), move, alpha=self.h)
+            y = torch.addmm(
+                y, torch.cat([y[:, :48] - self.rest, slope], -1), move, alpha=self.h
+            )
             states.append(y)
         return torch.stack(states)
 
@@ -158,9 +170,13 @@ class Authors(nn.Module):
         cost = control.Cost(smoothness=0, end=0, effort=0)
         K = self.masked("K")
         rows = trajectory[:-1, ..., 4:].flatten(2) @ K.mT + self.b.unsqueeze(1)
-        effort = (torch.tanh(rows) @ K @ self.masked("G")).square().sum(-1).mean(1).sum()
+        effort = (
+            (torch.tanh(rows) @ K @ self.masked("G")).square().sum(-1).mean(1).sum()
+        )
         rough = K.diff(dim=0).square().sum() + self.b.diff(dim=0).square().sum()
-        return cost(self.problem.loop, trajectory) + 0.05 * self.h * effort + 1e-3 * rough
+        return (
+            cost(self.problem.loop, trajectory) + 0.05 * self.h * effort + 1e-3 * rough
+        )
 
 
 def trainings(sizes: dict[str, int]) -> dict[str, list[float]]:
@@ -216,7 +232,9 @@ def page(result: dict[str, Any]) -> str:
     for r in result["trained"]:
         hits = f"{r['collisions']} of {r['runs']}"
         growth = f"{r['growth']:+.3%}"
-        rows.append([r["seed"], f"{r['seconds']:.1f}", hits, growth, f"{r['violation']:.1e}"])
+        rows.append(
+            [r["seed"], f"{r['seconds']:.1f}", hits, growth, f"{r['violation']:.1e}"]
+        )
     names = "seed | seconds | runs with a collision | cost of ten horizons | error of the balance"
     lines += table(names, rows)
     r = result["random"]
@@ -226,7 +244,9 @@ def page(result: dict[str, Any]) -> str:
         f"of 0.01 to 10: error {r['violation']:.1e} at most, {r['unsolved']} unsolved.",
     ]
     rows = [[name, spread(ratios)] for name, ratios in result["trainings"].items()]
-    lines += table("an iteration from one start, against ours from four | times as long", rows)
+    lines += table(
+        "an iteration from one start, against ours from four | times as long", rows
+    )
     return text_of(lines)
 
 

@@ -35,14 +35,18 @@ def convolutions() -> tuple[nn.Module, Tensor, int]:
     hidden: list[nn.Module] = []
     for channels in (3, 16, 16, 16):
         hidden += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
-    model = nn.Sequential(*hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    model = nn.Sequential(
+        *hidden, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    )
     return model, torch.randn(32, 3, 16, 16), 10
 
 
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 128, batch_first=True, norm_first=True
+        )
         self.stack = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(64, 10)
 
@@ -71,7 +75,9 @@ class Loop:
         self.x = x.to(device)
         self.t = torch.randint(classes, (len(x),), device=device)
         self.adam = torch.optim.Adam(self.model.parameters())
-        self.doctor = GradientDoctor(self.model, optimizer=self.adam) if watched else None
+        self.doctor = (
+            GradientDoctor(self.model, optimizer=self.adam) if watched else None
+        )
         if self.doctor is not None:
             self.doctor.__enter__()
         self.seconds = 0.0
@@ -106,7 +112,9 @@ def compare(make: Any, sizes: dict[str, int], device: str) -> dict[str, Any]:
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
-    return {"models": {name: compare(make, sizes, device) for name, make in MODELS.items()}}
+    return {
+        "models": {name: compare(make, sizes, device) for name, make in MODELS.items()}
+    }
 
 
 def page(result: dict[str, Any]) -> str:

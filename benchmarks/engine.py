@@ -114,7 +114,9 @@ def turn(step: Step, count: int, device: str) -> float:
     return 1e3 * (time.perf_counter() - start) / count
 
 
-def in_turns(steps: dict[str, Step], device: str, seconds: float) -> dict[str, list[float]]:
+def in_turns(
+    steps: dict[str, Step], device: str, seconds: float
+) -> dict[str, list[float]]:
     """Milliseconds a step of each contestant, turn by turn, until the time is up."""
     counts = {}
     for name, step in steps.items():
@@ -186,7 +188,9 @@ def in_process(code: str, **environment: str) -> float:
 
     command = [sys.executable, "-c", code]
     variables = os.environ | environment
-    done = subprocess.run(command, env=variables, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=variables, check=True, capture_output=True, text=True
+    )
     return float(done.stdout)
 
 
@@ -207,7 +211,9 @@ def memory(device: str, depths: tuple[int, ...]) -> list[Row]:
 def accuracy(device: str) -> Row:
     """The relative error of gradients in float32, against the definition in float64."""
     row: Row = {}
-    for precision in ("ieee", "tf32x3", "tf32", "bf16") if device == "cuda" else ("ieee",):
+    for precision in (
+        ("ieee", "tf32x3", "tf32", "bf16") if device == "cuda" else ("ieee",)
+    ):
         tensors = weights("h2", 64, 500, 64, device)
         exact = [t.detach().double().requires_grad_() for t in tensors]
         with hdnn.engine.use(engine="reference"):
@@ -215,7 +221,9 @@ def accuracy(device: str) -> Row:
         wanted = torch.autograd.grad(out.sum(), exact)
         with hdnn.engine.use(precision=precision):
             ours = torch.autograd.grad(functional.h2(*tensors, H).sum(), tensors)
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)]
+        errors = [
+            float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)
+        ]
         row[precision] = max(errors)
     say(f"relative error of gradients: {row}")
     return row
@@ -236,14 +244,22 @@ def first_call() -> Row:
 
 def page(result: dict[str, Any]) -> str:
     about = report.on_one_line(result["machine"])
-    lines = [f"# Engine, on {result['machine']['machine']}", "", f"`{result['command']}`, {about}"]
+    lines = [
+        f"# Engine, on {result['machine']['machine']}",
+        "",
+        f"`{result['command']}`, {about}",
+    ]
     if result["others_cores"] is not None:
-        lines[-1] += f"; other programs took {result['others_cores']:.2f} cores meanwhile"
+        lines[-1] += (
+            f"; other programs took {result['others_cores']:.2f} cores meanwhile"
+        )
     names = ("hdnn", "plain", "products", "compiled")
     rows = []
     for row in result["speed"]:
         low, high = row["quartiles"]
-        times = [f"{row['ms'][name]:.3f}" if name in row["ms"] else "" for name in names]
+        times = [
+            f"{row['ms'][name]:.3f}" if name in row["ms"] else "" for name in names
+        ]
         missed = " (missed)" if row["ratio"] < row["target"] else ""
         ratio = f"{row['ratio']:.1f} ({low:.1f} to {high:.1f})"
         rows.append([row["what"], *times, ratio, f"{row['target']:g}{missed}"])
@@ -252,10 +268,13 @@ def page(result: dict[str, Any]) -> str:
     lines += ["", "Memory of a process at its peak, MiB (H2, 16 features, batch 4000):"]
     methods = ("auto", "checkpoint", "reversible")
     depths = [
-        [row["layers"], *[f"{row[name]:.0f}" for name in methods]] for row in result["memory"]
+        [row["layers"], *[f"{row[name]:.0f}" for name in methods]]
+        for row in result["memory"]
     ]
     lines += report.table("layers | " + " | ".join(methods), depths)
-    errors = ", ".join(f"{name} {error:.1e}" for name, error in result["accuracy"].items())
+    errors = ", ".join(
+        f"{name} {error:.1e}" for name, error in result["accuracy"].items()
+    )
     lines += ["", f"Relative error of gradients against float64: {errors}."]
     first = result["first"]
     if first is not None:
@@ -268,9 +287,15 @@ def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time for each comparison")
-    parser.add_argument("--out", type=Path, help="folder for engine-DEVICE.json and .md")
-    parser.add_argument("--quick", action="store_true", help="does it run? The figures are rough")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time for each comparison"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for engine-DEVICE.json and .md"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="does it run? The figures are rough"
+    )
     options = parser.parse_args()
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -280,7 +305,8 @@ def main() -> int:
     sizes = SIZES[device][:2] if options.quick else SIZES[device]
     seconds = 0.1 if options.quick else options.seconds
     result: dict[str, Any] = {
-        "command": f"python benchmarks/engine.py --device {device}" + " --quick" * options.quick,
+        "command": f"python benchmarks/engine.py --device {device}"
+        + " --quick" * options.quick,
         "machine": report.machine(device),
         "speed": [compare(size, device, seconds) for size in sizes],
         "accuracy": accuracy(device),
@@ -288,7 +314,9 @@ def main() -> int:
         "first": first_call() if device == "cpu" and not options.quick else None,
     }
     result["others_cores"] = report.taken_by_others(before)
-    say(f"other programs took {result['others_cores'] or 0:.2f} cores (keep figures if <= 0.05)")
+    say(
+        f"other programs took {result['others_cores'] or 0:.2f} cores (keep figures if <= 0.05)"
+    )
     report.keep(result, page(result), f"engine-{device}", options.out)
     return 0
 

@@ -22,7 +22,10 @@ import numpy as np
 from report import head, keep, machine, say, table, text_of
 from sklearn import datasets
 from sklearn.compose import make_column_selector, make_column_transformer
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+)
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import KFold, StratifiedKFold
@@ -76,7 +79,9 @@ GROUPS = {
     "usual": (
         Set("iris", lambda: datasets.load_iris(return_X_y=True), True),
         Set("wine", lambda: datasets.load_wine(return_X_y=True), True),
-        Set("breast cancer", lambda: datasets.load_breast_cancer(return_X_y=True), True),
+        Set(
+            "breast cancer", lambda: datasets.load_breast_cancer(return_X_y=True), True
+        ),
         Set("diabetes", lambda: datasets.load_diabetes(return_X_y=True), False),
     ),
     "search": SEARCH,
@@ -89,9 +94,15 @@ def estimators(classes: bool, frame: bool) -> dict[str, Any]:
     numbers = make_column_selector(dtype_include="number")
     texts = make_column_selector(dtype_exclude="number")
     one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    encoder = make_column_transformer((SimpleImputer(strategy="median"), numbers), (one_hot, texts))
+    encoder = make_column_transformer(
+        (SimpleImputer(strategy="median"), numbers), (one_hot, texts)
+    )
     first = [encoder] if frame else []
-    kinds: tuple[Any, ...] = (HDNNRegressor, MLPRegressor, HistGradientBoostingRegressor)
+    kinds: tuple[Any, ...] = (
+        HDNNRegressor,
+        MLPRegressor,
+        HistGradientBoostingRegressor,
+    )
     linear: Any = Ridge()
     if classes:
         kinds = (HDNNClassifier, MLPClassifier, HistGradientBoostingClassifier)
@@ -137,8 +148,12 @@ def page(result: dict[str, Any]) -> str:
         scores = record["scores"]
         means = {name: f"{np.mean(values):.3f}" for name, values in scores.items()}
         ours = [means.pop("hdnn"), f"{min(scores['hdnn']):.3f}"]
-        rows.append([record["set"], *ours, *means.values(), f"{np.mean(record['seconds']):.1f}"])
-    names = "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
+        rows.append(
+            [record["set"], *ours, *means.values(), f"{np.mean(record['seconds']):.1f}"]
+        )
+    names = (
+        "table | hdnn | worst fold | MLP | linear | gradient boosting | seconds of hdnn"
+    )
     lines += table(names, rows)
     return text_of(lines)
 
@@ -148,7 +163,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--group", choices=GROUPS, nargs="+", default=["hard", "usual"])
     parser.add_argument("--folds", type=int, default=3, choices=(1, 2, 3))
-    parser.add_argument("--quick", action="store_true", help="does it run? One table, one fold")
+    parser.add_argument(
+        "--quick", action="store_true", help="does it run? One table, one fold"
+    )
     parser.add_argument("--out", type=Path, help="folder for JSON and Markdown")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of epochs that were not enough for the MLP
@@ -159,7 +176,9 @@ def main() -> None:
     if options.quick:
         sets = list(GROUPS["usual"][:1])
         folds = 1
-    HDNNClassifier(random_state=0).fit(np.eye(8), np.arange(8) % 2)  # compiles what it needs
+    HDNNClassifier(random_state=0).fit(
+        np.eye(8), np.arange(8) % 2
+    )  # compiles what it needs
     records = []
     for data in sets:
         records.append(measure(data, folds))

@@ -76,7 +76,9 @@ def off(grads: list[Tensor], exact: list[Tensor]) -> float:
     errors = [0.0]
     for a, b in zip(grads, exact, strict=True):
         size = max(float(b.abs().max()), 1e-300)
-        errors.append(float((a / size - b / size).norm() / (b / size).norm().clamp_min(1.0)))
+        errors.append(
+            float((a / size - b / size).norm() / (b / size).norm().clamp_min(1.0))
+        )
     return max(errors)
 
 
@@ -106,11 +108,18 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
     kinds = {}
     for kind in KINDS:
         counts = Counter(result for name, result, _ in rows if name == kind)
-        ratios = [ratio for name, _, ratio in rows if name == kind and ratio is not None]
+        ratios = [
+            ratio for name, _, ratio in rows if name == kind and ratio is not None
+        ]
         kinds[kind] = {**counts, "median": median(ratios), "worst": max(ratios)}
     failures = sum(row.get("fails", 0) for row in kinds.values())
     chaotic = sum(row.get("chaotic", 0) for row in kinds.values())
-    return {"kinds": kinds, "failures": failures, "chaotic": chaotic, "ok": not failures}
+    return {
+        "kinds": kinds,
+        "failures": failures,
+        "chaotic": chaotic,
+        "ok": not failures,
+    }
 
 
 def page(result: dict[str, Any]) -> str:

@@ -27,7 +27,11 @@ from hdnn.distributed.exchange import connect, world
 LAYERS = 4
 BATCH = 32
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"turns": 10, "nodes": (1024, 2500, 4900, 10000), "processes": (1, 2, 4, 8)},
+    "full": {
+        "turns": 10,
+        "nodes": (1024, 2500, 4900, 10000),
+        "processes": (1, 2, 4, 8),
+    },
     "quick": {"turns": 1, "nodes": (64,), "processes": (1, 2)},
 }
 
@@ -49,7 +53,9 @@ class Steps:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3, fused=True)
         generator = torch.Generator().manual_seed(0)
         features = messages.plan.graph.features
-        self.x = torch.randn(BATCH, features, generator=generator)[:, self.net.positions]
+        self.x = torch.randn(BATCH, features, generator=generator)[
+            :, self.net.positions
+        ]
 
     def take(self) -> float:
         """One step; the norm of the gradients of all nodes."""
@@ -116,7 +122,9 @@ def several(kind: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += [f"--nproc-per-node={count}", __file__]
         words += ["--worker", kind, str(nodes), str(sizes["turns"])]
-        output = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(
+            words, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
         ranks = [json.loads(line) for line in output.splitlines()]
         row: dict[str, Any] = {"kind": kind, "nodes": nodes, "processes": count}
         row["wall"] = max(rank["wall"] for rank in ranks)
@@ -142,7 +150,10 @@ def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
 
 def page(result: dict[str, Any]) -> str:
     lines = head("Graphs: what a step costs", result)
-    lines += ["", f"H2, {LAYERS} layers, batch {BATCH}, float32, one pair (p, q) a node."]
+    lines += [
+        "",
+        f"H2, {LAYERS} layers, batch {BATCH}, float32, one pair (p, q) a node.",
+    ]
     rows = []
     for r in result["alone"]:
         times = f"{r['microseconds']:.1f} ({r['from']:.1f} to {r['to']:.1f})"
@@ -152,8 +163,18 @@ def page(result: dict[str, Any]) -> str:
     for r in result["several"]:
         graph = f"{r['kind']}, {r['nodes']} nodes"
         cost = [f"{1e3 * r['cpu']:.0f} ms", f"{r['bytes'] / 1e6:.2f}"]
-        rows.append([graph, r["processes"], f"{r['speedup']:.2f}", *cost, f"{r['difference']:.0e}"])
-    names = "graph | processes | speed against one | CPU of all a step | MB sent a step | "
+        rows.append(
+            [
+                graph,
+                r["processes"],
+                f"{r['speedup']:.2f}",
+                *cost,
+                f"{r['difference']:.0e}",
+            ]
+        )
+    names = (
+        "graph | processes | speed against one | CPU of all a step | MB sent a step | "
+    )
     names += "relative difference of gradients' norms"
     lines += table(names, rows)
     return text_of(lines)

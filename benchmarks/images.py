@@ -133,17 +133,24 @@ def least_to_most(seconds: list[float]) -> str:
 def page(result: dict[str, Any]) -> str:
     lines = head("Images on a GPU", result)
     if result["speed"]:
-        text = f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"
+        text = (
+            f"Seconds an epoch of CIFAR-10 (50,000 images), least to most of {EPOCHS}:"
+        )
         lines += ["", text]
         rows = []
         for r in result["speed"]:
             name = [r["network"], f"{r['parameters']:,}", r["batch"]]
             minutes = TRAINING * max(r["seconds"]) / 60
-            rows.append([*name, least_to_most(r["seconds"]), r["target"], f"{minutes:.1f}"])
+            rows.append(
+                [*name, least_to_most(r["seconds"]), r["target"], f"{minutes:.1f}"]
+            )
         names = f"network | parameters | minibatch | seconds | target | {TRAINING} epochs, minutes"
         lines += table(names, rows)
     channels = ", ".join(map(str, CHANNELS))
-    lines += ["", f"One training step of H2-DNN* ({channels} channels, bf16), memory in MiB:"]
+    lines += [
+        "",
+        f"One training step of H2-DNN* ({channels} channels, bf16), memory in MiB:",
+    ]
     rows = []
     for r in result["memory"]:
         peaks = [f"{peak:.0f}" for peak in r["peaks"]]

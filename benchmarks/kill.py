@@ -75,7 +75,9 @@ def same(a: Path, b: Path) -> bool:
     tensors_b, about_b = io.load_tensors(b / CHECKPOINT)
     if about_a["values"]["history"]["loss"] != about_b["values"]["history"]["loss"]:
         return False
-    return all(torch.equal(tensor, tensors_b[name]) for name, tensor in tensors_a.items())
+    return all(
+        torch.equal(tensor, tensors_b[name]) for name, tensor in tensors_a.items()
+    )
 
 
 def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
@@ -95,7 +97,9 @@ def run(sizes: dict[str, int], device: str) -> dict[str, Any]:
             done = epochs_in(folder)
             finish(start(folder, epochs))
             equal = same(place / "alone", folder)
-            rows.append({"seconds": moment, "running": running, "epochs": done, "same": equal})
+            rows.append(
+                {"seconds": moment, "running": running, "epochs": done, "same": equal}
+            )
             say(f"{k + 1}/{sizes['kills']}: {rows[-1]}")
     count = sum(row["same"] for row in rows)
     return {"seconds": seconds, "rows": rows, "same": count, "ok": count == len(rows)}

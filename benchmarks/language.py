@@ -63,7 +63,9 @@ class Branches(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, kind: str, d: int, depth: int, tokens: int, letters: int) -> None:
+    def __init__(
+        self, kind: str, d: int, depth: int, tokens: int, letters: int
+    ) -> None:
         super().__init__()
         self.kind = kind
         self.letter = nn.Embedding(letters, d)
@@ -92,7 +94,9 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     """Numbers of the characters for training and validation, and how many kinds there are."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))
-    text = "\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    text = "\n".join(
+        file.read_text(encoding="utf-8", errors="ignore") for file in files
+    )
     kinds = sorted(letter for letter, count in Counter(text).items() if count > 50)
     number = {letter: k for k, letter in enumerate(kinds)}
     numbers = torch.tensor([number.get(letter, number[" "]) for letter in text])
@@ -100,7 +104,9 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     return numbers[:cut], numbers[cut:], len(kinds)
 
 
-def batch_of(text: Tensor, count: int, tokens: int, generator: torch.Generator) -> Tensor:
+def batch_of(
+    text: Tensor, count: int, tokens: int, generator: torch.Generator
+) -> Tensor:
     """Pieces of the text, of one letter more than tokens, (count, tokens + 1)."""
     starts = torch.randint(len(text) - tokens, (count,), generator=generator)
     at = starts[:, None] + torch.arange(tokens + 1)
@@ -120,7 +126,10 @@ def optimiser_of(model: nn.Module, rate: float, device: str) -> torch.optim.Opti
     """AdamW; matrices decay, and nothing else."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), fused=device == "cuda")
 
 
@@ -171,16 +180,22 @@ def trained(task: Task, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     return row
 
 
-def all_of(tasks: list[Task], sizes: dict[str, Any], device: str) -> list[dict[str, Any]]:
+def all_of(
+    tasks: list[Task], sizes: dict[str, Any], device: str
+) -> list[dict[str, Any]]:
     if device == "cpu":
         return [trained(task, sizes, device) for task in tasks]
     with multiprocessing.get_context("spawn").Pool(TOGETHER) as pool:
-        return pool.starmap(trained, [(task, sizes, device) for task in tasks], chunksize=1)
+        return pool.starmap(
+            trained, [(task, sizes, device) for task in tasks], chunksize=1
+        )
 
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
     first = sizes["depths"][0]
-    tried = all_of([(kind, first, rate, 0) for kind in MODELS for rate in RATES], sizes, device)
+    tried = all_of(
+        [(kind, first, rate, 0) for kind in MODELS for rate in RATES], sizes, device
+    )
     best = {}
     for kind in MODELS:
         rows = [row for row in tried if row["kind"] == kind]
@@ -205,7 +220,9 @@ def page(result: dict[str, Any]) -> str:
     for depth in sizes["depths"]:
         residual = None
         for kind in MODELS:
-            same = [r for r in result["rows"] if r["kind"] == kind and r["depth"] == depth]
+            same = [
+                r for r in result["rows"] if r["kind"] == kind and r["depth"] == depth
+            ]
             losses = [r["loss"] for r in same]
             mean = statistics.mean(losses)
             residual = residual or mean

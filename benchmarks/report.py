@@ -59,7 +59,9 @@ def command(
     return 0 if result.get("ok", True) else 1
 
 
-def _parsed(about: str | None, sizes: dict[str, Any], devices: tuple[str, ...]) -> dict[str, Any]:
+def _parsed(
+    about: str | None, sizes: dict[str, Any], devices: tuple[str, ...]
+) -> dict[str, Any]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=form)
     parser.add_argument("--device", choices=devices, default=devices[0])

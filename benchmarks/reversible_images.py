@@ -86,14 +86,18 @@ def images(shape: str) -> ImageData:
     x = torch.randint(0, 256, (60, 3, 8, 8), generator=source, dtype=torch.uint8)
     t = torch.randint(0, 10, (60,), generator=source)
     classes = tuple("0123456789")
-    return ImageData("noise", x[:40], t[:40], x[40:], t[40:], classes, (0.5,) * 3, (0.25,) * 3)
+    return ImageData(
+        "noise", x[:40], t[:40], x[40:], t[40:], classes, (0.5,) * 3, (0.25,) * 3
+    )
 
 
 def trained(shape: str, seed: int, epochs: int, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = ReversibleResNet(SHAPES[shape]).to(device)
     options = {"batch": 20, "pad": 1} if shape == "tiny" else {}
-    recipe = recipes.image_recipe("cifar10", "resnet56", epochs=epochs, seed=seed, **options)
+    recipe = recipes.image_recipe(
+        "cifar10", "resnet56", epochs=epochs, seed=seed, **options
+    )
     history = fit_images(model, images(shape), recipe, progress=False)
     row = {
         "seed": seed,
@@ -106,7 +110,10 @@ def trained(shape: str, seed: int, epochs: int, device: str) -> dict[str, Any]:
 
 
 def run(sizes: dict[str, Any], device: str) -> dict[str, Any]:
-    tasks = [(sizes["shape"], seed, sizes["epochs"], device) for seed in range(sizes["seeds"])]
+    tasks = [
+        (sizes["shape"], seed, sizes["epochs"], device)
+        for seed in range(sizes["seeds"])
+    ]
     if device == "cpu":
         return {"rows": [trained(*task) for task in tasks]}
     with multiprocessing.get_context("spawn").Pool(TOGETHER) as pool:

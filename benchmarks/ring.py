@@ -43,7 +43,9 @@ def workers() -> dict[int, int]:
     ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            variables = (
+                (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            )
             named = dict(line.split("=", 1) for line in variables if "=" in line)
             if "RANK" in named and named.get("RING_OF") == str(os.getpid()):
                 ranks[int(named["RANK"])] = int(entry.name)

@@ -9,7 +9,17 @@ import torch
 from report import say
 from torch import Tensor
 
-__all__ = ["PLAIN", "H", "Row", "Step", "plain_h1", "plain_h2", "say", "step_of", "weights"]
+__all__ = [
+    "PLAIN",
+    "H",
+    "Row",
+    "Step",
+    "plain_h1",
+    "plain_h2",
+    "say",
+    "step_of",
+    "weights",
+]
 
 H = 0.1  # the step of every layer
 
@@ -30,7 +40,9 @@ def weights(kind: str, n: int, batch: int, N: int, device: str) -> list[Tensor]:
     return [tensor.to(device).requires_grad_() for tensor in tensors]
 
 
-def plain_h2(y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float) -> Tensor:
+def plain_h2(
+    y: Tensor, K_p: Tensor, K_q: Tensor, b_p: Tensor, b_q: Tensor, h: float
+) -> Tensor:
     """The loop that ratios refer to.
 
     The stacks are taken apart once (the gradient of K_p[j] would be a whole stack for each j), and

@@ -37,7 +37,9 @@ def by_autograd(net: hdnn.H2, y: Tensor) -> Tensor:
     passes = []
     for column in range(y.shape[1]):
         entry = states[-1][:, column].sum()
-        passes.append(torch.stack(torch.autograd.grad(entry, states, retain_graph=True)))
+        passes.append(
+            torch.stack(torch.autograd.grad(entry, states, retain_graph=True))
+        )
     return torch.stack(passes, -1)
 
 
@@ -82,4 +84,6 @@ def page(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(command("sensitivity", __doc__, SIZES, run, page, devices=("cpu",)))
+    raise SystemExit(
+        command("sensitivity", __doc__, SIZES, run, page, devices=("cpu",))
+    )

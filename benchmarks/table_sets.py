@@ -52,7 +52,12 @@ def _made(make: Callable[..., Any], **options: Any) -> Callable[[], Any]:
 
 
 def _labels(**options: Any) -> Callable[[], Any]:
-    defaults = {"n_samples": 1000, "n_features": 20, "n_informative": 5, "n_redundant": 2}
+    defaults = {
+        "n_samples": 1000,
+        "n_features": 20,
+        "n_informative": 5,
+        "n_redundant": 2,
+    }
     return _made(datasets.make_classification, **{**defaults, **options})
 
 
@@ -95,7 +100,9 @@ def _rare() -> tuple[np.ndarray, np.ndarray]:
 def _teacher() -> tuple[np.ndarray, np.ndarray]:
     """Values of a small network, of 80 columns that depend on each other."""
     rng = np.random.default_rng(41)
-    X = rng.normal(size=(1200, 10)) @ rng.normal(size=(10, 80)) + rng.normal(size=(1200, 80))
+    X = rng.normal(size=(1200, 10)) @ rng.normal(size=(10, 80)) + rng.normal(
+        size=(1200, 80)
+    )
     Z = X @ rng.normal(size=(80, 6)) / 80**0.5 / 3**0.5
     y = np.tanh(Z) @ rng.normal(size=6) + 0.5 * Z[:, 0] * Z[:, 1] / 2
     return X, y + 0.2 * rng.normal(size=1200)
@@ -127,11 +134,18 @@ def _visits() -> tuple[pd.DataFrame, np.ndarray]:
 
 SEARCH = (
     Set("labels, 10% wrong", _labels(flip_y=0.1, random_state=11), True, True),
-    Set("labels, 30% wrong", _labels(n_samples=600, flip_y=0.3, random_state=12), True, True),
+    Set(
+        "labels, 30% wrong",
+        _labels(n_samples=600, flip_y=0.3, random_state=12),
+        True,
+        True,
+    ),
     Set("one in ten", _labels(n_samples=1500, weights=[0.9], random_state=13), True),
     Set(
         "five classes",
-        _labels(n_samples=1500, n_classes=5, n_informative=8, flip_y=0.05, random_state=14),
+        _labels(
+            n_samples=1500, n_classes=5, n_informative=8, flip_y=0.05, random_state=14
+        ),
         True,
         True,
     ),
@@ -140,14 +154,24 @@ SEARCH = (
         _labels(n_samples=500, n_features=100, n_informative=4, random_state=15),
         True,
     ),
-    Set("circles", _made(datasets.make_circles, n_samples=500, noise=0.1, random_state=16), True),
+    Set(
+        "circles",
+        _made(datasets.make_circles, n_samples=500, noise=0.1, random_state=16),
+        True,
+    ),
     Set("xor of 2", _xor(2, 500, 17), True),
     Set("xor of 3", _xor(3, 800, 18), True),
-    Set("Hastie, small", _made(datasets.make_hastie_10_2, n_samples=2000, random_state=19), True),
+    Set(
+        "Hastie, small",
+        _made(datasets.make_hastie_10_2, n_samples=2000, random_state=19),
+        True,
+    ),
     Set("iris", _made(datasets.load_iris, return_X_y=True), True),
     Set("wine", _made(datasets.load_wine, return_X_y=True), True),
     Set("breast cancer", _made(datasets.load_breast_cancer, return_X_y=True), True),
-    Set("Smarket", _table("ISLP", "data/Smarket.csv", "Direction", "Today"), True, True),
+    Set(
+        "Smarket", _table("ISLP", "data/Smarket.csv", "Direction", "Today"), True, True
+    ),
     Set("College, private", _table("ISLP", "data/College.csv", "Private"), True),
     Set(
         "eight classes",
@@ -155,7 +179,10 @@ SEARCH = (
         True,
     ),
     Set(
-        "labels, 10% wrong, 4000", _labels(n_samples=4000, flip_y=0.1, random_state=31), True, True
+        "labels, 10% wrong, 4000",
+        _labels(n_samples=4000, flip_y=0.1, random_state=31),
+        True,
+        True,
     ),
     Set("pictures", _pictures, True),
     Set("mostly zero", _rare, True),
@@ -203,12 +230,19 @@ SEARCH = (
     ),
     Set(
         "40 columns, 4 useful",
-        _made(datasets.make_sparse_uncorrelated, n_samples=800, n_features=40, random_state=34),
+        _made(
+            datasets.make_sparse_uncorrelated,
+            n_samples=800,
+            n_features=40,
+            random_state=34,
+        ),
         False,
     ),
     Set(
         "linear, noise",
-        _values(n_samples=500, n_features=30, n_informative=8, noise=50.0, random_state=21),
+        _values(
+            n_samples=500, n_features=30, n_informative=8, noise=50.0, random_state=21
+        ),
         False,
     ),
     Set("80 columns of a network", _teacher, False),
@@ -220,7 +254,12 @@ SEARCH = (
 
 REPORT = (
     Set("labels, 20% wrong", _labels(flip_y=0.2, random_state=0), True, True),
-    Set("labels, 20% wrong, 4000", _labels(n_samples=4000, flip_y=0.2, random_state=1), True, True),
+    Set(
+        "labels, 20% wrong, 4000",
+        _labels(n_samples=4000, flip_y=0.2, random_state=1),
+        True,
+        True,
+    ),
     Set("one in twenty", _labels(n_samples=2000, weights=[0.95], random_state=2), True),
     Set(
         "ten classes",
@@ -238,7 +277,9 @@ REPORT = (
         True,
         True,
     ),
-    Set("Hastie", _made(datasets.make_hastie_10_2, n_samples=4000, random_state=6), True),
+    Set(
+        "Hastie", _made(datasets.make_hastie_10_2, n_samples=4000, random_state=6), True
+    ),
     Set(
         "gaussian quantiles",
         _made(
@@ -266,7 +307,9 @@ REPORT = (
     ),
     Set(
         "linear, 50 useless columns",
-        _values(n_samples=400, n_features=60, n_informative=10, noise=20.0, random_state=10),
+        _values(
+            n_samples=400, n_features=60, n_informative=10, noise=20.0, random_state=10
+        ),
         False,
     ),
     Set("diabetes", _made(datasets.load_diabetes, return_X_y=True), False),

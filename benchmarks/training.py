@@ -49,26 +49,35 @@ class Plain:
 
     def features(self, x: Tensor) -> Tensor:
         zero = torch.zeros_like(x)
-        return plain_h1(torch.cat([x[:, :1], zero, x[:, 1:]], 1), self.K, self.b, self.h)
+        return plain_h1(
+            torch.cat([x[:, :1], zero, x[:, 1:]], 1), self.K, self.b, self.h
+        )
 
     def solve(self, parts: list[tuple[Tensor, Tensor]]) -> None:
         with torch.no_grad():
             self.head.weight.zero_()
             self.head.bias.zero_()
-        adam = torch.optim.Adam(self.head.parameters(), RATE, weight_decay=DECAY, fused=True)
+        adam = torch.optim.Adam(
+            self.head.parameters(), RATE, weight_decay=DECAY, fused=True
+        )
         for y, t in parts:
             adam.zero_grad()
             F.binary_cross_entropy_with_logits(self.head(y)[:, 0], t).backward()
             adam.step()
 
-    def epochs(self, x: Tensor, t: Tensor, count: int, generator: torch.Generator) -> None:
+    def epochs(
+        self, x: Tensor, t: Tensor, count: int, generator: torch.Generator
+    ) -> None:
         for _ in range(count):
             for index in torch.randperm(len(x), generator=generator).split(BATCH):
                 y = self.features(x[index])
                 self.solve([(y.detach(), t[index])] * 10)
                 self.adam.zero_grad()
                 loss = F.binary_cross_entropy_with_logits(self.head(y)[:, 0], t[index])
-                jumps = self.K.diff(dim=0).square().sum() + self.b.diff(dim=0).square().sum()
+                jumps = (
+                    self.K.diff(dim=0).square().sum()
+                    + self.b.diff(dim=0).square().sum()
+                )
                 (loss + ALPHA * self.h / 2 * jumps).backward()
                 self.adam.step()
 

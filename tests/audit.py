@@ -68,4 +68,6 @@ def _end(text: str) -> End:
     if len(packed) == 4:
         return str(IPv4Address(packed)), int(port, 16)
     address = IPv6Address(packed)
-    return str(address.ipv4_mapped or address), int(port, 16)  # IPv4 in a socket for both kinds
+    return str(address.ipv4_mapped or address), int(
+        port, 16
+    )  # IPv4 in a socket for both kinds

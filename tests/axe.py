@@ -18,10 +18,14 @@ def text(folder: Path) -> str:
     if npm is None:
         pytest.skip("there is no npm to install axe-core with")
     flags = ["--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
-    done = subprocess.run([npm, "install", *flags, VERSION], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [npm, "install", *flags, VERSION], capture_output=True, timeout=60
+    )
     if done.returncode:
         pytest.skip(f"npm could not install {VERSION} here")
-    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
+    return (folder / "node_modules" / "axe-core" / "axe.min.js").read_text(
+        encoding="utf-8"
+    )
 
 
 def grave_faults(page: Any, axe: str) -> list[tuple[str, list[str]]]:

@@ -13,14 +13,20 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 
 CHROMIUM = (
-    os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    os.environ.get("CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("chromium-browser")
 )
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM, reason="there is no Chromium: install one, or name it in CHROMIUM"
 )
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ),
 ]
 OWN = ("blob:", "data:", "about:")  # what a page may ask for by itself
 
@@ -28,7 +34,9 @@ OWN = ("blob:", "data:", "about:")  # what a page may ask for by itself
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=60_000)
+        found = started.chromium.launch(
+            executable_path=CHROMIUM, args=FLAGS, timeout=60_000
+        )
         yield found
         found.close()
 

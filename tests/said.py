@@ -27,13 +27,22 @@ def sentence(said: str) -> str:
 
 def started_alone(monkeypatch: Any) -> None:
     """Nothing in the environment says that this is one of several processes."""
-    for name in ("RANK", "WORLD_SIZE", "HDNN_STORE", "HDNN_PARTS", "HDNN_PART", "HDNN_REPLICAS"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "HDNN_STORE",
+        "HDNN_PARTS",
+        "HDNN_PART",
+        "HDNN_REPLICAS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 def files(folder: str = ".") -> dict[str, bytes]:
     """Every file below a folder, with what is in it."""
-    return {str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+    return {
+        str(p): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
+    }
 
 
 def scalars(folder: str | Path) -> dict[str, list[tuple[int, float]]]:

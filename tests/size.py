@@ -13,7 +13,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = {"tokens of code": 162_100, "files": 92}
+BUDGET = {"tokens of code": 162_400, "files": 92}
 
 SOURCE = Path(__file__).parents[1] / "src" / "hdnn"
 LAYOUT = {
@@ -30,7 +30,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def docstrings(text: str) -> set[tuple[int, int]]:
     """Where the docstrings of a file begin."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)]
-    first = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    first = [
+        node.body[0]
+        for node in nodes
+        if ast.get_docstring(node, clean=False) is not None
+    ]
     return {(node.lineno, node.col_offset) for node in first}
 
 
@@ -38,13 +42,17 @@ def tokens(text: str) -> int:
     """How many tokens of code a file has."""
     explained = docstrings(text)
     read = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in LAYOUT and token.start not in explained for token in read)
+    return sum(
+        token.type not in LAYOUT and token.start not in explained for token in read
+    )
 
 
 def main() -> int:
     files = sorted(SOURCE.rglob("*.py"))
     size = {
-        "tokens of code": sum(tokens(file.read_text(encoding="utf-8")) for file in files),
+        "tokens of code": sum(
+            tokens(file.read_text(encoding="utf-8")) for file in files
+        ),
         "files": len(files),
     }
     over = [name for name in BUDGET if size[name] > BUDGET[name]]

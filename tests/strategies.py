@@ -42,10 +42,22 @@ def randomise(net: Network, normal: Random, scale: float) -> Network:
     return net.requires_grad_(False)
 
 
-def split_net(kind: str, m: int, N: int, h: float, activation: str, normal: Random, **options):
+def split_net(
+    kind: str, m: int, N: int, h: float, activation: str, normal: Random, **options
+):
     """H2, Verlet or Yoshida with a random X, or an X a layer."""
-    integrator = {"H2": "semi_implicit_euler", "Verlet": "verlet", "Yoshida": "yoshida4"}[kind]
+    integrator = {
+        "H2": "semi_implicit_euler",
+        "Verlet": "verlet",
+        "Yoshida": "yoshida4",
+    }[kind]
     options.setdefault("X", normal(m, m))
     return hdnn.HamiltonianNet(
-        2 * m, N, integrator, step=h, activation=activation, dtype=torch.float64, **options
+        2 * m,
+        N,
+        integrator,
+        step=h,
+        activation=activation,
+        dtype=torch.float64,
+        **options,
     )

@@ -14,7 +14,9 @@ from hdnn.errors import OptionError
 
 EIGHT = ("gelu", "identity", "relu", "sigmoid", "silu", "sin", "softplus", "tanh")
 ALL = pytest.mark.parametrize("name", EIGHT)
-GRID = torch.cat([torch.linspace(-50, 50, 20001, dtype=torch.float64), torch.zeros(1).double()])
+GRID = torch.cat(
+    [torch.linspace(-50, 50, 20001, dtype=torch.float64), torch.zeros(1).double()]
+)
 
 
 def arctan(name: str = "arctan") -> Activation:
@@ -79,7 +81,9 @@ def test_the_check_accepts_what_is_built_in(name):
     activations.check(activations.get(name))
 
 
-def test_a_registered_activation_serves_functions_networks_and_implicit_layers(registered):
+def test_a_registered_activation_serves_functions_networks_and_implicit_layers(
+    registered,
+):
     net = hdnn.ImplicitH2(4, 2, T=0.5, activation="arctan")
     y = torch.randn(3, 4)
     torch.testing.assert_close(net.inverse(net(y)), y, rtol=0, atol=1e-5)

@@ -17,12 +17,16 @@ def test_every_error_is_an_HDNNError_which_is_a_ValueError():
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, "3", True, None])
 def test_a_count_is_a_whole_number_of_at_least_one(value):
-    with pytest.raises(OptionError, match="layers must be a whole number >= 1, but got"):
+    with pytest.raises(
+        OptionError, match="layers must be a whole number >= 1, but got"
+    ):
         errors.positive_int("layers", value)
     assert errors.positive_int("layers", 3) == 3
 
 
-@pytest.mark.parametrize("value", [0.0, -1, float("nan"), float("inf"), "3", True, None])
+@pytest.mark.parametrize(
+    "value", [0.0, -1, float("nan"), float("inf"), "3", True, None]
+)
 def test_a_step_is_a_finite_number_above_zero(value):
     with pytest.raises(OptionError, match="T must be a finite number > 0, but got"):
         errors.positive_float("T", value)
@@ -30,7 +34,9 @@ def test_a_step_is_a_finite_number_above_zero(value):
 
 
 def test_an_unknown_name_is_met_with_the_known_ones_and_the_nearest():
-    with pytest.raises(OptionError, match="'verlte' is not known; choose one of euler, verlet"):
+    with pytest.raises(
+        OptionError, match="'verlte' is not known; choose one of euler, verlet"
+    ):
         errors.choose("integrator", "verlte", ["verlet", "euler"])
     with pytest.raises(OptionError, match="Did you mean 'verlet'"):
         errors.choose("integrator", "verlte", ["verlet", "euler"])

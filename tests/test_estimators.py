@@ -114,7 +114,9 @@ def test_text_gaps_dates_and_categories_are_learned_from():
 def test_columns_are_named_by_name_position_or_mask():
     X, y = table()
     chosen = [["year"], [3], [False, False, False, True]]
-    names = [HDNNClassifier(categorical=c, **QUICK).fit(X, y).encoder_.names for c in chosen]
+    names = [
+        HDNNClassifier(categorical=c, **QUICK).fit(X, y).encoder_.names for c in chosen
+    ]
     assert names[0] == names[1] == names[2]
     for wrong in (["yeer"], [9], "year"):
         with pytest.raises(HDNNError):
@@ -143,7 +145,9 @@ def test_early_stopping_keeps_the_best_epoch(iris):
 def test_held_out_rows_choose_weak_shrinkage_for_circles(capsys):
     X, y = make_circles(400, noise=0.05, factor=0.5, random_state=0)
     HDNNClassifier(layers=4, epochs=30, random_state=0, verbose=True).fit(X, y)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "held-out loss" in line]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if "held-out loss" in line
+    ]
     losses = [float(line.split()[-1]) for line in lines]
     assert min(losses[2:]) < losses[0]
 

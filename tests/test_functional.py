@@ -19,7 +19,10 @@ FULL = torch.randn(3, 4, 4), torch.randn(3, 4)
     ("call", "words"),
     [
         (lambda: functional.h2(y, K, torch.randn(3, 2, 3), b, b, 0.1), "K has shape"),
-        (lambda: functional.h2(y, K, torch.randn(2, 2, 2), b, b[:2], 0.1), "K has shape"),
+        (
+            lambda: functional.h2(y, K, torch.randn(2, 2, 2), b, b[:2], 0.1),
+            "K has shape",
+        ),
         (lambda: functional.h2(y, K, K, b, torch.randn(3, 3), 0.1), "b "),
         (lambda: functional.h2(y[:, :3], K, K, b, b, 0.1), "even"),
         (lambda: functional.h2(y, K[:0], K[:0], b[:0], b[:0], 0.1), "N >= 1"),
@@ -28,7 +31,10 @@ FULL = torch.randn(3, 4, 4), torch.randn(3, 4)
         (lambda: functional.h2([1.0, 2.0], K, K, b, b, 0.1), "list"),
         (lambda: functional.h2(y, K, K, b, b, 0.1, X=torch.eye(3)), "X has shape"),
         (lambda: functional.h1(y, *FULL, 0.1, J=torch.eye(3)), "J has shape"),
-        (lambda: functional.h1(y[:, :3], FULL[0][:, :, :3], FULL[1], 0.1), "skew-symmetric J"),
+        (
+            lambda: functional.h1(y[:, :3], FULL[0][:, :, :3], FULL[1], 0.1),
+            "skew-symmetric J",
+        ),
         (lambda: functional.h2(y, K, K, b, b, torch.ones(2)), "h must be"),
         (lambda: functional.energy(y, K[0], b[0]), "K has shape"),
     ],
@@ -38,7 +44,9 @@ def test_tensors_that_do_not_fit_are_refused(call, words):
         call()
 
 
-@pytest.mark.parametrize("h", [0.0, -0.1, float("nan"), float("inf"), "0.1", [0.1, 0.0, 0.1], True])
+@pytest.mark.parametrize(
+    "h", [0.0, -0.1, float("nan"), float("inf"), "0.1", [0.1, 0.0, 0.1], True]
+)
 def test_a_step_must_be_positive_and_finite(h):
     with pytest.raises(OptionError, match="h must be a finite number > 0"):
         functional.h2(y, K, K, b, b, h)
@@ -69,7 +77,8 @@ def test_a_step_a_layer_can_be_a_list_or_a_tensor_with_a_gradient():
 def test_any_sequence_of_updates_can_be_a_layer():
     shears = (("p", 1.0), ("q", 1.0))
     torch.testing.assert_close(
-        functional.split(y, K, K, b, b, 0.1, shears=shears), functional.h2(y, K, K, b, b, 0.1)
+        functional.split(y, K, K, b, b, 0.1, shears=shears),
+        functional.h2(y, K, K, b, b, 0.1),
     )
     q_first = (("q", 0.5), ("p", 1.0), ("q", 0.5))
     z = functional.split(y, K, K, b, b, 0.1, shears=q_first)
@@ -78,7 +87,9 @@ def test_any_sequence_of_updates_can_be_a_layer():
 
 
 def test_a_scheme_of_ones_own_runs_on_every_engine():
-    ruth = schemes.Scheme("ruth3", 3, ((1, -7 / 24), (0, 2 / 3), (1, -3 / 4), (0, -2 / 3)))
+    ruth = schemes.Scheme(
+        "ruth3", 3, ((1, -7 / 24), (0, 2 / 3), (1, -3 / 4), (0, -2 / 3))
+    )
     forces = (Force(K, b), Force(K, b))
     out = functional.run(ruth, y, forces, 0.1)
     plain = functional.run(ruth, y, forces, 0.1, engine="reference")

@@ -48,7 +48,10 @@ def test_heads_are_affine_made_again_by_their_config_and_by_their_seed(name):
 
 
 def test_losses_are_those_of_their_probabilities():
-    scores, t = torch.randn(7, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 0])
+    scores, t = (
+        torch.randn(7, 3, dtype=torch.float64),
+        torch.tensor([0, 1, 2, 2, 1, 0, 0]),
+    )
     head = SoftmaxHead(4, 3)
     expected = -head.probabilities(scores)[torch.arange(7), t].log().mean()
     torch.testing.assert_close(head.loss(scores, t), expected)
@@ -57,8 +60,12 @@ def test_losses_are_those_of_their_probabilities():
     head, t = SigmoidHead(4), t % 2
     expected = -head.probabilities(scores[:, :1])[torch.arange(7), t].log().mean()
     torch.testing.assert_close(head.loss(scores[:, :1], t), expected)
-    assert torch.equal(head.predict(scores[:, :1]), head.probabilities(scores[:, :1]).argmax(-1))
-    assert head.probabilities(torch.tensor([[60.0]]))[0, 0] > 0  # it does not round to 0
+    assert torch.equal(
+        head.predict(scores[:, :1]), head.probabilities(scores[:, :1]).argmax(-1)
+    )
+    assert (
+        head.probabilities(torch.tensor([[60.0]]))[0, 0] > 0
+    )  # it does not round to 0
     head, values = RegressionHead(4, 1), torch.randn(7, dtype=torch.float64)
     expected = (scores[:, 0] - values).square().mean()
     torch.testing.assert_close(head.loss(scores[:, :1], values), expected)
@@ -82,7 +89,9 @@ def test_a_model_is_head_after_net_after_augment(name):
     loss.backward()
     torch.testing.assert_close(loss, model.head.loss(model(x), t))
     twin = copy.deepcopy(model).double()
-    torch.testing.assert_close(twin(x.double()), model(x).double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        twin(x.double()), model(x).double(), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,10 +117,26 @@ def test_a_model_is_head_after_net_after_augment(name):
             "whole numbers",
         ),
         (lambda: SoftmaxHead(4, 2).loss(torch.zeros(5, 2), [0] * 5), DataError, "list"),
-        (lambda: Model(None, nn.Linear(4, 4), LinearHead(4, 1)), OptionError, "net must be"),
-        (lambda: Model(None, hdnn.H2(4, 1), nn.Linear(4, 1)), OptionError, "head must be"),
-        (lambda: Model(nn.Linear(4, 4), hdnn.H2(4, 1), LinearHead(4, 1)), OptionError, "augment"),
-        (lambda: Model(None, hdnn.H2(4, 1), LinearHead(6, 1)), ShapeError, "head has 6 features"),
+        (
+            lambda: Model(None, nn.Linear(4, 4), LinearHead(4, 1)),
+            OptionError,
+            "net must be",
+        ),
+        (
+            lambda: Model(None, hdnn.H2(4, 1), nn.Linear(4, 1)),
+            OptionError,
+            "head must be",
+        ),
+        (
+            lambda: Model(nn.Linear(4, 4), hdnn.H2(4, 1), LinearHead(4, 1)),
+            OptionError,
+            "augment",
+        ),
+        (
+            lambda: Model(None, hdnn.H2(4, 1), LinearHead(6, 1)),
+            ShapeError,
+            "head has 6 features",
+        ),
     ],
 )
 def test_mistakes_get_one_sentence(make, error, text):

@@ -47,7 +47,11 @@ def asserts(function: ast.AST, helpers: set[str]) -> bool:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             last = called.rpartition(".")[2]
-            if last in helpers or last in CHECKING or last.startswith(("assert_", "check")):
+            if (
+                last in helpers
+                or last in CHECKING
+                or last.startswith(("assert_", "check"))
+            ):
                 return True
             if any(keyword.arg == "check" for keyword in node.keywords):  # of a process
                 return True

@@ -17,7 +17,9 @@ SCHEMES = [schemes.ImplicitEuler(), schemes.Midpoint(), schemes.DiscreteGradient
 
 
 def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def stack(scale=0.5):
@@ -33,14 +35,24 @@ def stack(scale=0.5):
 @pytest.mark.parametrize("name", activations.names())
 def test_a_solution_fulfils_its_equation(name):
     sigma = activations.get(name)
-    A, M, a, c = 0.4 * random(6, n), 0.4 * random(n, 6, seed=1), random(6, seed=2), random(B, n)
+    A, M, a, c = (
+        0.4 * random(6, n),
+        0.4 * random(n, 6, seed=1),
+        random(6, seed=2),
+        random(B, n),
+    )
     x = implicit.solve(c, M, A, a, sigma)
     torch.testing.assert_close(x, c + sigma(x @ A.mT + a) @ M.mT, rtol=0, atol=1e-14)
 
 
 def test_samples_can_have_matrices_of_their_own():
     sigma = activations.get("tanh")
-    A, M, a, c = 0.4 * random(B, 6, n), 0.4 * random(B, n, 6, seed=1), random(B, 6), random(B, n)
+    A, M, a, c = (
+        0.4 * random(B, 6, n),
+        0.4 * random(B, n, 6, seed=1),
+        random(B, 6),
+        random(B, n),
+    )
     x = implicit.solve(c, M, A, a, sigma)
     for i in range(B):
         torch.testing.assert_close(x[i], implicit.solve(c[i], M[i], A[i], a[i], sigma))
@@ -48,7 +60,12 @@ def test_samples_can_have_matrices_of_their_own():
 
 def test_gradients_and_gradients_of_gradients_are_those_of_finite_differences():
     sigma = activations.get("tanh")
-    given = [random(2, 3), 0.4 * random(3, 2), 0.4 * random(2, 3, seed=1), random(2, seed=2)]
+    given = [
+        random(2, 3),
+        0.4 * random(3, 2),
+        0.4 * random(2, 3, seed=1),
+        random(2, seed=2),
+    ]
     for t in given:
         t.requires_grad_()
     for function in (implicit.solve, implicit.solve_chord):
@@ -77,7 +94,9 @@ def test_a_chord_is_the_mean_of_sigma_and_has_the_slope_of_autograd(name, distan
     if distance == 0:
         torch.testing.assert_close(mean, sigma(z))
     (slope,) = torch.autograd.grad(mean.sum(), end)
-    torch.testing.assert_close(implicit.chord_slope(sigma, z, end), slope, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        implicit.chord_slope(sigma, z, end), slope, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
@@ -85,7 +104,9 @@ def test_an_implicit_layer_is_undone_and_has_the_jacobians_of_autograd(scheme):
     (forces, _), y, sigma = stack(), random(B, n, seed=9), activations.get("softplus")
     h = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
     states = schemes.run(scheme, y, forces, h, sigma, trajectory=True)
-    back = schemes.run(scheme, states[-1], forces, h, sigma, inverse=True, trajectory=True)
+    back = schemes.run(
+        scheme, states[-1], forces, h, sigma, inverse=True, trajectory=True
+    )
     torch.testing.assert_close(back, states, rtol=0, atol=1e-12)
     Phi = schemes.jacobians(scheme, states, forces, h, sigma)
     product = Phi[0] @ Phi[1] @ Phi[2]
@@ -104,10 +125,14 @@ def test_an_implicit_layer_is_symplectic(scheme):
 @pytest.mark.parametrize("name", activations.names())
 def test_a_discrete_gradient_layer_keeps_its_energy_for_any_step(name):
     (forces, _), y, sigma = stack(), random(B, n, seed=9), activations.get(name)
-    states = schemes.run(schemes.DiscreteGradient(), y, forces, 0.7, sigma, trajectory=True)
+    states = schemes.run(
+        schemes.DiscreteGradient(), y, forces, 0.7, sigma, trajectory=True
+    )
     for j in range(N):
         K, b, _ = (t[j] for t in forces[0])
-        before, after = (sigma.integral(y @ K.mT + b).sum(-1) for y in states[j : j + 2])
+        before, after = (
+            sigma.integral(y @ K.mT + b).sum(-1) for y in states[j : j + 2]
+        )
         torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
 
 

@@ -23,13 +23,17 @@ from strategies import ACTIVATIONS, Random, seeds
 
 F64 = torch.float64
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+files = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 
 
 @st.composite
 def networks(draw):
     """Networks of every kind, with the options that change what must be saved."""
-    kind = draw(st.sampled_from(["H1", "H2", "ImplicitH2", "MLP", "verlet", "midpoint"]))
+    kind = draw(
+        st.sampled_from(["H1", "H2", "ImplicitH2", "MLP", "verlet", "midpoint"])
+    )
     m = draw(st.integers(1, 3))
     N = draw(st.integers(1, 3))
     seed = draw(seeds)
@@ -212,7 +216,9 @@ def test_a_pickle_is_refused_and_not_run(tmp_path):
 
 
 def test_a_safetensors_file_of_another_program_is_refused(tmp_path):
-    (tmp_path / "f").write_bytes(to_safetensors({"a": torch.ones(2)}, metadata={"format": "pt"}))
+    (tmp_path / "f").write_bytes(
+        to_safetensors({"a": torch.ones(2)}, metadata={"format": "pt"})
+    )
     with pytest.raises(CheckpointError, match="did not write"):
         io.load(tmp_path / "f")
 
@@ -287,7 +293,9 @@ def test_bad_json_is_one_sentence(tmp_path, text):
 
 
 @pytest.mark.parametrize("function", ["fsync", "rename"])
-def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch, function):
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(
+    tmp_path, monkeypatch, function
+):
     path = tmp_path / "f"
     io.write_atomically(path, "old")
 

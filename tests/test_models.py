@@ -14,7 +14,15 @@ MODELS = {
     "mnist_linear": lambda **o: models.mnist_net(None, size=6, **o),
     "hdnn_star_h1": lambda **o: models.hdnn_star("h1", [3, 1], (4, 8), size=8, **o),
     "hdnn_star_h2": lambda **o: models.hdnn_star(
-        "h2", 2, (4, 8), size=8, norm="inside", stem_norm=True, padding="halves", pool="mean", **o
+        "h2",
+        2,
+        (4, 8),
+        size=8,
+        norm="inside",
+        stem_norm=True,
+        padding="halves",
+        pool="mean",
+        **o,
     ),
     "resnet": lambda **o: models.resnet56(depth=8, **o),
 }
@@ -28,7 +36,9 @@ def images(name, dtype=torch.float32, batch=3):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_made_again_by_its_config_and_repeats_for_a_seed(name):
-    first, second = (MODELS[name](generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    first, second = (
+        MODELS[name](generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
     x = images(name)
     assert torch.equal(first.eval()(x), second.eval()(x))
     twin = type(first)(**first.config()).eval()
@@ -56,7 +66,9 @@ def test_layers_are_left_out_while_training_only(make):
     assert torch.equal(dropping.eval()(x), complete.eval()(x))
     torch.manual_seed(0)
     y = dropping.train()(x)
-    assert (y - y[0]).abs().amax(1).unique().numel() > 3  # equal images take different paths
+    assert (y - y[0]).abs().amax(
+        1
+    ).unique().numel() > 3  # equal images take different paths
 
 
 def test_later_layers_are_left_out_more_often():
@@ -113,7 +125,10 @@ def test_hdnn_star_compiles_into_one_graph():
         (lambda: models.hdnn_star(channels=(8, 4)), "must grow"),
         (lambda: models.hdnn_star(size=20), "halved 3 times"),
         (lambda: models.hdnn_star(layers=(6, 6)), "layers has 2 entries for 3 units"),
-        (lambda: models.hdnn_star(layers=(6, 0, 6)), "layers must be a whole number >= 1"),
+        (
+            lambda: models.hdnn_star(layers=(6, 0, 6)),
+            "layers must be a whole number >= 1",
+        ),
         (lambda: models.hdnn_star(pool="max"), "not known"),
         (lambda: models.hdnn_star(drop=1.0), "drop must be"),
         (lambda: models.resnet56(depth=10), "6 n"),

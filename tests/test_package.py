@@ -77,7 +77,10 @@ print(*(name for name in (*{OPTIONAL!r}, *late) if name in sys.modules and name 
 def run_python(*arguments: str) -> str:
     """What a fresh interpreter prints, started in the repository with warnings as errors."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-W", "error", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -106,7 +109,14 @@ def test_public_names_exist_once_each():
 
 
 def test_dir_lists_the_estimators_and_the_public_submodules():
-    late = {"HDNNClassifier", "HDNNRegressor", "diagnose", "analysis", "control", "training"}
+    late = {
+        "HDNNClassifier",
+        "HDNNRegressor",
+        "diagnose",
+        "analysis",
+        "control",
+        "training",
+    }
     assert {*hdnn.__all__, *late, "errors", "networks"} <= {*dir(hdnn)}
     assert [name for name in dir(hdnn) if not hasattr(hdnn, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'qwerty'; dir"):
@@ -135,14 +145,18 @@ def test_all_extra_holds_every_extra_but_those_for_developers():
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel and the source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    run_python("-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(folder))
+    run_python(
+        "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(folder)
+    )
     return folder
 
 
 def source_files() -> set[str]:
     """The files that belong in a distribution, relative to src."""
     names = {
-        file.relative_to(SOURCE.parent).as_posix() for file in SOURCE.rglob("*") if file.is_file()
+        file.relative_to(SOURCE.parent).as_posix()
+        for file in SOURCE.rglob("*")
+        if file.is_file()
     }
     return {name for name in names if "__pycache__" not in name}
 
@@ -160,7 +174,15 @@ def test_wheel_is_small_and_holds_nothing_that_was_generated(built: Path):
     assert wheel.stat().st_size <= 1_000_000
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    written = {".css", ".html", ".jinja", ".js", ".json", ".py", ".typed"}  # by hand, or measured
+    written = {
+        ".css",
+        ".html",
+        ".jinja",
+        ".js",
+        ".json",
+        ".py",
+        ".typed",
+    }  # by hand, or measured
     assert {Path(name).suffix for name in names} == written
     folders = {part for name in names for part in Path(name).parent.parts}
     assert not folders & {"tests", "results", "runs", "docs", "benchmarks"}
@@ -169,7 +191,11 @@ def test_wheel_is_small_and_holds_nothing_that_was_generated(built: Path):
 def test_wheel_holds_all_that_the_playground_is_made_of(built: Path):
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        inside = {name for name in archive.namelist() if name.startswith("hdnn/app/playground/")}
+        inside = {
+            name
+            for name in archive.namelist()
+            if name.startswith("hdnn/app/playground/")
+        }
     play = SOURCE / "app" / "playground"
     needed = [file for kind in ("*.js", "*.css", "*.html") for file in play.rglob(kind)]
     assert len(needed) >= 5

@@ -23,7 +23,9 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_line_appears_after_two_seconds_and_is_removed_at_the_end(monkeypatch, clock):
+def test_the_line_appears_after_two_seconds_and_is_removed_at_the_end(
+    monkeypatch, clock
+):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with Progress("training", 10) as line:
         clock[0] = 1.0

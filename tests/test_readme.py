@@ -24,7 +24,9 @@ BUILT = {"changelog.md", "contributing.md", "playground.html"}
 
 
 def examples(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 EXAMPLES = {
@@ -47,17 +49,23 @@ def test_examples_run_and_print_what_they_say(name, tmp_path, monkeypatch, capsy
         assert names["accuracy"] > 0.95
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", RUN, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_no_example_is_written_so_that_it_would_not_be_run(page: Path):
     shown = re.findall(
-        r"^[ \t]*(?:`{3,}|~{3,})[ \t]*[{.]*py(?:thon)?3?\b", page.read_text("utf-8"), re.M
+        r"^[ \t]*(?:`{3,}|~{3,})[ \t]*[{.]*py(?:thon)?3?\b",
+        page.read_text("utf-8"),
+        re.M,
     )
     assert len(shown) == len(examples(page))
 
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
-    assert all(len(example.splitlines()) <= 12 for example in examples(ROOT / "README.md"))
+    assert all(
+        len(example.splitlines()) <= 12 for example in examples(ROOT / "README.md")
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,9 @@ def test_the_readme_is_short():
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_pictures_and_pages_exist(page):
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"", page.read_text("utf-8"))
+    targets = re.findall(
+        r"\]\(([^)#]+)(?:#[^)]*)?\)|src=\"([^\"]+)\"", page.read_text("utf-8")
+    )
     for target in map("".join, targets):
         if not target.startswith("http") and target not in BUILT:
             assert (page.parent / target).exists(), target
@@ -74,13 +84,19 @@ def test_pictures_and_pages_exist(page):
 
 def test_all_results_are_listed_with_their_commands():
     text = (DOCS / "results" / "index.md").read_text("utf-8")
-    listed = re.findall(r"^\| \[.*?\]\((.*?)\) \| `(?:hdnn|python) .*?` \| \S", text, re.MULTILINE)
+    listed = re.findall(
+        r"^\| \[.*?\]\((.*?)\) \| `(?:hdnn|python) .*?` \| \S", text, re.MULTILINE
+    )
     pages = [page.name for page in DOCS.glob("results/*.md") if page.name != "index.md"]
     assert sorted(listed) == sorted(pages)
 
 
 def test_every_test_that_the_guide_to_the_paper_names_is_there():
-    named = re.findall(r"`(test_\w+)`", (DOCS / "guides" / "paper.md").read_text("utf-8"))
-    text = "".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(
+        r"`(test_\w+)`", (DOCS / "guides" / "paper.md").read_text("utf-8")
+    )
+    text = "".join(
+        file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")
+    )
     assert len(named) > 10
     assert [name for name in named if f"def {name}(" not in text] == []

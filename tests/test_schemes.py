@@ -8,7 +8,13 @@ import torch
 from hdnn import activations, schemes
 from hdnn.schemes import Force
 
-EXPLICIT = (schemes.SEMI_IMPLICIT_EULER, schemes.VERLET, schemes.YOSHIDA4, schemes.MS1, schemes.MS3)
+EXPLICIT = (
+    schemes.SEMI_IMPLICIT_EULER,
+    schemes.VERLET,
+    schemes.YOSHIDA4,
+    schemes.MS1,
+    schemes.MS3,
+)
 N, B, n = 5, 7, 6
 
 
@@ -73,7 +79,9 @@ def test_the_inverse_takes_the_last_state_back_to_the_first(scheme, generator, y
 
 
 @pytest.mark.parametrize(
-    "scheme", [*EXPLICIT, schemes.FORWARD_EULER, schemes.PERCEPTRON], ids=lambda s: s.name
+    "scheme",
+    [*EXPLICIT, schemes.FORWARD_EULER, schemes.PERCEPTRON],
+    ids=lambda s: s.name,
 )
 @pytest.mark.parametrize("rows", [2, 9])
 def test_jacobians_of_all_layers_are_those_of_autograd(scheme, rows, generator, y):
@@ -81,7 +89,10 @@ def test_jacobians_of_all_layers_are_those_of_autograd(scheme, rows, generator, 
     states = schemes.run(scheme, y, stack, H, sigma, trajectory=True)
     M = schemes.jacobians(scheme, states, stack, H, sigma)
     for j in range(N):
-        one = [Force(*(None if t is None else t[j : j + 1] for t in force)) for force in stack]
+        one = [
+            Force(*(None if t is None else t[j : j + 1] for t in force))
+            for force in stack
+        ]
         exact = jacobian(
             lambda x, one=one, j=j: schemes.run(scheme, x, one, H[j], sigma), states[j]
         )
@@ -100,7 +111,9 @@ def test_a_scheme_converges_with_its_order(scheme, generator, y):
     def end(N, scheme):
         force_p = Force(K_p.expand(N, 3, 3), b.expand(N, 3))
         force_q = Force(K_q.expand(N, 3, 3), b.expand(N, 3))
-        return schemes.run(scheme, y, (force_p, force_q), 0.5 / N, activations.get("tanh"))
+        return schemes.run(
+            scheme, y, (force_p, force_q), 0.5 / N, activations.get("tanh")
+        )
 
     exact = end(500, schemes.YOSHIDA4)
     errors = [float((end(N, scheme) - exact).norm()) for N in (16, 32)]

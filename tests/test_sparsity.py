@@ -22,7 +22,9 @@ SEEDS = st.integers(0, 10**6)
 DENSITY = st.floats(0.05, 0.95)
 
 
-def pattern(seed: int, M: int, density: float, *, symmetric: bool = False) -> torch.Tensor:
+def pattern(
+    seed: int, M: int, density: float, *, symmetric: bool = False
+) -> torch.Tensor:
     """Random, with ones on the diagonal."""
     free = torch.rand(M, M, generator=torch.Generator().manual_seed(seed)) < density
     free = free | torch.eye(M, dtype=torch.bool)
@@ -119,7 +121,9 @@ def test_patterns_that_do_not_fit_are_sentences(arguments, message):
 
 
 def test_features_that_nodes_cannot_share_are_a_sentence():
-    with pytest.raises(OptionError, match="7 features cannot be shared alike by 2 nodes"):
+    with pytest.raises(
+        OptionError, match="7 features cannot be shared alike by 2 nodes"
+    ):
         Sparsity(torch.eye(2)).node_sizes(7)
 
 
@@ -133,7 +137,9 @@ def test_a_mask_has_a_block_for_each_pair_of_nodes():
 
 @settings(max_examples=40)
 @given(SEEDS, st.integers(2, 5), DENSITY, DENSITY, st.booleans())
-def test_an_explanation_names_every_breach_with_a_path_that_exists(seed, M, d, e, layered):
+def test_an_explanation_names_every_breach_with_a_path_that_exists(
+    seed, M, d, e, layered
+):
     T = pattern(seed, M, d, symmetric=True)
     S = pattern(seed + 1, M, e)
     R = torch.stack([pattern(seed + 2, M, d), pattern(seed + 3, M, d)])
@@ -147,7 +153,9 @@ def test_an_explanation_names_every_breach_with_a_path_that_exists(seed, M, d, e
             backward = bool(product(r.mT, r, T)[i, k])
             if forward or backward:
                 expected.add((i, k, forward, backward, j if layered else None))
-    assert {(b.node, b.needs, b.forward, b.backward, b.layer) for b in breaches} == expected
+    assert {
+        (b.node, b.needs, b.forward, b.backward, b.layer) for b in breaches
+    } == expected
     for b in breaches:
         r = R[b.layer] if layered else R
         i, a, row, k = b.path if b.forward else b.path[::-1]
@@ -162,8 +170,14 @@ def test_an_explanation_reads_like_a_sentence():
     T = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 1]])
     lines = str(sparsity.explain(T, R, torch.eye(3))).splitlines()
     assert "node 0 needs node 1 forward and backward: row 0 of R has 0 and 1" in lines
-    assert "node 2 needs node 1 forward: T links 2 and 0, and row 0 of R has 0 and 1" in lines
-    assert "node 1 needs node 2 backward: T links 2 and 0, and row 0 of R has 0 and 1" in lines
+    assert (
+        "node 2 needs node 1 forward: T links 2 and 0, and row 0 of R has 0 and 1"
+        in lines
+    )
+    assert (
+        "node 1 needs node 2 backward: T links 2 and 0, and row 0 of R has 0 and 1"
+        in lines
+    )
     assert str(sparsity.explain(T, R, torch.ones(3, 3))).startswith("local")
 
 
@@ -179,7 +193,9 @@ def test_components_are_the_nodes_that_hear_of_each_other():
 
 @settings(max_examples=40)
 @given(SEEDS, NODES, DENSITY, st.sampled_from(["R", "T", "both"]))
-def test_designed_patterns_are_local_and_join_what_the_graph_joins(seed, M, density, keep):
+def test_designed_patterns_are_local_and_join_what_the_graph_joins(
+    seed, M, density, keep
+):
     S = pattern(seed, M, density, symmetric=True)
     designed = sparsity.design(S, keep=keep, layers=2)
     assert sparsity.is_local(designed.T, designed.R, S)

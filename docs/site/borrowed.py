@@ -33,7 +33,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     here = {to: source for source, to in PAGES.items()}.get(
         page.file.src_uri, f"docs/{page.file.src_uri}"
     )
@@ -52,7 +54,9 @@ def moved(link: re.Match[str], here: str, page: str, root: Path) -> str:
     place = normpath(join(dirname(here), path))
     if place.startswith("../") or not (root / place).exists():
         return link[0]  # left as it is, for the strict build to complain about
-    to = PLACES.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
+    to = PLACES.get(place) or (
+        place.removeprefix("docs/") if place.startswith("docs/") else None
+    )
     if to is None:
         return text
     return f"[{text}]({relpath(to, dirname(page) or '.')}{hash_}{anchor})"

@@ -23,7 +23,9 @@ from types import ModuleType
 
 FENCE = re.compile(r"^(`{3,})python\b[^\n]*\n(.*?)^\1[ \t]*$", re.S | re.M)
 # Fences that Markdown shows as Python too, and that would not be run.
-OTHERS = re.compile(r"^(?!```+python\b)[ \t]*(?:`{3,}|~{3,})[ \t]*[{. \t]*py(?:thon)?3?\b", re.M)
+OTHERS = re.compile(
+    r"^(?!```+python\b)[ \t]*(?:`{3,}|~{3,})[ \t]*[{. \t]*py(?:thon)?3?\b", re.M
+)
 DOTS = 160  # an inch of a figure
 
 
@@ -62,14 +64,19 @@ def run(page: Path, folder: Path) -> int:
         try:
             with _heard(printed):
                 # Padded so that lines are counted as in the page.
-                exec(compile("\n" * (cell.line - 1) + cell.code, str(page), "exec"), vars(space))
+                exec(
+                    compile("\n" * (cell.line - 1) + cell.code, str(page), "exec"),
+                    vars(space),
+                )
             ran.append({"printed": printed[0], "figures": _figures(folder, number)})
         except (Exception, SystemExit) as error:
             report["error"] = _told(error, page, number, cell.line)
             traceback.print_exc()
             status = 1
             break
-    report["processor"] = sum(os.times()[:4])  # that of its own and of the processes it started
+    report["processor"] = sum(
+        os.times()[:4]
+    )  # that of its own and of the processes it started
     (folder / "ran.json").write_text(json.dumps(report), encoding="utf-8")
     return status
 
@@ -101,7 +108,9 @@ def _figures(folder: Path, number: int) -> list[dict[str, str]]:
         figure = pyplot.figure(shown)
         name = f"{number}-{k}.png"
         figure.savefig(folder / name, dpi=DOTS, bbox_inches="tight")
-        written.append({"file": name, "alt": _alt(figure, f"Figure {k} of cell {number}")})
+        written.append(
+            {"file": name, "alt": _alt(figure, f"Figure {k} of cell {number}")}
+        )
     pyplot.close("all")
     return written
 

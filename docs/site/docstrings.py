@@ -27,10 +27,15 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = inspect.getdoc(thing) or ""
         if isinstance(thing, type) and isinstance(obj, griffe.Class):
             constructor = obj.members.get("__init__")
-            if isinstance(constructor, griffe.Function) and _shares_options(constructor):
+            if isinstance(constructor, griffe.Function) and _shares_options(
+                constructor
+            ):
                 constructor.parameters = parameters(thing)
         if isinstance(obj, griffe.Module):
-            for name, home in errors().items():  # a section Raises names what need not be imported
+            for (
+                name,
+                home,
+            ) in errors().items():  # a section Raises names what need not be imported
                 if name not in obj.members:
                     obj.set_member(name, griffe.Alias(name, home))
         if obj.docstring:
@@ -50,7 +55,11 @@ def homes() -> dict[str, str]:
 @cache
 def things() -> dict[str, Any]:
     """What is public, by where it is defined."""
-    return {homes()[name]: thing for name, thing in public.names().items() if name in homes()}
+    return {
+        homes()[name]: thing
+        for name, thing in public.names().items()
+        if name in homes()
+    }
 
 
 @cache
@@ -73,7 +82,9 @@ def parameters(cls: type) -> griffe.Parameters:
         shown.append(
             griffe.Parameter(
                 given.name,
-                annotation=None if given.annotation is given.empty else _text(given.annotation),
+                annotation=None
+                if given.annotation is given.empty
+                else _text(given.annotation),
                 kind=griffe.ParameterKind[given.kind.name.lower()],
                 default=None if given.default is given.empty else repr(given.default),
             )
@@ -96,11 +107,18 @@ def _options(cls: Any, name: str) -> list[griffe.Parameter]:
 
 
 def _shares_options(constructor: griffe.Function) -> bool:
-    return any(given.kind is griffe.ParameterKind.var_keyword for given in constructor.parameters)
+    return any(
+        given.kind is griffe.ParameterKind.var_keyword
+        for given in constructor.parameters
+    )
 
 
 def _text(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return (
+        annotation
+        if isinstance(annotation, str)
+        else inspect.formatannotation(annotation)
+    )
 
 
 def linked(text: str, own: str) -> str:
@@ -113,5 +131,6 @@ def linked(text: str, own: str) -> str:
 
     lines = text.split("\n")
     return "\n".join(
-        line if line.lstrip().startswith((">>>", "...")) else NAME.sub(link, line) for line in lines
+        line if line.lstrip().startswith((">>>", "...")) else NAME.sub(link, line)
+        for line in lines
     )

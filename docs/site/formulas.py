@@ -14,9 +14,27 @@ from mkdocs.structure.pages import Page
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
 DISPLAY = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.S)
 # How many parts these must have; the converter leaves out what is missing, without a word.
-PARTS = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2}
+PARTS = {
+    "mfrac": 2,
+    "mroot": 2,
+    "msub": 2,
+    "msup": 2,
+    "msubsup": 3,
+    "munder": 2,
+    "mover": 2,
+}
 # Any other environment would lose its shape, without a word.
-KNOWN = {"pmatrix", "bmatrix", "matrix", "cases", "align", "align*", "aligned", "array", "split"}
+KNOWN = {
+    "pmatrix",
+    "bmatrix",
+    "matrix",
+    "cases",
+    "align",
+    "align*",
+    "aligned",
+    "array",
+    "split",
+}
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:

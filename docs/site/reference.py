@@ -47,7 +47,9 @@ GROUPS = {
 }
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     folder, _, file = page.file.src_uri.rpartition("/")
     if folder != "api":
         return markdown
@@ -55,12 +57,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     group = file.removesuffix(".md")
     if group == "index":
         rows = [
-            f"| [{group}]({group}.md) | " + ", ".join(f"[`{short(n)}`][{n}]" for n in names) + " |"
+            f"| [{group}]({group}.md) | "
+            + ", ".join(f"[`{short(n)}`][{n}]" for n in names)
+            + " |"
             for group, names in sorted(groups.items())
         ]
-        return "\n".join([markdown.rstrip(), "", "| Page | Names |", "| --- | --- |", *rows, ""])
-    page.meta["title"] = f"API: {page.title}"  # there is a page on errors, and one of errors
-    sections = [f"::: {name}\n    options:\n      heading_level: 2\n" for name in groups[group]]
+        return "\n".join(
+            [markdown.rstrip(), "", "| Page | Names |", "| --- | --- |", *rows, ""]
+        )
+    page.meta["title"] = (
+        f"API: {page.title}"  # there is a page on errors, and one of errors
+    )
+    sections = [
+        f"::: {name}\n    options:\n      heading_level: 2\n" for name in groups[group]
+    ]
     return "\n\n".join([markdown.rstrip(), *sections])
 
 

@@ -31,7 +31,9 @@ import hdnn
 from cells import cells
 
 PROGRAM = Path(__file__).with_name("cells.py")
-SOURCE = str(Path(hdnn.__file__).parents[1])  # pages run the hdnn whose docstrings are shown
+SOURCE = str(
+    Path(hdnn.__file__).parents[1]
+)  # pages run the hdnn whose docstrings are shown
 FOLDER = "tutorials/"
 LIMIT = 60.0  # seconds of processor time
 PATIENCE = 300.0  # seconds until a page that hangs is given up
@@ -60,7 +62,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     uri = page.file.src_uri
     if uri not in _running:
         return markdown
@@ -95,17 +99,25 @@ def run(page: Path, limit: float = LIMIT, patience: float = PATIENCE) -> Ran:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            raise PluginError(f"{page}: it has not ended after {patience:.0f} s.") from None
+            raise PluginError(
+                f"{page}: it has not ended after {patience:.0f} s."
+            ) from None
         seconds = time.perf_counter() - began
         report = Path(kept, "ran.json")
         if not report.exists():
-            raise PluginError(f"{page}: its process ended with {process.returncode}.\n{said}")
+            raise PluginError(
+                f"{page}: its process ended with {process.returncode}.\n{said}"
+            )
         ran = json.loads(report.read_text(encoding="utf-8"))
         if "error" in ran:
             raise PluginError(f"{page}, {ran['error']}\n{said}")
         if (took := ran["processor"]) > limit:
-            raise PluginError(f"{page}: it takes {took:.0f} s to run, more than {limit:.0f}.")
-        pictures = {path.name: path.read_bytes() for path in sorted(Path(kept).glob("*.png"))}
+            raise PluginError(
+                f"{page}: it takes {took:.0f} s to run, more than {limit:.0f}."
+            )
+        pictures = {
+            path.name: path.read_bytes() for path in sorted(Path(kept).glob("*.png"))
+        }
         return Ran(ran["cells"], pictures, seconds)
 
 
@@ -116,7 +128,9 @@ def shown(markdown: str, ran: Ran, stem: str) -> str:
         parts.append(markdown[end : cell.end])
         end = cell.end
         if printed := found["printed"].rstrip():
-            ticks = "`" * max(3, *(1 + len(run) for run in re.findall("`+", printed)), 3)
+            ticks = "`" * max(
+                3, *(1 + len(run) for run in re.findall("`+", printed)), 3
+            )
             parts.append(f"\n\n{ticks} {{ .text .printed }}\n{printed}\n{ticks}\n")
         for figure in found["figures"]:
             alt = figure["alt"].replace("[", "(").replace("]", ")").replace("\n", " ")

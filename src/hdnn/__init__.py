@@ -3,10 +3,26 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from hdnn import activations, engine, functional, heads, models, networks, schemes, sparsity
+from hdnn import (
+    activations,
+    engine,
+    functional,
+    heads,
+    models,
+    networks,
+    schemes,
+    sparsity,
+)
 from hdnn._version import __version__ as __version__
 from hdnn.errors import HDNNError
-from hdnn.heads import Augment, LinearHead, Model, RegressionHead, SigmoidHead, SoftmaxHead
+from hdnn.heads import (
+    Augment,
+    LinearHead,
+    Model,
+    RegressionHead,
+    SigmoidHead,
+    SoftmaxHead,
+)
 from hdnn.io import load, save
 from hdnn.networks import (
     H1,
@@ -101,8 +117,20 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name in LATE_NAMES:
         return getattr(importlib.import_module(f"{__name__}.{LATE_NAMES[name]}"), name)
-    raise AttributeError(f"module 'hdnn' has no attribute {name!r}; dir(hdnn) lists what there is")
+    raise AttributeError(
+        f"module 'hdnn' has no attribute {name!r}; dir(hdnn) lists what there is"
+    )
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *LATE_MODULES, *LATE_NAMES, "__version__", "errors", "implicit", "io"})
+    return sorted(
+        {
+            *__all__,
+            *LATE_MODULES,
+            *LATE_NAMES,
+            "__version__",
+            "errors",
+            "implicit",
+            "io",
+        }
+    )

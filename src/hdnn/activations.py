@@ -127,7 +127,9 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 def _gelu_integral(x: Tensor) -> Tensor:
     Phi = _normal_cdf(x)
-    return 0.5 * (x * (x * Phi + _normal_pdf(x)) - Phi) + 0.25  # no x^2, which may overflow
+    return (
+        0.5 * (x * (x * Phi + _normal_pdf(x)) - Phi) + 0.25
+    )  # no x^2, which may overflow
 
 
 def _silu_slope(x: Tensor) -> Tensor:
@@ -145,7 +147,14 @@ _REGISTRY = {
     activation.name: activation
     for activation in (
         Activation("tanh", torch.tanh, _tanh_slope, _tanh_integral, 0.0, 1.0),
-        Activation("relu", torch.relu, _relu_slope, lambda x: 0.5 * torch.relu(x) ** 2, 0.0, 1.0),
+        Activation(
+            "relu",
+            torch.relu,
+            _relu_slope,
+            lambda x: 0.5 * torch.relu(x) ** 2,
+            0.0,
+            1.0,
+        ),
         Activation(
             "sigmoid",
             torch.sigmoid,
@@ -157,8 +166,17 @@ _REGISTRY = {
         Activation("softplus", _softplus, torch.sigmoid, _softplus_integral, 0.0, 1.0),
         Activation("gelu", F.gelu, _gelu_slope, _gelu_integral, 1 - _GELU, _GELU),
         Activation("silu", F.silu, _silu_slope, _silu_integral, 1 - _SILU, _SILU),
-        Activation("sin", torch.sin, torch.cos, lambda x: 2 * torch.sin(0.5 * x) ** 2, -1.0, 1.0),
-        Activation("identity", lambda x: x, torch.ones_like, lambda x: 0.5 * x * x, 1.0, 1.0),
+        Activation(
+            "sin",
+            torch.sin,
+            torch.cos,
+            lambda x: 2 * torch.sin(0.5 * x) ** 2,
+            -1.0,
+            1.0,
+        ),
+        Activation(
+            "identity", lambda x: x, torch.ones_like, lambda x: 0.5 * x * x, 1.0, 1.0
+        ),
     )
 }
 
@@ -216,7 +234,9 @@ def by_row(rows: Sequence[str | Activation]) -> Activation:
     def apply(which: str) -> Elementwise:
         def function(x: Tensor) -> Tensor:
             pieces = zip(runs, x.split(sizes, -1), strict=True)
-            return torch.cat([getattr(sigma, which)(piece) for (sigma, _), piece in pieces], -1)
+            return torch.cat(
+                [getattr(sigma, which)(piece) for (sigma, _), piece in pieces], -1
+            )
 
         return function
 
@@ -252,7 +272,9 @@ def register(activation: Activation) -> Activation:
     """
     name = activation.name
     if not name or "," in name or name in _REGISTRY:
-        raise OptionError(f"an activation needs a new name without commas, but got {name!r}.")
+        raise OptionError(
+            f"an activation needs a new name without commas, but got {name!r}."
+        )
     check(activation)
     _REGISTRY[name] = activation
     return activation
@@ -265,7 +287,9 @@ def check(activation: Activation) -> None:
     -1e6 to 1e6: derivatives by autograd, and jumps by differences.
     """
     far = torch.logspace(-8, 6, 1000, dtype=torch.float64, device="cpu")
-    near = torch.linspace(-20, 20, 4001, dtype=torch.float64, device="cpu") + 1e-4  # off kinks
+    near = (
+        torch.linspace(-20, 20, 4001, dtype=torch.float64, device="cpu") + 1e-4
+    )  # off kinks
     x = torch.cat([-far, near, far]).sort().values.requires_grad_()
     sigma = activation.sigma(x)
     slope = activation.slope(x)
@@ -281,12 +305,24 @@ def check(activation: Activation) -> None:
     _check_range(activation, slope.detach())
     dx, rise = x.detach().diff(), sigma.detach().diff()
     room = 1e-5 * (1 + activation.S) * dx + 1e-14 * sigma.detach()[1:].abs()
-    if bool(((rise < activation.s_min * dx - room) | (rise > activation.s_max * dx + room)).any()):
-        _refuse(activation, "sigma jumps, or changes faster than its slope range allows")
+    if bool(
+        (
+            (rise < activation.s_min * dx - room)
+            | (rise > activation.s_max * dx + room)
+        ).any()
+    ):
+        _refuse(
+            activation, "sigma jumps, or changes faster than its slope range allows"
+        )
 
 
 def _check_derivative(
-    activation: Activation, name: str, source: str, x: Tensor, value: Tensor, function: Tensor
+    activation: Activation,
+    name: str,
+    source: str,
+    x: Tensor,
+    value: Tensor,
+    function: Tensor,
 ) -> None:
     (exact,) = torch.autograd.grad(function.sum(), x, retain_graph=True)
     error = (value.detach() - exact).abs() / (1 + exact.abs())
@@ -302,10 +338,16 @@ def _check_derivative(
 def _check_range(activation: Activation, slope: Tensor) -> None:
     low, high = slope.aminmax()
     room = 0.01 * max(1.0, float(slope.abs().max()))
-    for side, value, seen in (("s_min", activation.s_min, low), ("s_max", activation.s_max, high)):
+    for side, value, seen in (
+        ("s_min", activation.s_min, low),
+        ("s_max", activation.s_max, high),
+    ):
         outside = float(seen - value) * (1 if side == "s_max" else -1)
         if not -room <= outside <= 1e-9:
-            _refuse(activation, f"{side} is given as {value}, but the slope goes to {seen:.9g}")
+            _refuse(
+                activation,
+                f"{side} is given as {value}, but the slope goes to {seen:.9g}",
+            )
 
 
 def _refuse(activation: Activation, reason: str) -> None:

@@ -19,7 +19,14 @@ from torch import Tensor
 from hdnn import analysis, training
 from hdnn.data.tables import Encoder, class_weights, hold_out
 from hdnn.errors import DataError, OptionError, choose, require
-from hdnn.heads import Augment, Model, RegressionHead, SigmoidHead, SoftmaxHead, roomy_width
+from hdnn.heads import (
+    Augment,
+    Model,
+    RegressionHead,
+    SigmoidHead,
+    SoftmaxHead,
+    roomy_width,
+)
 from hdnn.networks import BY_NAME
 from hdnn.training.output import evaluate
 
@@ -46,7 +53,15 @@ from sklearn.utils.validation import (  # noqa: E402
 
 __all__ = ["HDNNClassifier", "HDNNRegressor"]
 
-SHRINKAGES = (1e-1, 3e-2, 2e-2, 1.2e-2, 6e-3, 1e-3, 1e-5)  # weight decays, from strong to weak
+SHRINKAGES = (
+    1e-1,
+    3e-2,
+    2e-2,
+    1.2e-2,
+    6e-3,
+    1e-3,
+    1e-5,
+)  # weight decays, from strong to weak
 SHRINKAGE = 2e-2  # for tables that are too small to hold rows out
 TINY = 64  # rows, up to which none are held out and all are one minibatch
 HELD_OUT = 0.2
@@ -168,12 +183,16 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             return y, frame, None
         weight = _check_sample_weight(sample_weight, frame, dtype=np.float64)
         if not (np.isfinite(weight).all() and weight.min() >= 0 and weight.any()):
-            raise DataError("sample_weight must be finite and >= 0, and not 0 for all samples.")
+            raise DataError(
+                "sample_weight must be finite and >= 0, and not 0 for all samples."
+            )
         rows = np.flatnonzero(weight)
         weight = None if np.ptp(weight[rows]) == 0 else weight[rows]
         return y[rows], frame.iloc[rows], weight
 
-    def _rows(self, frame: pd.DataFrame, y: np.ndarray, weight: np.ndarray | None) -> Rows:
+    def _rows(
+        self, frame: pd.DataFrame, y: np.ndarray, weight: np.ndarray | None
+    ) -> Rows:
         """What the network learns; weights have the mean 1."""
         t, factor = self._encode_target(y)
         if factor is not None:
@@ -189,7 +208,11 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
 
     def _new_model(self) -> Model:
         generator = torch.Generator().manual_seed(self._seed)
-        factory = {"generator": generator, "dtype": torch.float64, "device": self.device}
+        factory = {
+            "generator": generator,
+            "dtype": torch.float64,
+            "device": self.device,
+        }
         inputs = len(self.encoder_.names)
         features = roomy_width(inputs) if self.features is None else self.features
         if self.features is None and inputs > WIDEST:
@@ -217,7 +240,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             return self.weight_decay
         if len(rows.x) <= TINY:
             return SHRINKAGE
-        splits = [self._hold_out(rows, HELD_OUT, fold) for fold in range(_folds(len(rows.x)))]
+        splits = [
+            self._hold_out(rows, HELD_OUT, fold) for fold in range(_folds(len(rows.x)))
+        ]
         best = np.inf
         chosen = SHRINKAGE
         for decay in SHRINKAGES:
@@ -234,19 +259,25 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
                 chosen = decay
         return chosen
 
-    def _train(self, model: Model, rows: Rows, decay: float, **options: Any) -> training.History:
+    def _train(
+        self, model: Model, rows: Rows, decay: float, **options: Any
+    ) -> training.History:
         count = len(rows.x)
         features = model.net.features
         batches = max(1, min(8, count // TINY), count // 512)
         steps = STEPS * min(1.0, WIDE / features)
         if count < FEW:
             steps /= 2
-        if count <= TINY:  # so that rounding does not tell a weight of two from two rows
+        if (
+            count <= TINY
+        ):  # so that rounding does not tell a weight of two from two rows
             steps = min(steps, 60)
         epochs = max(10, round(steps / batches))
         recipe = {
             "epochs": epochs if self.epochs is None else self.epochs,
-            "batch": -(-count // batches) if self.batch is None else self.batch,  # of equal size
+            "batch": -(-count // batches)
+            if self.batch is None
+            else self.batch,  # of equal size
             "learning_rate": self._rate(),
             "warmup": 0.2,
             "weight_decay": decay,
@@ -265,11 +296,17 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             return self.learning_rate
         return RATE * min(1.0, WIDE / self.model_.net.features) ** 0.5
 
-    def _hold_out(self, rows: Rows, fraction: float, fold: int = 0) -> tuple[Rows, Rows]:
+    def _hold_out(
+        self, rows: Rows, fraction: float, fold: int = 0
+    ) -> tuple[Rows, Rows]:
         if not 0 < fraction < 1:
-            raise OptionError(f"validation_fraction must be between 0 and 1, but got {fraction!r}.")
+            raise OptionError(
+                f"validation_fraction must be between 0 and 1, but got {fraction!r}."
+            )
         labels = rows.t.numpy(force=True)
-        train, held = hold_out(labels, fraction, self._seed + fold, classes=not self.regression)
+        train, held = hold_out(
+            labels, fraction, self._seed + fold, classes=not self.regression
+        )
         if not len(held):
             raise DataError(
                 f"{len(labels)} samples are too few to hold out {fraction:g} of them; give more, "
@@ -319,7 +356,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         check_is_fitted(self)
         frame, _ = self._check(X, reset=False, learning=False)
         function = getattr(self.model_, method)
-        chunks = [function(x).numpy(force=True) for x in self._inputs(frame).split(CHUNK)]
+        chunks = [
+            function(x).numpy(force=True) for x in self._inputs(frame).split(CHUNK)
+        ]
         return np.concatenate(chunks)
 
     def _inputs(self, frame: pd.DataFrame) -> Tensor:
@@ -351,7 +390,9 @@ class _Estimator(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             raise DataError("X has two columns of the same name; rename them.")
         if learning:
             if y is None:
-                raise DataError("fit requires y to be passed, but the target y is None.")
+                raise DataError(
+                    "fit requires y to be passed, but the target y is None."
+                )
             y = self._check_target(y)
             check_consistent_length(frame, y)
         return frame, y
@@ -432,7 +473,9 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
 
     class_weight: Any = None
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> Self:
         """Learn one epoch more, on these samples, from where the model is.
 
         Args:
@@ -466,7 +509,9 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
     def _check_target(self, y: Any) -> np.ndarray:
         y = column_or_1d(y, warn=True)
         if pd.isna(y).any():
-            raise DataError("y has missing values (NaN); remove these rows or fill them in.")
+            raise DataError(
+                "y has missing values (NaN); remove these rows or fill them in."
+            )
         if y.dtype.kind in "fc" and not np.isfinite(y).all():
             raise DataError("y has infinite values (inf); labels must be finite.")
         if y.dtype.kind == "O" and len({isinstance(label, str) for label in y}) > 1:
@@ -486,7 +531,9 @@ class HDNNClassifier(ClassifierMixin, _Estimator):
     def _encode_target(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
-            raise DataError(f"y has the labels {unknown}, which are not among the classes.")
+            raise DataError(
+                f"y has the labels {unknown}, which are not among the classes."
+            )
         labels = np.searchsorted(self.classes_, y)
         return labels, class_weights(self.class_weight, labels, self.classes_.tolist())
 
@@ -549,7 +596,9 @@ class HDNNRegressor(RegressorMixin, MultiOutputMixin, _Estimator):
         values = y.reshape(len(y), -1)
         self._center = np.average(values, axis=0, weights=weight)
         with np.errstate(over="ignore"):
-            variance = np.average(np.square(values - self._center), axis=0, weights=weight)
+            variance = np.average(
+                np.square(values - self._center), axis=0, weights=weight
+            )
         if not np.isfinite(variance).all():
             raise DataError("the numbers in y are too large; rescale them.")
         self._scale = np.where(variance > 0, np.sqrt(variance), 1.0)

@@ -73,7 +73,9 @@ class Newton(How, total=False):
     max_iter: int
 
 
-def energy(y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "tanh") -> Tensor:
+def energy(
+    y: Tensor, K: Tensor, b: Tensor, *, activation: str | Activation = "tanh"
+) -> Tensor:
     """The energy of one layer: `H(y) = sum_i s(K y + b)_i` with `s' = sigma`, `s(0) = 0`.
 
     Args:
@@ -106,7 +108,13 @@ def partial_H(y: Tensor, K: Tensor, b: Tensor, sigma: Activation) -> Tensor:
 
 
 def h1(
-    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[How]
+    y: Tensor,
+    K: Tensor,
+    b: Tensor,
+    h: Step,
+    *,
+    J: Tensor | None = None,
+    **how: Unpack[How],
 ) -> Tensor:
     """Forward Euler: `y_{j+1} = y_j + h J K^T sigma(K y_j + b)`.
 
@@ -240,12 +248,20 @@ def split(
         >>> torch.allclose(back, y, atol=1e-5)
         True
     """
-    moves = tuple((1, -fraction) if half == "p" else (0, fraction) for half, fraction in shears)
+    moves = tuple(
+        (1, -fraction) if half == "p" else (0, fraction) for half, fraction in shears
+    )
     return run(Scheme("split", 1, moves), y, coupled(K_p, K_q, b_p, b_q, X), h, **how)
 
 
 def ms3(
-    y: Tensor, K_1: Tensor, K_2: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]
+    y: Tensor,
+    K_1: Tensor,
+    K_2: Tensor,
+    b_1: Tensor,
+    b_2: Tensor,
+    h: Step,
+    **how: Unpack[How],
 ) -> Tensor:
     """The network MS3: H2 with both signs changed.
 
@@ -255,7 +271,9 @@ def ms3(
     return run(schemes.MS3, y, coupled(K_2, K_1, b_2, b_1), h, **how)
 
 
-def ms1(y: Tensor, K_0: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]) -> Tensor:
+def ms1(
+    y: Tensor, K_0: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack[How]
+) -> Tensor:
     """The network MS1: q moves first, and there is no `K^T` outside of sigma; K_0 is `(N, m, m)`.
 
     q_{j+1} = q_j - h sigma(K_0^T p_j + b_1), then
@@ -268,7 +286,13 @@ def ms1(y: Tensor, K_0: Tensor, b_1: Tensor, b_2: Tensor, h: Step, **how: Unpack
 
 
 def implicit_h2(
-    y: Tensor, K: Tensor, b: Tensor, h: Step, *, X: Tensor | None = None, **how: Unpack[Newton]
+    y: Tensor,
+    K: Tensor,
+    b: Tensor,
+    h: Step,
+    *,
+    X: Tensor | None = None,
+    **how: Unpack[Newton],
 ) -> Tensor:
     """Semi-implicit Euler with a full K: symplectic.
 
@@ -279,7 +303,13 @@ def implicit_h2(
 
 
 def midpoint(
-    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[Newton]
+    y: Tensor,
+    K: Tensor,
+    b: Tensor,
+    h: Step,
+    *,
+    J: Tensor | None = None,
+    **how: Unpack[Newton],
 ) -> Tensor:
     """The implicit midpoint rule: `y_{j+1} = y_j + h J K^T sigma(K (y_j + y_{j+1})/2 + b)`.
 
@@ -289,7 +319,13 @@ def midpoint(
 
 
 def discrete_gradient(
-    y: Tensor, K: Tensor, b: Tensor, h: Step, *, J: Tensor | None = None, **how: Unpack[Newton]
+    y: Tensor,
+    K: Tensor,
+    b: Tensor,
+    h: Step,
+    *,
+    J: Tensor | None = None,
+    **how: Unpack[Newton],
 ) -> Tensor:
     """Layers that each keep their energy `H(y) = sum s(K y + b)` to rounding, for any h.
 
@@ -411,19 +447,29 @@ def run(
     sigma = activations.get(activation)
     _check(scheme, y, forces)
     if inverse and not scheme.invertible:
-        raise OptionError(f"{scheme.name} has no inverse; take a scheme with halves, such as h2.")
-    step = h if isinstance(h, float) and 0 < h < math.inf else _step(h, y, len(forces[0].K))
+        raise OptionError(
+            f"{scheme.name} has no inverse; take a scheme with halves, such as h2."
+        )
+    step = (
+        h
+        if isinstance(h, float) and 0 < h < math.inf
+        else _step(h, y, len(forces[0].K))
+    )
     how = {"trajectory": trajectory, "inverse": inverse}
     if not scheme.moves:  # implicit layers and perceptrons run one by one
         return schemes.run(scheme, y, forces, step, sigma, **how)
-    return run_fast(scheme, y, forces, step, sigma, engine=engine, backprop=backprop, **how)
+    return run_fast(
+        scheme, y, forces, step, sigma, engine=engine, backprop=backprop, **how
+    )
 
 
 def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
     """Raise unless the state and all weights fit together."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.ndim < 1:
         kind = getattr(y, "dtype", type(y).__name__)
-        raise ShapeError(f"y must be a floating-point tensor (*batch, n), but got {kind}.")
+        raise ShapeError(
+            f"y must be a floating-point tensor (*batch, n), but got {kind}."
+        )
     n = y.shape[-1]
     if scheme.halves and n % 2:
         raise ShapeError(
@@ -450,9 +496,13 @@ def _check(scheme: Scheme, y: Tensor, forces: Sequence[Force]) -> None:
 def _step(h: Step, y: Tensor, N: int) -> float | Tensor:
     """The step as one number, or as a tensor of one a layer."""
     if isinstance(h, (list, tuple)):
-        h = torch.tensor([positive_float("h", step) for step in h], dtype=y.dtype, device=y.device)
+        h = torch.tensor(
+            [positive_float("h", step) for step in h], dtype=y.dtype, device=y.device
+        )
     if not isinstance(h, Tensor):
         return positive_float("h", h)
     if h.shape not in ((), (N,)):
-        raise ShapeError(f"h must be one number or have shape ({N},), but has {tuple(h.shape)}.")
+        raise ShapeError(
+            f"h must be one number or have shape ({N},), but has {tuple(h.shape)}."
+        )
     return h

@@ -60,7 +60,9 @@ class Augment(nn.Module):
             raise ShapeError(
                 f"{inputs} inputs do not fit into {features} features; take features >= {inputs}."
             )
-        self.placement = placement if isinstance(placement, str) else [int(i) for i in placement]
+        self.placement = (
+            placement if isinstance(placement, str) else [int(i) for i in placement]
+        )
         positions = self._positions()
         if len(set(positions)) != inputs or not set(positions) <= set(range(features)):
             raise ShapeError(
@@ -101,7 +103,11 @@ class Augment(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this augmentation again."""
-        return {"inputs": self.inputs, "features": self.features, "placement": self.placement}
+        return {
+            "inputs": self.inputs,
+            "features": self.features,
+            "placement": self.placement,
+        }
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.features}, placement={self.placement!r}"
@@ -155,7 +161,9 @@ class LinearHead(nn.Module):
         super().__init__()
         self.features = positive_int("features", features)
         self.outputs = positive_int("outputs", outputs)
-        self.weight = nn.Parameter(torch.empty(outputs, features, dtype=dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.empty(outputs, features, dtype=dtype, device=device)
+        )
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
         self.reset_parameters(generator)
 
@@ -170,8 +178,14 @@ class LinearHead(nn.Module):
             return
         where = self.weight.device if generator is None else generator.device
         # In float32, so that a seed gives the same head in any dtype.
-        options: dict[str, Any] = {"generator": generator, "device": where, "dtype": torch.float32}
-        self.weight.copy_(self.features**-0.5 * torch.randn(self.weight.shape, **options))
+        options: dict[str, Any] = {
+            "generator": generator,
+            "device": where,
+            "dtype": torch.float32,
+        }
+        self.weight.copy_(
+            self.features**-0.5 * torch.randn(self.weight.shape, **options)
+        )
         self.bias.zero_()
 
     def forward(self, y: Tensor) -> Tensor:
@@ -247,7 +261,9 @@ class SoftmaxHead(LinearHead):
     def __init__(self, features: int, classes: int, **options: Any) -> None:
         super().__init__(features, positive_int("classes", classes), **options)
         if classes < 2:
-            raise DataError(f"a classifier needs at least 2 classes, but got {classes}.")
+            raise DataError(
+                f"a classifier needs at least 2 classes, but got {classes}."
+            )
 
     @property
     def classes(self) -> int:
@@ -270,7 +286,9 @@ class SoftmaxHead(LinearHead):
         """
         _check_targets(t, scores.shape[:-1])
         if t.is_floating_point() or t.is_complex():
-            raise DataError(f"labels t must be whole numbers, but are {t.dtype}; use t.long().")
+            raise DataError(
+                f"labels t must be whole numbers, but are {t.dtype}; use t.long()."
+            )
         return F.cross_entropy(scores.reshape(-1, self.outputs), t.reshape(-1).long())
 
     def probabilities(self, scores: Tensor) -> Tensor:
@@ -331,7 +349,8 @@ class SigmoidHead(LinearHead):
 
 
 HEADS: dict[str, type[LinearHead]] = {
-    kind.__name__: kind for kind in (LinearHead, RegressionHead, SigmoidHead, SoftmaxHead)
+    kind.__name__: kind
+    for kind in (LinearHead, RegressionHead, SigmoidHead, SoftmaxHead)
 }
 
 
@@ -453,7 +472,9 @@ def _check_width(who: str, x: Tensor, width: int) -> None:
 
 def _check_targets(t: Tensor, *shapes: torch.Size) -> None:
     if not isinstance(t, Tensor):
-        raise DataError(f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}.")
+        raise DataError(
+            f"targets (or labels) t must be a torch.Tensor, not {type(t).__name__}."
+        )
     if t.shape not in shapes:
         needed = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
         raise DataError(

@@ -72,7 +72,9 @@ def solve(
         >>> torch.allclose(x, 1 - torch.tanh(x))
         True
     """
-    work = torch.promote_types(c.dtype, torch.float32)  # no factorisations in half precision
+    work = torch.promote_types(
+        c.dtype, torch.float32
+    )  # no factorisations in half precision
     with torch.autocast(c.device.type, enabled=False):
         start = None if start is None else start.expand(*c.shape[:-1], -1).to(work)
         a = a.expand(*c.shape[:-1], -1).to(work)
@@ -87,7 +89,14 @@ def solve(
 
 
 def solve_chord(
-    y: Tensor, B: Tensor, A: Tensor, a: Tensor, sigma: Activation, *, c: Tensor | None = None, **how
+    y: Tensor,
+    B: Tensor,
+    A: Tensor,
+    a: Tensor,
+    sigma: Activation,
+    *,
+    c: Tensor | None = None,
+    **how,
 ) -> Tensor:
     """The x with `x = c + B chord(sigma, A y + a, A x + a)`; c is y by default.
 
@@ -117,14 +126,22 @@ def _times(A: Tensor, x: Tensor) -> Tensor:
 
 
 def _residual(
-    x: Tensor, c: Tensor, B: Tensor, A: Tensor, a: Tensor, start: Tensor | None, sigma: Activation
+    x: Tensor,
+    c: Tensor,
+    B: Tensor,
+    A: Tensor,
+    a: Tensor,
+    start: Tensor | None,
+    sigma: Activation,
 ) -> tuple[Tensor, Tensor]:
     """`x - c - B sigma(A x + a)`, and the slope of sigma there."""
     value, slope = _value_and_slope(sigma, start, _times(A, x) + a)
     return x - c - _times(B, value), slope
 
 
-def _value_and_slope(sigma: Activation, start: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_slope(
+    sigma: Activation, start: Tensor | None, z: Tensor
+) -> tuple[Tensor, Tensor]:
     """sigma at z, or its chord from start to z, and the derivative in z."""
     if start is None:
         return sigma(z), sigma.slope(z)
@@ -178,7 +195,9 @@ def _root(
     )
 
 
-def _newton(x: Tensor, equation: tuple, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
+def _newton(
+    x: Tensor, equation: tuple, tol: float, max_iter: int
+) -> tuple[Tensor, Tensor]:
     """Damped Newton steps from x, and the error of each sample relative to its terms."""
     _, B, A, *_ = equation
     F, slope = _residual(x, *equation)
@@ -209,7 +228,9 @@ def _error(x: Tensor, F: Tensor, slope: Tensor, equation: tuple) -> Tensor:
     if start is not None:
         argument = argument + start.abs()
     terms = _times(B.abs(), slope.abs() * argument) + x.abs() + c.abs()
-    least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps  # below, nothing is relative
+    least = (
+        torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps
+    )  # below, nothing is relative
     return F.abs().amax(-1) / (terms.amax(-1) + least)
 
 
@@ -274,7 +295,9 @@ class _Solution(torch.autograd.Function):
 def _outer(u: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """The sum of `u x^T` over all samples that share a matrix."""
     if like.ndim == 2:
-        return u.flatten(0, -2).mT @ x.flatten(0, -2) if u.ndim > 1 else torch.outer(u, x)
+        return (
+            u.flatten(0, -2).mT @ x.flatten(0, -2) if u.ndim > 1 else torch.outer(u, x)
+        )
     return (u.unsqueeze(-1) * x.unsqueeze(-2)).sum_to_size(like.shape)
 
 
@@ -293,7 +316,9 @@ def chord(sigma: Activation, z: Tensor, end: Tensor) -> Tensor:
     return _quotient(mean, low, high, end - z)
 
 
-def chord_slope(sigma: Activation, z: Tensor, end: Tensor, value: Tensor | None = None) -> Tensor:
+def chord_slope(
+    sigma: Activation, z: Tensor, end: Tensor, value: Tensor | None = None
+) -> Tensor:
     """The derivative of `chord(sigma, z, end)` in `end`; with both swapped, that in z.
 
     Args:

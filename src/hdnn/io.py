@@ -58,7 +58,9 @@ def write_atomically(path: FilePath, content: bytes | str) -> None:
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         if target.exists() and not target.is_file():
-            raise CheckpointError(f"cannot write {path}: it is not a file; choose another name.")
+            raise CheckpointError(
+                f"cannot write {path}: it is not a file; choose another name."
+            )
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
@@ -81,7 +83,9 @@ def read_json(path: FilePath) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path} as JSON: {_reason(error)}.") from error
+        raise CheckpointError(
+            f"cannot read {path} as JSON: {_reason(error)}."
+        ) from error
 
 
 def write_json(path: FilePath, value: Any) -> None:
@@ -123,7 +127,9 @@ def lock(path: FilePath) -> Iterator[None]:
 
 
 def save_tensors(
-    path: FilePath, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None
+    path: FilePath,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Write tensors and a JSON object, with a checksum of both."""
     copies = {}
@@ -237,7 +243,9 @@ def load(path: FilePath, *, device: torch.device | str | None = None) -> Any:
     """
     tensors, metadata = load_tensors(path, device or "cpu")
     if "model" not in metadata:
-        raise CheckpointError(f"{path} does not hold a model, but something else of hdnn.")
+        raise CheckpointError(
+            f"{path} does not hold a model, but something else of hdnn."
+        )
     try:
         module = restore(metadata["model"])
         _fill(module, tensors)
@@ -264,15 +272,25 @@ def describe(module: nn.Module) -> dict[str, Any]:
     if hasattr(module, "config"):
         config = dict(module.config())  # pyright: ignore[reportCallIssue]
     else:
-        config = {name: getattr(module, name) for name in inspect.signature(kind).parameters}
-    description: dict[str, Any] = {"class": kind.__name__, "config": config, "modules": {}}
+        config = {
+            name: getattr(module, name) for name in inspect.signature(kind).parameters
+        }
+    description: dict[str, Any] = {
+        "class": kind.__name__,
+        "config": config,
+        "modules": {},
+    }
     for name, value in list(config.items()):
         if isinstance(value, nn.Module):
             del config[name]
             description["modules"][name] = describe(value)
-    if hasattr(module, "constants"):  # matrices such as J; their values are in the state
+    if hasattr(
+        module, "constants"
+    ):  # matrices such as J; their values are in the state
         constants = module.constants()  # pyright: ignore[reportCallIssue]
-        description["constants"] = {name: list(value.shape) for name, value in constants.items()}
+        description["constants"] = {
+            name: list(value.shape) for name, value in constants.items()
+        }
     return description
 
 
@@ -292,7 +310,9 @@ def restore(description: Mapping[str, Any]) -> Any:
     except HDNNError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"the description is damaged ({_reason(error)}).") from error
+        raise CheckpointError(
+            f"the description is damaged ({_reason(error)})."
+        ) from error
 
 
 def plain_state(module: nn.Module) -> dict[str, Tensor]:

@@ -255,9 +255,13 @@ class HDNNStar(ImageModel):
         super().__init__()
         depths = [layers] * len(channels) if isinstance(layers, int) else list(layers)
         if len(depths) != len(channels):
-            raise OptionError(f"layers has {len(depths)} entries for {len(channels)} units.")
+            raise OptionError(
+                f"layers has {len(depths)} entries for {len(channels)} units."
+            )
         if not channels or any(a > b for a, b in pairwise(channels)):
-            raise ShapeError(f"channels must grow from unit to unit, but got {tuple(channels)}.")
+            raise ShapeError(
+                f"channels must grow from unit to unit, but got {tuple(channels)}."
+            )
         if positive_int("size", size) % 2 ** len(channels):
             raise ShapeError(f"size {size} cannot be halved {len(channels)} times.")
         self.padding = choose("padding", padding, PADDINGS)
@@ -267,7 +271,11 @@ class HDNNStar(ImageModel):
         self.drop = drop
         self.stem = nn.Conv2d(inputs, channels[0], 3, padding=1)
         self.stem_norm = nn.BatchNorm2d(channels[0]) if stem_norm else None
-        options: dict[str, Any] = {"network": network, "step": step, "activation": activation}
+        options: dict[str, Any] = {
+            "network": network,
+            "step": step,
+            "activation": activation,
+        }
         options |= {"norm": norm, "backprop": backprop, "init": init}
         drops = _rising(drop, sum(depths))
         self.stages = nn.ModuleList()
@@ -325,7 +333,9 @@ class ResidualBlock(nn.Module):
         self.drop = drop
         self.added = outputs - inputs
         self.stride = 2 if self.added else 1
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=self.stride, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(
+            inputs, outputs, 3, stride=self.stride, padding=1, bias=False
+        )
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
@@ -392,7 +402,11 @@ class ResNet(ImageModel):
 
     def config(self) -> dict[str, Any]:
         """The arguments that make this classifier again."""
-        return {"classes": self.linear.out_features, "depth": self.depth, "drop": self.drop}
+        return {
+            "classes": self.linear.out_features,
+            "depth": self.depth,
+            "drop": self.drop,
+        }
 
 
 class AlexNet(ImageModel):
@@ -516,7 +530,9 @@ def _draw(layer: nn.Conv2d | nn.Linear, generator: torch.Generator | None) -> No
     for tensor in layer.parameters():
         if not tensor.is_meta:
             where = tensor.device if generator is None else generator.device
-            draw = torch.rand(tensor.shape, generator=generator, device=where, dtype=torch.float32)
+            draw = torch.rand(
+                tensor.shape, generator=generator, device=where, dtype=torch.float32
+            )
             tensor.copy_(bound * (2 * draw - 1))
 
 
@@ -543,4 +559,6 @@ def _padded(y: Tensor, channels: int, padding: str) -> Tensor:
         return y
     if padding == "end":
         return F.pad(y, (0, 0, 0, 0, 0, more))
-    return torch.cat([F.pad(half, (0, 0, 0, 0, 0, more // 2)) for half in y.chunk(2, 1)], 1)
+    return torch.cat(
+        [F.pad(half, (0, 0, 0, 0, 0, more // 2)) for half in y.chunk(2, 1)], 1
+    )

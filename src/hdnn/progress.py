@@ -49,7 +49,9 @@ class Progress:
         line = f"{self.label} {done}/{self.total}, {now - self.start:.0f} s"
         if text:
             line += f", {text}"
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be erased
+        width = (
+            shutil.get_terminal_size().columns - 1
+        )  # a line that wraps cannot be erased
         sys.stderr.write(CLEAR + line[:width])
         sys.stderr.flush()
         self.visible = True

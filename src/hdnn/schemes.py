@@ -302,7 +302,9 @@ class DiscreteGradient(Implicit):
 
 def _inverse(M: Tensor) -> Tensor:
     """The inverse, in float32 at least: there are no decompositions in half precision."""
-    return torch.linalg.inv(M.to(torch.promote_types(M.dtype, torch.float32))).to(M.dtype)
+    return torch.linalg.inv(M.to(torch.promote_types(M.dtype, torch.float32))).to(
+        M.dtype
+    )
 
 
 # y <- y + h J dH/dy(y)   (eq:H-DNN_fE)

@@ -43,7 +43,9 @@ def binary(name: str, pattern: Any) -> Tensor:
     try:
         A = torch.as_tensor(pattern, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"{name} must be an (M, M) array of 0 and 1: {error}.") from error
+        raise OptionError(
+            f"{name} must be an (M, M) array of 0 and 1: {error}."
+        ) from error
     if A.ndim not in (2, 3) or A.shape[-1] != A.shape[-2] or A.numel() == 0:
         raise OptionError(
             f"{name} must be (M, M), or (N, M, M) for a pattern a layer, "
@@ -54,7 +56,9 @@ def binary(name: str, pattern: Any) -> Tensor:
     return A.bool()
 
 
-def mask(R: Tensor, rows: Sequence[int], columns: Sequence[int] | None = None) -> Tensor:
+def mask(
+    R: Tensor, rows: Sequence[int], columns: Sequence[int] | None = None
+) -> Tensor:
     """The entries that the pattern R leaves free, where node i has `rows[i]` rows.
 
     Args:
@@ -236,7 +240,9 @@ def explain(T: Any, R: Any, S: Any) -> Explanation:
     return Explanation(result)
 
 
-def breaches(T: Links, R: Links, S: Links, layer: int | None = None) -> Iterator[Breach]:
+def breaches(
+    T: Links, R: Links, S: Links, layer: int | None = None
+) -> Iterator[Breach]:
     """The breaches of the locality condition, for patterns as lists of neighbours."""
     pairs = sum(len(row) ** 2 for row in R)
     if pairs > MOST_PAIRS:
@@ -250,7 +256,9 @@ def breaches(T: Links, R: Links, S: Links, layer: int | None = None) -> Iterator
         forward = set().union(*(near[a] for a in T[i]))
         backward = set().union(*(T[a] for a in near[i]))
         for k in sorted((forward | backward).difference(linked)):
-            between = [a for a in T[i] if k in near[a]] or [a for a in near[i] if k in T[a]]
+            between = [a for a in T[i] if k in near[a]] or [
+                a for a in near[i] if k in T[a]
+            ]
             a = i if i in between else min(between)
             row = min(holding[a] & holding[k if k in forward else i])
             path = (i, a, row, k) if k in forward else (i, row, a, k)
@@ -274,9 +282,13 @@ def check_no_breach(found: Sequence[Breach], label: Callable[[int], str] = str) 
 def _check_alike(first: str, a: Tensor, name: str, b: Tensor) -> None:
     """Raise unless two patterns have the same nodes and, where stacked, equally many layers."""
     if a.shape[-1] != b.shape[-1]:
-        raise OptionError(f"{name} is for {b.shape[-1]} nodes, but {first} is for {a.shape[-1]}.")
+        raise OptionError(
+            f"{name} is for {b.shape[-1]} nodes, but {first} is for {a.shape[-1]}."
+        )
     if a.ndim == b.ndim == 3 and len(a) != len(b):
-        raise OptionError(f"{name} is for {len(b)} layers, but {first} is for {len(a)}.")
+        raise OptionError(
+            f"{name} is for {len(b)} layers, but {first} is for {len(a)}."
+        )
 
 
 class Sparsity:
@@ -318,7 +330,9 @@ class Sparsity:
                 _check_diagonal(name, pattern)
         if self.T is not None:
             if not bool((self.T.mT == self.T).all()):
-                raise OptionError("T must be symmetric, because J is skew-symmetric; use T + T^T.")
+                raise OptionError(
+                    "T must be symmetric, because J is skew-symmetric; use T + T^T."
+                )
             self.check_local(self.T)
 
     def check_local(self, T: Tensor) -> None:
@@ -346,13 +360,17 @@ class Sparsity:
 
     def __repr__(self) -> str:
         used = self.R.reshape(-1, self.nodes, self.nodes).any(0)
-        return f"Sparsity({self.nodes} nodes, {int(used.sum()) - self.nodes} links in R)"
+        return (
+            f"Sparsity({self.nodes} nodes, {int(used.sum()) - self.nodes} links in R)"
+        )
 
 
 def node_sizes(sizes: Sequence[int], nodes: int) -> tuple[int, ...]:
     """One size >= 1 for each node, checked."""
     if isinstance(sizes, int) or len(sizes) != nodes:
-        raise OptionError(f"sizes must be {nodes} whole numbers, one a node, but got {sizes!r}.")
+        raise OptionError(
+            f"sizes must be {nodes} whole numbers, one a node, but got {sizes!r}."
+        )
     return tuple(positive_int("the size of a node", size) for size in sizes)
 
 
@@ -416,7 +434,9 @@ def design(
     choose("keep", keep, ("R", "T", "both"))
     S = binary("S", S)
     if S.ndim == 3:
-        raise OptionError(f"S must be (M, M), one graph, but has shape {tuple(S.shape)}.")
+        raise OptionError(
+            f"S must be (M, M), one graph, but has shape {tuple(S.shape)}."
+        )
     _check_diagonal("S", S)
     eye = torch.eye(len(S), dtype=torch.bool)
     if keep == "T":
@@ -426,7 +446,10 @@ def design(
     T = [{i} for i in range(len(S))]
     free, R = search.best_R(T)
     if keep == "both":
-        climbs = [search.climb(T, free, R), search.climb(search.S, *search.best_R(search.S))]
+        climbs = [
+            search.climb(T, free, R),
+            search.climb(search.S, *search.best_R(search.S)),
+        ]
         _, R, T = max(climbs, key=lambda climb: climb[0])
     return Sparsity(_matrix(R), _matrix(T), S, sizes)
 
@@ -560,5 +583,7 @@ def from_networkx(graph: Any, *, size: str | None = None, keep: str = "R") -> Sp
         return design(S, keep=keep)
     sizes = networkx.get_node_attributes(graph, size)
     if len(sizes) < len(graph):
-        raise OptionError(f"not all nodes have an attribute {size!r}; give each one its features.")
+        raise OptionError(
+            f"not all nodes have an attribute {size!r}; give each one its features."
+        )
     return design(S, [sizes[node] for node in graph], keep=keep)

@@ -36,9 +36,15 @@ def blocks(count: int = 4, width: int = 3, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("kind", ["H2", "MS1", "MS3", "H1", "MS2", "ImplicitH2"])
 def test_what_is_proved_is_confirmed(kind, dtype):
-    net = getattr(hdnn, kind)(4, 8, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    net = getattr(hdnn, kind)(
+        4, 8, dtype=dtype, generator=torch.Generator().manual_seed(0)
+    )
     certificate = certify(net)
-    assert (certificate.status, certificate.holds, certificate.trouble) == ("holds", True, "")
+    assert (certificate.status, certificate.holds, certificate.trouble) == (
+        "holds",
+        True,
+        "",
+    )
     assert certificate.smallest_norm >= 1 - 1e-12
     assert certificate.samples == 20
     assert certificate.dtype == str(dtype).removeprefix("torch.")
@@ -131,7 +137,10 @@ def test_a_forward_hook_that_changes_values_makes_it_unknown_and_one_that_looks_
     net = h2()
     seen = []
     net.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    assert certify(net).status in ("holds", "not guaranteed")  # a network may refuse any hook
+    assert certify(net).status in (
+        "holds",
+        "not guaranteed",
+    )  # a network may refuse any hook
     net.register_forward_hook(lambda module, args, out: 0.5 * out)
     assert certify(net).status == "not known"
 
@@ -258,7 +267,9 @@ def test_blocks_are_certified_at_states_with_their_arguments():
         certify(net, y)
 
 
-@pytest.mark.parametrize("options", [{}, {"backprop": "reversible"}, {"state": "fixed"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"backprop": "reversible"}, {"state": "fixed"}]
+)
 def test_stacks_of_blocks_hold_however_they_are_differentiated(options):
     certificate = certify(blocks(**options), torch.randn(5, 6))
     assert certificate.status == "holds", certificate
@@ -279,7 +290,10 @@ def test_a_hook_on_a_stack_or_random_numbers_in_it_make_it_unknown():
         def forward(self, x):
             return x * self.w * torch.rand(())
 
-    assert certify(hdnn.Reversible([hdnn.Leapfrog(Noise())]), torch.randn(5, 6)).status != "holds"
+    assert (
+        certify(hdnn.Reversible([hdnn.Leapfrog(Noise())]), torch.randn(5, 6)).status
+        != "holds"
+    )
 
 
 def test_nodes_of_a_graph_that_depend_on_each_other_are_one_state():
@@ -291,7 +305,9 @@ def test_nodes_of_a_graph_that_depend_on_each_other_are_one_state():
         def forward(self, x):
             return torch.tanh(self.linear(x - x.mean(0)))
 
-    certificate = certify(hdnn.Reversible([hdnn.Leapfrog(Mean())] * 3), torch.randn(7, 4))
+    certificate = certify(
+        hdnn.Reversible([hdnn.Leapfrog(Mean())] * 3), torch.randn(7, 4)
+    )
     assert certificate.status == "holds"
 
 
@@ -312,7 +328,9 @@ def test_gradient_fields_are_symplectic():
 
 
 def test_each_hamiltonian_part_of_a_module_has_its_own_certificate_and_the_whole_none():
-    model = nn.Sequential(nn.Linear(3, 6), blocks(), nn.Linear(6, 4), h2(), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 6), blocks(), nn.Linear(6, 4), h2(), nn.Linear(4, 2)
+    )
     certificate = certify(model, torch.randn(10, 3))
     assert list(certificate.parts) == ["1", "3"]
     assert certificate.others == ("Linear x 3",)
@@ -322,7 +340,9 @@ def test_each_hamiltonian_part_of_a_module_has_its_own_certificate_and_the_whole
     assert "Nothing is said about the model as a whole" in certificate.summary
     states = model[2](model[1](model[0](torch.zeros(1, 3))))
     one = certify(model, torch.zeros(1, 3))["3"]
-    assert one.smallest_norm == pytest.approx(certify(model[3], states).smallest_norm, rel=1e-4)
+    assert one.smallest_norm == pytest.approx(
+        certify(model[3], states).smallest_norm, rel=1e-4
+    )
     told = json.loads(certificate.to_json())
     assert told["parts"]["1"]["status"] == "holds"
 
@@ -384,7 +404,11 @@ def test_a_certificate_is_text_json_and_a_picture():
         ((h2(), torch.full((1, 4), math.nan)), DataError, "NaN or infinite"),
         ((blocks(), torch.full((1, 6), math.nan)), DataError, "NaN or infinite"),
         ((blocks(), None), DataError, "at states"),
-        ((nn.Sequential(nn.Linear(3, 4), h2()), torch.ones(3, 5)), DataError, "does not run on y"),
+        (
+            (nn.Sequential(nn.Linear(3, 4), h2()), torch.ones(3, 5)),
+            DataError,
+            "does not run on y",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(inputs, error, words):

@@ -37,16 +37,31 @@ from law.strategies import Random, randomise, seeds
 pytest.importorskip("scipy")
 
 F64 = torch.float64
-KINDS = ("H1", "H2", "ImplicitH2", "MS1", "MS2", "MS3", "verlet", "yoshida4", "midpoint")
+KINDS = (
+    "H1",
+    "H2",
+    "ImplicitH2",
+    "MS1",
+    "MS2",
+    "MS3",
+    "verlet",
+    "yoshida4",
+    "midpoint",
+)
 SMOOTH = ("tanh", "sigmoid", "softplus", "gelu", "silu", "sin", "identity")
 few = settings(max_examples=6, deadline=None)
 ODE = ContinuousNetwork(hdnn.H2(4, 2))
-DIAGONAL, AXIS = torch.tensor([0.5**0.5] * 2, dtype=F64), torch.tensor([1.0, 0.0], dtype=F64)
+DIAGONAL, AXIS = (
+    torch.tensor([0.5**0.5] * 2, dtype=F64),
+    torch.tensor([1.0, 0.0], dtype=F64),
+)
 speeds = st.sampled_from([1.0, 0.1, -3.0])
 places = st.tuples(st.floats(0.1, 4.0), st.floats(-4.0, 4.0))
 
 
-def make(kind: str, normal: Random, m: int = 2, N: int = 2, *, each: bool = False, **options):
+def make(
+    kind: str, normal: Random, m: int = 2, N: int = 2, *, each: bool = False, **options
+):
     """A network with a random J or X, one a layer if `each`; T = 0.5 and mild weights."""
     n = 2 * m
     options = {"T": 0.5, "dtype": F64, "generator": normal.generator} | options
@@ -86,10 +101,15 @@ def test_refined_layers_tend_to_the_flow_of_the_ode(kind, each):
     normal = Random(3)
     net, y = make(kind, normal, each=each), normal(3, 4)
     ode = ContinuousNetwork(net)
-    coarse, fine = ((net.refine(k)(y).detach() - ode.flow(y)).abs().max() for k in (8, 128))
+    coarse, fine = (
+        (net.refine(k)(y).detach() - ode.flow(y)).abs().max() for k in (8, 128)
+    )
     assert float(fine) < float(coarse) / 12
     torch.testing.assert_close(
-        net.refine(128).trajectory(y)[::128].detach(), ode.trajectory(y), rtol=0, atol=0.02
+        net.refine(128).trajectory(y)[::128].detach(),
+        ode.trajectory(y),
+        rtol=0,
+        atol=0.02,
     )
 
 
@@ -112,7 +132,10 @@ def test_a_trajectory_starts_at_y_passes_through_all_times_and_ends_in_the_flow(
 
 def test_times_beside_the_edge_of_a_layer_by_rounding_are_no_trouble():
     normal = Random(0)
-    ode, y = ContinuousNetwork(make("H2", normal, N=5)), normal(4)  # layers meet at 0.1, 0.2 ..
+    ode, y = (
+        ContinuousNetwork(make("H2", normal, N=5)),
+        normal(4),
+    )  # layers meet at 0.1, 0.2 ..
     times = [math.nextafter(float(t), where) for t in ode.times for where in (0.0, 1.0)]
     expected = ode.trajectory(y).repeat_interleave(2, 0)
     torch.testing.assert_close(ode.trajectory(y, times), expected, rtol=1e-9, atol=1e-9)
@@ -124,8 +147,12 @@ def test_the_flow_can_be_taken_in_parts_and_back():
     net, y = make("H1", normal, N=3, each=True), normal(3, 4)
     ode = ContinuousNetwork(net)
     middle = ode.flow(y, end=0.21)
-    torch.testing.assert_close(ode.flow(middle, start=0.21), ode.flow(y), rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(ode.flow(ode.flow(y), start=ode.T, end=0.0), y, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        ode.flow(middle, start=0.21), ode.flow(y), rtol=1e-8, atol=1e-8
+    )
+    torch.testing.assert_close(
+        ode.flow(ode.flow(y), start=ode.T, end=0.0), y, rtol=1e-8, atol=1e-8
+    )
 
 
 def test_steps_may_differ_and_be_learned():
@@ -133,9 +160,13 @@ def test_steps_may_differ_and_be_learned():
     steps = [0.1, 0.3, 0.05]
     net, y = make("H2", normal, N=3, step=steps, T=None, learn_step=True), normal(4)
     ode = ContinuousNetwork(net)
-    torch.testing.assert_close(ode.times, torch.tensor([0.0, 0.1, 0.4, 0.45], dtype=F64))
+    torch.testing.assert_close(
+        ode.times, torch.tensor([0.0, 0.1, 0.4, 0.45], dtype=F64)
+    )
     expected = y
-    for j, h in enumerate(steps):  # one layer after the other, each as a network of its own
+    for j, h in enumerate(
+        steps
+    ):  # one layer after the other, each as a network of its own
         one = hdnn.H2(4, 1, step=h, X=net.X, dtype=F64)
         for name in ("K_p", "K_q", "b_p", "b_q"):
             one.assign(name, net.weight(name)[j : j + 1])
@@ -150,7 +181,9 @@ def test_a_network_of_any_dtype_is_solved_in_float64_and_left_as_it_was():
     assert single.flow(y).dtype == single.sensitivity(y).dtype == F64
     assert net.K_p.dtype == torch.float32
     assert net.K_p.requires_grad
-    torch.testing.assert_close(single.flow(y), ContinuousNetwork(net.double()).flow(y.double()))
+    torch.testing.assert_close(
+        single.flow(y), ContinuousNetwork(net.double()).flow(y.double())
+    )
 
 
 def test_other_solvers_agree():
@@ -174,7 +207,9 @@ def test_the_bsm_is_the_derivative_of_the_flow_in_denominator_layout(problem, pa
     state, way = ode.trajectory(y, t)[0], normal(*y.shape)
     ahead, behind = (ode.flow(state + sign * small * way, start=t) for sign in (1, -1))
     expected = (way.unsqueeze(-2) @ ode.sensitivity(y, t)[0]).squeeze(-2)
-    torch.testing.assert_close((ahead - behind) / (2 * small), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        (ahead - behind) / (2 * small), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @few
@@ -184,7 +219,9 @@ def test_gradients_follow_their_ode_and_the_chain_rule(problem):
     ode = ContinuousNetwork(net)
     delta_T, Phi = normal(*y.shape), ode.sensitivity(y)
     expected = (Phi @ delta_T.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(ode.gradients(y, delta_T), expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(
+        ode.gradients(y, delta_T), expected, rtol=1e-7, atol=1e-7
+    )
     through = ode.forward_sensitivity(y) @ Phi  # one factor forwards and one backwards
     torch.testing.assert_close(through, Phi[0].expand_as(Phi), rtol=1e-7, atol=1e-7)
 
@@ -213,7 +250,9 @@ def test_sensitivities_of_samples_do_not_mix():
 
 
 @few
-@given(problems([kind for kind in KINDS if kind not in ("MS1", "MS2")], constant_J=True))
+@given(
+    problems([kind for kind in KINDS if kind not in ("MS1", "MS2")], constant_J=True)
+)
 def test_the_bsm_is_symplectic_for_any_constant_J(problem):
     net, y, _ = problem
     ode = ContinuousNetwork(net)
@@ -240,7 +279,9 @@ def test_symplecticity_holds_for_odd_sizes_and_singular_J():
 
 @few
 @given(problems())
-def test_gradients_never_vanish_in_continuous_time_whether_J_is_constant_or_not(problem):
+def test_gradients_never_vanish_in_continuous_time_whether_J_is_constant_or_not(
+    problem,
+):
     net, y, _ = problem
     Phi = ContinuousNetwork(net).sensitivity(y)
     for order in (2, 1, "inf", "fro"):
@@ -284,7 +325,11 @@ def test_errors_that_the_flow_cannot_tell_from_its_own_have_no_order():
     ("error", "words", "call"),
     [
         (OptionError, "discretises an ODE", lambda: ContinuousNetwork(hdnn.MLP(4, 2))),
-        (OptionError, "discretises an ODE", lambda: ContinuousNetwork(torch.nn.Linear(4, 4))),
+        (
+            OptionError,
+            "discretises an ODE",
+            lambda: ContinuousNetwork(torch.nn.Linear(4, 4)),
+        ),
         (ShapeError, r"\(\*batch, 4\)", lambda: ODE.flow(torch.ones(3))),
         (DataError, "NaN or infinite", lambda: ODE.flow(torch.full((4,), math.nan))),
         (OptionError, "times in 0 .. T", lambda: ODE.trajectory(torch.ones(4), [1e9])),
@@ -329,18 +374,24 @@ def test_the_period_is_the_one_of_another_library():
         with mpmath.workdps(40):
             H = sum(mpmath.log(mpmath.cosh(x)) for x in y.tolist())
             expected = 4 * mpmath.ellipk(1 - mpmath.exp(-2 * H))
-        assert float(counterexample.period(y)) == pytest.approx(float(expected), rel=1e-13)
+        assert float(counterexample.period(y)) == pytest.approx(
+            float(expected), rel=1e-13
+        )
 
 
 def test_an_orbit_closes_after_one_period_and_keeps_its_energy():
     y = torch.tensor([1.3, -0.4], dtype=F64)
     P = float(counterexample.period(y, 0.5))
-    states = counterexample.example(P, 0.5).trajectory(y, torch.linspace(0, P, 50, dtype=F64))
+    states = counterexample.example(P, 0.5).trajectory(
+        y, torch.linspace(0, P, 50, dtype=F64)
+    )
     torch.testing.assert_close(states[-1], y, rtol=1e-10, atol=1e-10)
     H = counterexample.energy(states)
     torch.testing.assert_close(H, H[0].expand(50), rtol=1e-10, atol=1e-10)
     distances = torch.cdist(states, states)
-    assert float(distances.max()) == pytest.approx(float(counterexample.diameter(y)), rel=0.01)
+    assert float(distances.max()) == pytest.approx(
+        float(counterexample.diameter(y)), rel=0.01
+    )
 
 
 def test_the_period_grows_with_the_energy_from_that_of_a_linear_oscillator():
@@ -356,7 +407,9 @@ def test_the_period_grows_with_the_energy_from_that_of_a_linear_oscillator():
 def test_the_norm_grows_along_a_line_whose_slope_is_known():
     t = torch.arange(0, 100, 0.05, dtype=F64)
     both = norms(counterexample.growth(torch.stack([DIAGONAL, AXIS]), t))
-    for y, sizes, slope in zip((DIAGONAL, AXIS), both.T, (0.32826, 0.28517), strict=True):
+    for y, sizes, slope in zip(
+        (DIAGONAL, AXIS), both.T, (0.32826, 0.28517), strict=True
+    ):
         assert float(counterexample.envelope_slope(y)) == pytest.approx(slope, abs=1e-5)
         fitted, height = counterexample.fitted_envelope(t, sizes)
         assert fitted == pytest.approx(slope, rel=3e-3)
@@ -368,7 +421,9 @@ def test_the_norm_grows_along_a_line_whose_slope_is_known():
 @given(places, st.sampled_from([0.2, -2.0]))
 def test_only_the_product_of_eps_and_t_counts(place, eps):
     y, t = torch.tensor(place, dtype=F64), torch.linspace(0, 10, 5, dtype=F64)
-    sign = torch.tensor([1.0, math.copysign(1.0, eps)], dtype=F64)  # q -> -q turns the flow round
+    sign = torch.tensor(
+        [1.0, math.copysign(1.0, eps)], dtype=F64
+    )  # q -> -q turns the flow round
     slow = counterexample.growth(y, t / abs(eps), eps)
     expected = sign[:, None] * counterexample.growth(sign * y, t) * sign
     torch.testing.assert_close(slow, expected, rtol=1e-8, atol=1e-8)
@@ -383,7 +438,9 @@ def test_growth_is_the_bsm_of_the_ode_and_the_limit_of_a_layered_network():
     net = hdnn.HamiltonianNet(2, 200, "yoshida4", T=T, tied=True, dtype=F64)
     for name in ("K_p", "K_q"):
         net.assign(name, torch.ones(1, 1, 1, dtype=F64))
-    torch.testing.assert_close(backward_sensitivity(net, y)[0], Phi, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        backward_sensitivity(net, y)[0], Phi, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_finite_perturbation_grows_as_the_bsm_does_until_it_spans_the_orbit():

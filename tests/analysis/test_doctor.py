@@ -25,7 +25,9 @@ from hdnn.errors import DataError, HDNNError, OptionError
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
-def mlp(depth: int = 8, width: int = 32, activation: Any = nn.ReLU, gain: float = 2.0) -> Any:
+def mlp(
+    depth: int = 8, width: int = 32, activation: Any = nn.ReLU, gain: float = 2.0
+) -> Any:
     """A perceptron, by default with He's weights."""
     layers: list[nn.Module] = []
     for _ in range(depth):
@@ -48,7 +50,11 @@ class Block(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         B, T, n = x.shape
-        q, k, v = self.qkv(x).reshape(B, T, 3, self.heads, n // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x)
+            .reshape(B, T, 3, self.heads, n // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(B, T, n))
 
@@ -59,7 +65,9 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    def __init__(self, blocks: list[nn.Module], width: int = 32, words: int = 50) -> None:
+    def __init__(
+        self, blocks: list[nn.Module], width: int = 32, words: int = 50
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.place = nn.Parameter(0.02 * torch.randn(16, width))
@@ -78,7 +86,9 @@ def ids(B: int = 2, T: int = 8, words: int = 50) -> Tensor:
 
 
 def images(B: int = 4, size: int = 16, channels: int = 3) -> Tensor:
-    return torch.randn(B, channels, size, size, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        B, channels, size, size, generator=torch.Generator().manual_seed(3)
+    )
 
 
 def rows(B: int = 8, width: int = 32) -> Tensor:
@@ -161,7 +171,12 @@ class Log(nn.Module):
 FAULTS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor], str, str]] = {
     "all layers too small": (lambda: mlp(16, gain=0.05), rows, "vanishing", "0"),
     "one layer too small": (small_layer, rows, "vanishing", "6"),
-    "sigmoids": (lambda: mlp(16, activation=nn.Sigmoid, gain=1.0), rows, "vanishing", ""),
+    "sigmoids": (
+        lambda: mlp(16, activation=nn.Sigmoid, gain=1.0),
+        rows,
+        "vanishing",
+        "",
+    ),
     "a closed gate": (gated, rows, "vanishing", "2"),
     "a recurrence": (Recurrent, lambda: ids(2, 24), "exploding", "rnn"),
     "large layers": (lambda: mlp(12, 32, nn.Identity, 16.0), rows, "exploding", ""),
@@ -218,7 +233,11 @@ class Chosen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score, self.embed, self.head = nn.Linear(32, 6), nn.Embedding(6, 4), nn.Linear(4, 2)
+        self.score, self.embed, self.head = (
+            nn.Linear(32, 6),
+            nn.Embedding(6, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embed(self.score(x).argmax(-1)))
@@ -280,8 +299,12 @@ class Spare(nn.Module):
 def test_a_layer_that_is_not_called_is_noted_and_weights_used_without_gradient_are_a_fault():
     diagnosis = diagnose(Spare(used=False), rows(8, 8))
     assert diagnosis.healthy
-    assert [(f.kind, f.layer, f.fault) for f in diagnosis.findings] == [("unused", "a", False)]
-    assert [f.kind for f in diagnose(Spare(used=True), rows(8, 8)).faults] == ["detached"]
+    assert [(f.kind, f.layer, f.fault) for f in diagnosis.findings] == [
+        ("unused", "a", False)
+    ]
+    assert [f.kind for f in diagnose(Spare(used=True), rows(8, 8)).faults] == [
+        "detached"
+    ]
 
 
 # Healthy models
@@ -312,7 +335,10 @@ def unet() -> nn.Module:
 class Lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.lstm = nn.Embedding(50, 32), nn.LSTM(32, 32, 2, batch_first=True)
+        self.embed, self.lstm = (
+            nn.Embedding(50, 32),
+            nn.LSTM(32, 32, 2, batch_first=True),
+        )
         self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,7 +357,12 @@ def dropout_and_norm() -> nn.Module:
     layers = [
         layer
         for _ in range(6)
-        for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        for layer in (
+            nn.Linear(32, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.3),
+        )
     ]
     return nn.Sequential(*layers, nn.Linear(32, 3)).train()
 
@@ -343,7 +374,9 @@ def critic() -> nn.Module:
 
 
 def reversible() -> nn.Module:
-    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(24)]
+    blocks = [
+        nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(24)
+    ]
     return hdnn.Reversible([hdnn.Leapfrog(block) for block in blocks])
 
 
@@ -352,7 +385,9 @@ HEALTHY: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "zero projections": (zero_projections, ids),
     "encoder": (
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+            3,
+            enable_nested_tensor=False,
         ),
         lambda: torch.randn(2, 5, 32),
     ),
@@ -362,7 +397,10 @@ HEALTHY: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "spectral norm": (critic, rows),
     "u-net": (unet, images),
     "lstm": (Lstm, lambda: ids(4, 20)),
-    "h2": (lambda: nn.Sequential(nn.Linear(32, 16), hdnn.H2(16, 64), nn.Linear(16, 3)), rows),
+    "h2": (
+        lambda: nn.Sequential(nn.Linear(32, 16), hdnn.H2(16, 64), nn.Linear(16, 3)),
+        rows,
+    ),
     "reversible": (reversible, rows),
     "in half precision": (lambda: mlp(4).bfloat16(), lambda: rows().bfloat16()),
 }
@@ -390,7 +428,10 @@ def test_a_frozen_backbone_is_healthy():
 def everything(model: nn.Module) -> list[Any]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return [
-        {n: (t.detach().clone(), t.grad, t.requires_grad, t.dtype) for n, t in tensors.items()},
+        {
+            n: (t.detach().clone(), t.grad, t.requires_grad, t.dtype)
+            for n, t in tensors.items()
+        },
         [(m.training, getattr(m, "inplace", None)) for m in model.modules()],
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
         torch.get_rng_state().tolist(),
@@ -436,7 +477,10 @@ def test_inputs_may_be_a_tuple_or_a_dict():
             y = torch.tanh(self.a(x))
             return self.b(y) * scale, {"hidden": y}
 
-    for x in [(rows(3, 4), torch.ones(3, 1)), {"x": rows(3, 4), "scale": torch.ones(3, 1)}]:
+    for x in [
+        (rows(3, 4), torch.ones(3, 1)),
+        {"x": rows(3, 4), "scale": torch.ones(3, 1)},
+    ]:
         assert diagnose(Two(), x).healthy
 
 
@@ -514,10 +558,16 @@ def test_a_doctor_looks_every_so_often_and_changes_no_training():
     states = []
     for every in (2, 100):
         torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
-        doctor = trained(net, rows(6, 8), 7, every=every, share=0.9 if every == 2 else 0.0)
+        net = nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)
+        )
+        doctor = trained(
+            net, rows(6, 8), 7, every=every, share=0.9 if every == 2 else 0.0
+        )
         states.append(net.state_dict())
-        assert [look.step for look in doctor.looks] == ([1, 3, 5, 7] if every == 2 else [1])
+        assert [look.step for look in doctor.looks] == (
+            [1, 3, 5, 7] if every == 2 else [1]
+        )
         assert doctor.looks[0].gradient["0.weight"] > 0
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -36,7 +36,9 @@ def test_gradients_at_a_layer_are_the_matrix_times_the_gradient_at_the_end():
     net, y = make("H2"), Random(0)(5, 4)
     states = net.trajectory(y).requires_grad_()
     delta = Random(1)(5, 4)
-    (expected,) = torch.autograd.grad(net.run_layers(states[1], slice(1, 3)), states, delta)
+    (expected,) = torch.autograd.grad(
+        net.run_layers(states[1], slice(1, 3)), states, delta
+    )
     Phi = analysis.backward_sensitivity(net, y, layers=[1])
     torch.testing.assert_close((Phi[0] @ delta[..., None])[..., 0], expected[1])
 
@@ -69,7 +71,9 @@ def test_norms_and_singular_values_are_those_of_numpy_and_say_what_is_not_finite
     A = Random(0)(3, 4, 4)
     for order in (2, 1, "inf", "fro"):
         number = float(order) if order == "inf" else order
-        torch.testing.assert_close(analysis.norms(A, order), torch.linalg.matrix_norm(A, number))
+        torch.testing.assert_close(
+            analysis.norms(A, order), torch.linalg.matrix_norm(A, number)
+        )
     torch.testing.assert_close(analysis.singular_values(A), torch.linalg.svdvals(A))
     A[0, 0, 0], A[1, 0, 0] = math.inf, math.nan
     sizes = analysis.norms(A).tolist()
@@ -90,7 +94,11 @@ def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
-        (OptionError, "of a Model", lambda: analysis.backward_sensitivity(nn.Linear(2, 2), None)),
+        (
+            OptionError,
+            "of a Model",
+            lambda: analysis.backward_sensitivity(nn.Linear(2, 2), None),
+        ),
         (
             ShapeError,
             r"0 \.\. 3",
@@ -98,12 +106,28 @@ def test_a_symplectic_defect_is_that_of_the_transposed_layout_only():
         ),
         (OptionError, "ord", lambda: analysis.norms(torch.eye(2), 3)),
         (ShapeError, "matrices", lambda: analysis.norms(torch.ones(2))),
-        (ShapeError, "one matrix", lambda: analysis.symplectic_defect(torch.eye(4), torch.eye(2))),
-        (OptionError, "forward Euler", lambda: analysis.bsm_bound_forward_euler(make("H2"))),
+        (
+            ShapeError,
+            "one matrix",
+            lambda: analysis.symplectic_defect(torch.eye(4), torch.eye(2)),
+        ),
+        (
+            OptionError,
+            "forward Euler",
+            lambda: analysis.bsm_bound_forward_euler(make("H2")),
+        ),
         (HDNNError, "shears", lambda: analysis.gradient_bounds(make("H1"))),
         (OptionError, "discretises an ODE", lambda: analysis.bounds(make("MLP"))),
-        (OptionError, "HamiltonianUnit", lambda: analysis.unit_extremes(nn.Linear(2, 2), Y)),
-        (ShapeError, "same shape", lambda: analysis.chain_extremes([nn.Linear(4, 2)], Y)),
+        (
+            OptionError,
+            "HamiltonianUnit",
+            lambda: analysis.unit_extremes(nn.Linear(2, 2), Y),
+        ),
+        (
+            ShapeError,
+            "same shape",
+            lambda: analysis.chain_extremes([nn.Linear(4, 2)], Y),
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(error, words, call):
@@ -135,7 +159,10 @@ def test_a_bound_that_is_exceeded_is_said_to_fail_and_one_of_the_ode_is_not():
     bound = analysis.Bound("budget", "at most", 2.0, measured=3.0)
     assert bound.holds is False
     assert "DOES NOT HOLD" in str(bound)
-    assert analysis.Bound("paper", "at most", 2.0, measured=3.0, rigorous=False).holds is None
+    assert (
+        analysis.Bound("paper", "at most", 2.0, measured=3.0, rigorous=False).holds
+        is None
+    )
     assert analysis.Bound("budget", "at least", 2.0, measured=math.nan).holds is None
 
 
@@ -153,8 +180,12 @@ def test_lanczos_finds_the_extremes_of_small_layers_exactly():
     for i in range(3):
         J = torch.func.jacrev(lambda x: layers[2](torch.tanh(layers[0](x))))(y[i])
         expected = torch.linalg.svdvals(J.detach())
-        assert float(values.largest[0, i]) == pytest.approx(float(expected[0]), rel=1e-9)
-        assert float(values.smallest[0, i]) == pytest.approx(float(expected[-1]), rel=1e-6)
+        assert float(values.largest[0, i]) == pytest.approx(
+            float(expected[0]), rel=1e-9
+        )
+        assert float(values.smallest[0, i]) == pytest.approx(
+            float(expected[-1]), rel=1e-6
+        )
     assert values.missed == 0
     torch.testing.assert_close(values.largest[1], values.largest[1, :1].expand(3))
 
@@ -163,7 +194,8 @@ def test_a_few_steps_find_the_largest_value_from_below():
     A = nn.Linear(200, 200, bias=False).double()
     expected = float(torch.linalg.svdvals(A.weight.detach())[0])
     sizes = [
-        float(analysis.chain_extremes([A], Random(0)(1, 200), steps=k).largest) for k in (4, 16, 48)
+        float(analysis.chain_extremes([A], Random(0)(1, 200), steps=k).largest)
+        for k in (4, 16, 48)
     ]
     assert sizes[0] < sizes[1] <= sizes[2] * (1 + 1e-9) <= expected * (1 + 1e-6)
     assert sizes[2] == pytest.approx(expected, rel=1e-2)
@@ -177,10 +209,16 @@ def test_units_have_the_values_of_their_jacobian(network):
     assert values.layers == [0, 1]
     assert bool((values.largest >= 1 - 1e-9).all())
     for i in range(2):
-        J = torch.autograd.functional.jacobian(lambda x: unit(x[None])[0].flatten(), y[i])
+        J = torch.autograd.functional.jacobian(
+            lambda x: unit(x[None])[0].flatten(), y[i]
+        )
         expected = torch.linalg.svdvals(J.reshape(36, 36))
-        assert float(values.largest[0, i]) == pytest.approx(float(expected[0]), rel=1e-6)
-        assert float(values.smallest[0, i]) == pytest.approx(float(expected[-1]), rel=1e-6)
+        assert float(values.largest[0, i]) == pytest.approx(
+            float(expected[0]), rel=1e-6
+        )
+        assert float(values.smallest[0, i]) == pytest.approx(
+            float(expected[-1]), rel=1e-6
+        )
 
 
 def test_products_that_are_not_finite_give_nan():

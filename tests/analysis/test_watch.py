@@ -98,7 +98,9 @@ def test_an_h2_gives_no_warning():
         warnings.simplefilter("error")
         monitor = GradientMonitor(h2(), torch.randn(8, 4), every=1)
         monitor.step()
-    assert str(monitor).startswith("1 looks in 1 steps, 8 samples: norm(dy_N/dy_j) from 1.")
+    assert str(monitor).startswith(
+        "1 looks in 1 steps, 8 samples: norm(dy_N/dy_j) from 1."
+    )
 
 
 def test_records_are_a_csv_and_a_picture():

@@ -30,7 +30,11 @@ def plant(tmp_path, monkeypatch) -> Path:
     Path("plant.toml").write_text(PLANT)
     random = np.random.default_rng(0)
     columns = dict(
-        zip(("flow", "power", "angle", "level"), random.normal(size=(4, 120)), strict=True)
+        zip(
+            ("flow", "power", "angle", "level"),
+            random.normal(size=(4, 120)),
+            strict=True,
+        )
     )
     frame = pd.DataFrame({**columns, "kind": random.choice(["a", "b"], 120)})
     frame["fault"] = np.where(frame.flow + frame.level > 0, "yes", "no")
@@ -50,21 +54,36 @@ def test_a_graph_without_data_says_what_it_needs(capsys):
     assert facts["nodes"] == 3
     assert facts["missing_links"] == []
     assert facts["columns"]["level"] == 2
-    Path("bad.toml").write_text("nodes = 3\nedges = [[0, 1], [1, 2]]\nR = [[0, 1], [0, 2]]\n")
+    Path("bad.toml").write_text(
+        "nodes = 3\nedges = [[0, 1], [1, 2]]\nR = [[0, 1], [0, 2]]\n"
+    )
     facts = json.loads(run(capsys, "launch", "--graph", "bad.toml", "--json"))
     assert facts["missing_links"]
 
 
 @pytest.mark.slow
 def test_a_table_is_shared_out_to_nodes_and_its_run_predicts(capsys):
-    options = ["--graph", "plant.toml", "--data", "log.csv", "--target", "fault", "--out", "run"]
-    metrics = json.loads(run(capsys, "launch", *options, "--parts", "2", "--epochs", "5", "--json"))
+    options = [
+        "--graph",
+        "plant.toml",
+        "--data",
+        "log.csv",
+        "--target",
+        "fault",
+        "--out",
+        "run",
+    ]
+    metrics = json.loads(
+        run(capsys, "launch", *options, "--parts", "2", "--epochs", "5", "--json")
+    )
     assert metrics["processes"] == 2
     assert "always answering" in metrics["baseline"]
     assert metrics["certificate"]["holds"] is True
     config = tomllib.loads(Path("run/config.toml").read_text())["launch"]
     assert config["graph"]["names"] == ["pump", "valve", "tank"]
-    answer = json.loads(run(capsys, "predict", "--run", "run", "--data", "log.csv", "--json"))
+    answer = json.loads(
+        run(capsys, "predict", "--run", "run", "--data", "log.csv", "--json")
+    )
     assert answer["rows"] == 120
     assert json.loads(run(capsys, "certify", "run", "--json"))["holds"] is True
     run(capsys, "report", "run")
@@ -76,9 +95,13 @@ def test_one_process_trains_the_same_as_a_part_of_torchrun(capsys):
     Path("ring.toml").write_text("nodes = 4\nR = [[0, 1], [1, 2], [2, 3], [3, 0]]\n")
     run(capsys, "train", "--graph", "ring.toml", *options, "--out", "alone")
     run(capsys, "train", "--graph", "ring.toml", *options, "--out", "again")
-    first, second = (io.load_tensors(f"{name}/model.safetensors")[0] for name in ("alone", "again"))
+    first, second = (
+        io.load_tensors(f"{name}/model.safetensors")[0] for name in ("alone", "again")
+    )
     assert all(first[name].equal(tensor) for name, tensor in second.items())
-    error = run(capsys, "train", "--graph", "ring.toml", *options, "--patience", "2", code=2)
+    error = run(
+        capsys, "train", "--graph", "ring.toml", *options, "--patience", "2", code=2
+    )
     assert "--patience" in error
 
 

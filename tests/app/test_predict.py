@@ -44,9 +44,27 @@ def folder(tmp_path_factory) -> Path:
     frame.to_csv(folder / "table.csv", index=False)
     data = ["train", "--data", "table.csv", "--epochs", "8"]
     run(folder, *data, "--target", "label", "--drop", "value", "--out", "runs/classes")
-    more = ["--target", "value", "--drop", "label", "--seeds", "2", "--out", "runs/values"]
+    more = [
+        "--target",
+        "value",
+        "--drop",
+        "label",
+        "--seeds",
+        "2",
+        "--out",
+        "runs/values",
+    ]
     run(folder, *data, *more)
-    points = ["--data", "swiss_roll", "--layers", "8", "--epochs", "2", "--out", "runs/points"]
+    points = [
+        "--data",
+        "swiss_roll",
+        "--layers",
+        "8",
+        "--epochs",
+        "2",
+        "--out",
+        "runs/points",
+    ]
     run(folder, "train", *points)
     return folder
 
@@ -62,7 +80,9 @@ def test_predictions_agree_with_the_model_and_its_score(folder):
 
 
 def test_a_spreadsheet_runs_nothing_of_a_prediction(folder):
-    text = run(folder, "predict", "--run", "runs/classes", "--data", "table.csv", "--proba")
+    text = run(
+        folder, "predict", "--run", "runs/classes", "--data", "table.csv", "--proba"
+    )
     rows = list(csv.reader(text.splitlines()))
     assert len(rows) == 151
     for row in rows:
@@ -91,7 +111,16 @@ def test_rows_without_the_target_are_predicted_without_a_score(folder):
     pd.read_csv(folder / "table.csv").drop(columns=["label"]).to_csv(
         folder / "new.csv", index=False
     )
-    printed = run(folder, "predict", "--run", "runs/classes", "--data", "new.csv", "--out", "a.csv")
+    printed = run(
+        folder,
+        "predict",
+        "--run",
+        "runs/classes",
+        "--data",
+        "new.csv",
+        "--out",
+        "a.csv",
+    )
     assert "accuracy" not in printed
     assert len((folder / "a.csv").read_text().splitlines()) == 151
     again = ["predict", "--run", "runs/classes", "--data", "new.csv", "--out", "a.csv"]
@@ -101,7 +130,9 @@ def test_rows_without_the_target_are_predicted_without_a_score(folder):
 
 def test_a_missing_column_is_named(folder):
     pd.DataFrame({"a": [1.0]}).to_csv(folder / "short.csv", index=False)
-    error = run(folder, "predict", "--run", "runs/classes", "--data", "short.csv", code=2)
+    error = run(
+        folder, "predict", "--run", "runs/classes", "--data", "short.csv", code=2
+    )
     assert "'b'" in error
 
 
@@ -112,7 +143,9 @@ def test_points_of_a_plane_are_predicted_from_a_set_or_a_file(folder):
     assert first["rows"] == 4000
     data = hdnn.data.planar.load("swiss_roll", seed=0)
     x = data.x_test.double().numpy()
-    pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1]}).to_csv(folder / "points.csv", index=False)
+    pd.DataFrame({"x1": x[:, 0], "x2": x[:, 1]}).to_csv(
+        folder / "points.csv", index=False
+    )
     again = json.loads(
         run(folder, "predict", "--run", "runs/points", "--data", "points.csv", "--json")
     )
@@ -126,7 +159,9 @@ def test_certify_looks_at_a_run_at_other_rows_and_at_a_model(folder):
         ("runs/points/model.safetensors", ["--data", "double_moons"]),
         ("runs/points/model.safetensors", []),
     ):
-        result = json.loads(run(folder, "certify", place, *more, "--samples", "10", "--json"))
+        result = json.loads(
+            run(folder, "certify", place, *more, "--samples", "10", "--json")
+        )
         assert result["holds"] is True
         assert result["samples"] <= 10
 

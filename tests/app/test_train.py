@@ -48,12 +48,24 @@ def run(capsys, *arguments: str, code: int = 0) -> str:
 
 
 def train(capsys, *more: str) -> dict:
-    options = ["--data", "table.csv", "--target", "label", "--drop", "value", "--epochs", "4"]
+    options = [
+        "--data",
+        "table.csv",
+        "--target",
+        "label",
+        "--drop",
+        "value",
+        "--epochs",
+        "4",
+    ]
     return json.loads(run(capsys, "train", *options, "--json", *more))
 
 
 def same_weights(first: str, second: str) -> bool:
-    tensors = [io.load_tensors(Path(folder) / "model.safetensors")[0] for folder in (first, second)]
+    tensors = [
+        io.load_tensors(Path(folder) / "model.safetensors")[0]
+        for folder in (first, second)
+    ]
     return all(tensors[0][name].equal(tensor) for name, tensor in tensors[1].items())
 
 
@@ -74,14 +86,18 @@ def test_an_accuracy_stands_beside_that_of_the_commonest_class(capsys):
     counts = np.array(metrics["confusion"]["counts"])
     assert metrics["test_accuracy"] == pytest.approx(np.trace(counts) / counts.sum())
     common = metrics["common"]
-    assert metrics["baseline_accuracy"] == pytest.approx(counts[common].sum() / counts.sum())
+    assert metrics["baseline_accuracy"] == pytest.approx(
+        counts[common].sum() / counts.sum()
+    )
     run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
     printed = run(capsys, "train", "--resume", "--out", "runs/table-label-h2-16-0")
     assert "always answering" in printed
 
 
 def test_classes_that_are_never_predicted_are_named(capsys):
-    frame = pd.DataFrame({"a": np.arange(100.0) % 7, "label": ["often"] * 95 + ["rare"] * 5})
+    frame = pd.DataFrame(
+        {"a": np.arange(100.0) % 7, "label": ["often"] * 95 + ["rare"] * 5}
+    )
     frame.to_csv("rare.csv", index=False)
     options = ["--data", "rare.csv", "--target", "label", "--epochs", "2"]
     printed = run(capsys, "train", *options, "--ridge", "1000")
@@ -113,10 +129,16 @@ def test_several_seeds_are_runs_in_one_folder_with_mean_and_spread(capsys):
 
 
 def test_options_of_a_file_are_overruled_by_flags(capsys):
-    Path("my.toml").write_text('[train]\ndata = "table.csv"\ntarget = "label"\nepochs = 3\n')
-    metrics = json.loads(run(capsys, "train", "--config", "my.toml", "--epochs", "2", "--json"))
+    Path("my.toml").write_text(
+        '[train]\ndata = "table.csv"\ntarget = "label"\nepochs = 3\n'
+    )
+    metrics = json.loads(
+        run(capsys, "train", "--config", "my.toml", "--epochs", "2", "--json")
+    )
     assert metrics["epochs"] == 2
-    Path("bad.toml").write_text('[train]\ndata = "table.csv"\ntarget = "label"\nepochs = "3"\n')
+    Path("bad.toml").write_text(
+        '[train]\ndata = "table.csv"\ntarget = "label"\nepochs = "3"\n'
+    )
     assert "epochs" in run(capsys, "train", "--config", "bad.toml", code=2)
 
 
@@ -135,13 +157,19 @@ def test_nothing_is_overwritten_unless_asked_for(capsys):
     train(capsys, "--out", "mine", "--seed", "5", "--overwrite")
     assert json.loads(Path("mine/metrics.json").read_text())["seed"] == 5
     Path("mine/notes.txt").write_text("do not lose this")
-    error = run(capsys, "train", "--data", "swiss_roll", "--out", "mine", "--overwrite", code=2)
+    error = run(
+        capsys, "train", "--data", "swiss_roll", "--out", "mine", "--overwrite", code=2
+    )
     assert "notes.txt" in error
     assert Path("mine/model.safetensors").exists()
 
 
 def test_a_mistake_leaves_no_folder_behind(capsys):
-    for more in (["--activation", "tahn"], ["--learning-rate", "-1"], ["--features", "1"]):
+    for more in (
+        ["--activation", "tahn"],
+        ["--learning-rate", "-1"],
+        ["--features", "1"],
+    ):
         options = ["--data", "table.csv", "--target", "label", "--out", "wrong", *more]
         error = run(capsys, "train", *options, code=2)
         assert len(error.strip().splitlines()) == 1
@@ -189,7 +217,9 @@ def test_a_killed_training_goes_on_to_the_same_bits(capsys, table):
     assert not Path("cut/metrics.json").exists()
     error = run(capsys, "predict", "--run", "cut", "--data", "swiss_roll", code=2)
     assert "--resume" in error
-    assert "layers" in run(capsys, "train", "--resume", "--out", "cut", "--layers", "9", code=2)
+    assert "layers" in run(
+        capsys, "train", "--resume", "--out", "cut", "--layers", "9", code=2
+    )
     run(capsys, "train", "--resume", "--out", "cut")
     assert same_weights("straight", "cut")
     assert not Path("cut/training").exists()
@@ -198,7 +228,15 @@ def test_a_killed_training_goes_on_to_the_same_bits(capsys, table):
 def test_a_run_in_use_is_locked(capsys):
     train(capsys, "--out", "mine")
     with io.lock("mine"):
-        options = ["--data", "table.csv", "--target", "label", "--out", "mine", "--overwrite"]
+        options = [
+            "--data",
+            "table.csv",
+            "--target",
+            "label",
+            "--out",
+            "mine",
+            "--overwrite",
+        ]
         assert "another process" in run(capsys, "train", *options, code=2)
 
 
@@ -212,7 +250,10 @@ def test_held_out_rows_end_a_training_and_the_best_epoch_stays(capsys):
 
 def test_class_weights_are_a_word_or_numbers_for_names():
     options = {"data": "t.csv", "target": "y"}
-    assert TableConfig.build({**options, "class_weight": "balanced"}).weights() == "balanced"
+    assert (
+        TableConfig.build({**options, "class_weight": "balanced"}).weights()
+        == "balanced"
+    )
     weights = TableConfig.build({**options, "class_weight": "yes=2,no=1"}).weights()
     assert weights == {"yes": 2.0, "no": 1.0}
     with pytest.raises(OptionError, match="yes=2,no=1"):

@@ -45,7 +45,10 @@ def test_a_command_takes_sizes_as_options_and_writes_page_and_numbers(
     program, tmp_path, monkeypatch, capsys
 ):
     report = program("report")
-    sizes = {"full": {"count": 100, "depths": (1, 2)}, "quick": {"count": 3, "depths": (1,)}}
+    sizes = {
+        "full": {"count": 100, "depths": (1, 2)},
+        "quick": {"count": 3, "depths": (1,)},
+    }
 
     def run(chosen, device):
         return {"double": 2 * chosen["count"], "ok": chosen["count"] < 50}
@@ -61,7 +64,9 @@ def test_a_command_takes_sizes_as_options_and_writes_page_and_numbers(
 
     assert call("--quick", "--count", "7", "--out", str(tmp_path)) == 0
     text = (tmp_path / "some.md").read_text()
-    assert text.startswith("# Title\n\n`python benchmarks/some.py --quick --count 7`, machine ")
+    assert text.startswith(
+        "# Title\n\n`python benchmarks/some.py --quick --count 7`, machine "
+    )
     assert text.endswith("\n\n| a | b |\n| --- | --- |\n| 1 | 14 |\n")
     assert text in capsys.readouterr().out
     result = json.loads((tmp_path / "some.json").read_text())
@@ -75,7 +80,12 @@ def test_a_program_that_needs_a_gpu_says_so(program, monkeypatch, capsys):
     report = program("report")
     monkeypatch.setattr(sys, "argv", ["images.py"])
     sizes = images.SIZES
-    assert report.command("images", None, sizes, images.run, images.page, devices=("cuda",)) == 2
+    assert (
+        report.command(
+            "images", None, sizes, images.run, images.page, devices=("cuda",)
+        )
+        == 2
+    )
     assert "a GPU is needed" in capsys.readouterr().err
 
 
@@ -96,7 +106,9 @@ def test_forward_euler_of_the_rival_goes_to_the_closed_loop(program):
         problem = control.crossing("ring", steps=steps)
         y = problem.starts(1)
         with torch.no_grad():
-            difference = program("control").Authors(problem)(y)[-1] - problem.loop(y)[-1]
+            difference = (
+                program("control").Authors(problem)(y)[-1] - problem.loop(y)[-1]
+            )
         errors.append(float(difference.abs().max()))
     assert errors[1] < 0.7 * errors[0] < 0.2
 
@@ -128,14 +140,20 @@ def test_gradients_that_are_off_are_told_from_exact_ones(program):
     exact = [torch.ones(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
     assert gradients.off(exact, exact) == 0
     assert gradients.off([1.5 * exact[0], exact[1]], exact) == pytest.approx(0.5)
-    assert gradients.off([torch.full((3,), float("nan")), exact[1]], exact) == float("inf")
+    assert gradients.off([torch.full((3,), float("nan")), exact[1]], exact) == float(
+        "inf"
+    )
 
 
 def test_trainings_that_differ_in_one_bit_are_not_the_same(program, tmp_path):
     kill = program("kill")
     about = {"values": {"history": {"loss": [1.0, 0.5]}}}
     weights = {"a": torch.ones(3)}
-    for name, value, loss in (("one", 1.0, 0.5), ("two", 1.0 + 2**-23, 0.5), ("three", 1.0, 0.4)):
+    for name, value, loss in (
+        ("one", 1.0, 0.5),
+        ("two", 1.0 + 2**-23, 0.5),
+        ("three", 1.0, 0.4),
+    ):
         (tmp_path / name).mkdir()
         weights["a"][0] = value
         about["values"]["history"]["loss"][1] = loss
@@ -149,13 +167,17 @@ def test_trainings_that_differ_in_one_bit_are_not_the_same(program, tmp_path):
 
 def test_a_process_is_killed_unless_it_has_ended(program):
     kill = program("kill").kill
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as waiting:
         assert kill(waiting, 0.01)
     assert not kill(subprocess.Popen([sys.executable, "-c", ""]), 60)
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_the_engine_runs_and_writes_a_page(program, tmp_path, monkeypatch):
+def test_the_benchmark_of_the_engine_runs_and_writes_a_page(
+    program, tmp_path, monkeypatch
+):
     engine = program("engine")
     monkeypatch.setattr(sys, "argv", ["engine.py", "--quick", "--out", str(tmp_path)])
     assert engine.main() == 0

@@ -40,7 +40,9 @@ def random_loop(seed: int, agents: int = 3, step: float = 0.2, scale: float = 1.
         links=links,
         couplings=normal(len(links), 3, 3),
     )
-    controller = control.Controller(agents, 3, links=links, dissipation=normal(4).square())
+    controller = control.Controller(
+        agents, 3, links=links, dissipation=normal(4).square()
+    )
     with torch.no_grad():
         for weight in controller.parameters():
             weight.copy_(scale * normal(*weight.shape))
@@ -82,7 +84,14 @@ def test_chords_of_the_kernel_are_exact():
     import mpmath
 
     with mpmath.workdps(50):
-        for u, d in [(0.3, 1e-9), (0.3, 2e-4), (-0.7, 0.15), (2.0, -0.9), (-3.0, 5.0), (30.0, 1.5)]:
+        for u, d in [
+            (0.3, 1e-9),
+            (0.3, 2e-4),
+            (-0.7, 0.15),
+            (2.0, -0.9),
+            (-3.0, 5.0),
+            (30.0, 1.5),
+        ]:
             v = u + d
             start, end = mpmath.mpf(u), mpmath.mpf(v)
             mean = mpmath.log(mpmath.cosh(end) / mpmath.cosh(start)) / (end - start)
@@ -97,7 +106,9 @@ def test_steps_are_of_order_two_in_pairs():
     controller = loop.controller
 
     def end(steps: int) -> Tensor:
-        finer = control.Controller(3, steps, links=controller.links, dissipation=controller.R)
+        finer = control.Controller(
+            3, steps, links=controller.links, dissipation=controller.R
+        )
         with torch.no_grad():
             finer.K.copy_(controller.K[:1])
             finer.b.copy_(controller.b[:1])
@@ -122,7 +133,9 @@ def test_outputs_of_robots_stay_below_the_gain():
     loop = control.ClosedLoop(plant, control.Controller(2, steps=1), step=0.1)
     assert loop.gain == pytest.approx(4)
     steps = 400
-    forces = torch.sin(0.1 * torch.arange(steps)).view(-1, 1, 1, 1).expand(steps, 1, 2, 2)
+    forces = (
+        torch.sin(0.1 * torch.arange(steps)).view(-1, 1, 1, 1).expand(steps, 1, 2, 2)
+    )
     start = loop.start(torch.zeros(1, 2, 4))
     balance = loop.balance(start, horizons=steps, forces=forces.double())
     assert float(balance.outputs.norm()) <= 4 * float(forces.norm())
@@ -136,12 +149,16 @@ def test_a_plant_that_is_not_damped_has_no_gain():
 @pytest.mark.parametrize("make", [control.oscillators, control.pendulums])
 def test_coupled_masses_keep_their_balance(make):
     plant = make([(0, 1), (1, 2), (0, 2)], damping=0.0)
-    loop = control.ClosedLoop(plant, control.Controller(3, steps=20, inputs=1), step=0.05)
+    loop = control.ClosedLoop(
+        plant, control.Controller(3, steps=20, inputs=1), step=0.05
+    )
     z = torch.zeros(1, 3, plant.states)
     z[..., 0] = torch.tensor([0.5, -1.0, 2.0])
     balance = loop.balance(loop.start(z))
     assert float(balance.violation.max()) < 1e-13
-    torch.testing.assert_close(balance.after[-1], balance.before[0])  # nothing is damped
+    torch.testing.assert_close(
+        balance.after[-1], balance.before[0]
+    )  # nothing is damped
 
 
 def test_a_coupling_that_is_given_from_the_other_end_is_the_same():
@@ -261,14 +278,18 @@ def test_mistakes_are_refused(mistake, error):
 
 
 def test_a_training_takes_any_function_as_its_cost():
-    problem = control.crossing(steps=4, cost=lambda loop, path: path[-1, ..., :2].square().mean())
+    problem = control.crossing(
+        steps=4, cost=lambda loop, path: path[-1, ..., :2].square().mean()
+    )
     history = control.LoopTraining(problem, iterations=15, batch=2).run(progress=False)
     assert history["cost"][-1] < history["cost"][0]
 
 
 def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(tmp_path: Path):
     def training(**options) -> control.LoopTraining:
-        return control.LoopTraining(control.crossing("ring", steps=4), iterations=6, **options)
+        return control.LoopTraining(
+            control.crossing("ring", steps=4), iterations=6, **options
+        )
 
     straight = training()
     straight.run(progress=False)
@@ -277,15 +298,21 @@ def test_a_training_that_is_resumed_has_the_bits_of_one_that_was_not(tmp_path: P
     assert resumed.done == 3
     resumed.run(progress=False)
     assert resumed.history == straight.history
-    for ours, theirs in zip(resumed.loop.parameters(), straight.loop.parameters(), strict=True):
+    for ours, theirs in zip(
+        resumed.loop.parameters(), straight.loop.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 def test_another_training_is_not_resumed(tmp_path: Path):
     problem = control.crossing(steps=4)
-    control.LoopTraining(problem, iterations=2, folder=tmp_path / "run").run(progress=False)
+    control.LoopTraining(problem, iterations=2, folder=tmp_path / "run").run(
+        progress=False
+    )
     with pytest.raises(hdnn.HDNNError):
-        control.LoopTraining(control.crossing(steps=4), iterations=2, folder=tmp_path / "run")
+        control.LoopTraining(
+            control.crossing(steps=4), iterations=2, folder=tmp_path / "run"
+        )
     other = control.crossing(seed=1, steps=4)
     with pytest.raises(hdnn.HDNNError):
         control.LoopTraining(other, iterations=2, folder=tmp_path / "run", resume=True)

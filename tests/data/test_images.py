@@ -30,7 +30,9 @@ def test_normalised_images_have_the_mean_and_deviation_taken_off():
     x = data.normalised(data.images_train, torch.float64)
     mean = torch.tensor(data.mean, dtype=torch.float64)[:, None, None]
     std = torch.tensor(data.std, dtype=torch.float64)[:, None, None]
-    torch.testing.assert_close(x, (data.images_train / 255 - mean) / std, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        x, (data.images_train / 255 - mean) / std, rtol=1e-6, atol=1e-6
+    )
     assert data.normalised(data.images_train, torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -66,7 +68,9 @@ def test_augmented_images_are_crops_of_padded_ones():
         assert torch.equal(image, crop.flip(2) if flip else crop)
     unmoved = torch.full((40, 2), pad)
     none = torch.zeros(40, dtype=torch.bool)
-    assert torch.equal(augment(data.images_train, unmoved, none, pad=pad), data.images_train)
+    assert torch.equal(
+        augment(data.images_train, unmoved, none, pad=pad), data.images_train
+    )
 
 
 # Files
@@ -137,7 +141,9 @@ def test_cifar_is_decoded_from_an_archive_of_images_once(tmp_path, monkeypatch):
             for label, name in enumerate(images.CLASSES):
                 for number in range(count):
                     picture = io.BytesIO()
-                    pillow.new("RGB", (32, 32), (25 * label, 0, 0)).save(picture, "JPEG")
+                    pillow.new("RGB", (32, 32), (25 * label, 0, 0)).save(
+                        picture, "JPEG"
+                    )
                     entry = tarfile.TarInfo(f"set/{part}/{name}/{number}.jpg")
                     entry.size = picture.tell()
                     picture.seek(0)

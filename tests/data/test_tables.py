@@ -168,7 +168,9 @@ def test_numbers_can_be_named_as_categories():
 
 def test_columns_with_far_values_are_scaled_by_their_ranks():
     random = np.random.default_rng(0)
-    frame = pd.DataFrame({"heavy": random.standard_cauchy(500), "light": random.normal(size=500)})
+    frame = pd.DataFrame(
+        {"heavy": random.standard_cauchy(500), "light": random.normal(size=500)}
+    )
     encoder = Encoder.fit(frame)
     inputs = encoder.transform(frame)
     assert "ranks" in encoder.columns[0]
@@ -186,7 +188,9 @@ def test_new_rows_unlike_those_learned_from_are_handled_and_named():
     messages = [str(warning.message) for warning in caught]
     assert any("column 'a': 1 rows have no value" in message for message in messages)
     assert any("'z'" in message for message in messages)
-    with pytest.raises(DataError, match="column 'a', row 1: 'abc' is not a finite number"):
+    with pytest.raises(
+        DataError, match="column 'a', row 1: 'abc' is not a finite number"
+    ):
         encoder.transform(pd.DataFrame({"a": ["abc", "1", "2"], "b": "x"}))
     with pytest.raises(DataError, match="no column 'b'"):
         encoder.transform(pd.DataFrame({"a": [1.0]}))
@@ -208,7 +212,9 @@ def test_cells_that_cannot_be_used_are_named(cells, words):
 
 def test_encoders_and_targets_come_back_from_json():
     random = np.random.default_rng(0)
-    frame = pd.DataFrame({"a": random.standard_cauchy(50), "b": ["x", None] * 25, "t": "n"})
+    frame = pd.DataFrame(
+        {"a": random.standard_cauchy(50), "b": ["x", None] * 25, "t": "n"}
+    )
     frame.loc[:24, "t"] = "y"
     encoder = Encoder.fit(frame[["a", "b"]])
     again = Encoder(**json.loads(json.dumps(encoder.config())))

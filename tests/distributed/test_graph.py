@@ -81,7 +81,10 @@ def test_a_file_gives_nodes_names_links_and_columns(tmp_path):
         ("nodes = 2\nR = []\nsizes = 0", "the size of a node"),
         ("nodes = 2\nR = []\n[columns]\nx = 0\n1 = ['x']", "gives 'x' to two nodes"),
         ("nodes = 3\nR = [[1, 0, 0], [0, 0, 0], [0, 0, 1]]", "its own neighbour"),
-        ("nodes = 3\nR = []\nT = [[1, 1, 0], [0, 1, 0], [0, 0, 1]]", "T must be symmetric"),
+        (
+            "nodes = 3\nR = []\nT = [[1, 1, 0], [0, 1, 0], [0, 0, 1]]",
+            "T must be symmetric",
+        ),
         ("nodes = 300_000\nR = []", "up to 200000 nodes"),
     ],
 )
@@ -117,7 +120,9 @@ def test_a_graph_that_is_not_local_says_which_nodes_need_which():
     ring = [[i, (i + 1) % 5] for i in range(5)]
     graph = Graph(5, edges=ring, R=ring)
     assert len(graph.breaches()) == 10
-    with pytest.raises(OptionError, match=r"nodes would need 0 -> 2, .* row 1 of R has 0 and 2"):
+    with pytest.raises(
+        OptionError, match=r"nodes would need 0 -> 2, .* row 1 of R has 0 and 2"
+    ):
         train(graph)
 
 
@@ -143,7 +148,9 @@ def test_all_processes_together_own_all_nodes_and_agree_on_messages(graph, parts
     parts = min(parts, graph.nodes)
     owner = partition(graph, parts)
     plans = [Plan(graph, owner, rank) for rank in range(parts)]
-    assert sorted(node for plan in plans for node in plan.nodes) == list(range(graph.nodes))
+    assert sorted(node for plan in plans for node in plan.nodes) == list(
+        range(graph.nodes)
+    )
     assert [plan.rank for plan in plans if plan.is_root] == [owner[0]]
     halos = [Halo(plan) for plan in plans]
     for plan, halo in zip(plans, halos, strict=True):
@@ -169,14 +176,18 @@ def alone(graph: Graph, **options) -> GraphNetwork:
 
 
 @settings(max_examples=25)
-@given(graphs(), st.sampled_from(["h1", "h2", "verlet", "yoshida4"]), st.integers(0, 99))
+@given(
+    graphs(), st.sampled_from(["h1", "h2", "verlet", "yoshida4"]), st.integers(0, 99)
+)
 def test_one_process_computes_what_the_sparse_network_does(graph, network, seed):
     net = alone(graph, network=network, layers=2, activation="softplus")
     net.reset_parameters(seed)
     whole = net.gather()
     assert whole is not None
     y = torch.randn(3, graph.features, dtype=torch.float64)
-    assert torch.allclose(net(y[:, net.positions]), whole(y)[:, net.positions], atol=1e-12)
+    assert torch.allclose(
+        net(y[:, net.positions]), whole(y)[:, net.positions], atol=1e-12
+    )
     again = alone(graph, network=network, layers=2, activation="softplus")
     again.load(whole)
     for a, b in zip(net.parameters(), again.parameters(), strict=True):
@@ -209,13 +220,19 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 
     options = {"layers": 2, "epochs": 4, "batch": 1000, "gather": True}
     with pytest.raises(StopError):
-        train(Graph.ring(3), "double_moons", folder=tmp_path / "a", tell=stop, **options)
+        train(
+            Graph.ring(3), "double_moons", folder=tmp_path / "a", tell=stop, **options
+        )
     with pytest.raises(CheckpointError, match="holds a training; resume it"):
         train(Graph.ring(3), "double_moons", folder=tmp_path / "a", **options)
     other = {**options, "layers": 3}
     with pytest.raises(CheckpointError, match="another training"):
-        train(Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **other)
-    two = train(Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **options)
+        train(
+            Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **other
+        )
+    two = train(
+        Graph.ring(3), "double_moons", folder=tmp_path / "a", resume=True, **options
+    )
     one = train(Graph.ring(3), "double_moons", **options)
     assert one["history"] == two["history"]
     first, second = (run["model"].state_dict() for run in (one, two))
@@ -249,7 +266,11 @@ def test_unknown_options_are_refused():
 
 def rows(graph: Graph, classes: int, tmp_path, **more):
     x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
-    t = (x.sum(1) > 0).long() if classes == 2 else (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    t = (
+        (x.sum(1) > 0).long()
+        if classes == 2
+        else (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    )
     t = x.sum(1) if classes == 0 else t
     places = [0, graph.sizes[0], graph.features - 1]
     for part in ("train", "test"):
@@ -258,7 +279,9 @@ def rows(graph: Graph, classes: int, tmp_path, **more):
 
 
 @pytest.mark.parametrize("classes", [0, 2, 3])
-def test_each_node_reads_its_own_file_and_the_model_takes_rows_of_the_table(classes, tmp_path):
+def test_each_node_reads_its_own_file_and_the_model_takes_rows_of_the_table(
+    classes, tmp_path
+):
     graph = Graph(names=["a", "b", "c"], R=[["a", "b"], ["b", "c"]], sizes=[1, 2, 1])
     x, t, places = rows(graph, classes, tmp_path)
     metrics = train(graph, tmp_path, layers=2, epochs=5, placement=places, gather=True)

@@ -22,7 +22,10 @@ from hdnn.errors import OptionError
 
 HERE = Path(__file__).parent
 RANDOM = [[0, 3], [3, 5], [5, 1], [1, 7], [7, 2], [2, 6], [6, 4], [0, 6], [3, 7]]
-GRAPHS = {"ring": Graph.ring(8), "random": Graph(8, R=RANDOM, sizes=[1, 2, 1, 1, 3, 1, 2, 1])}
+GRAPHS = {
+    "ring": Graph.ring(8),
+    "random": Graph(8, R=RANDOM, sizes=[1, 2, 1, 1, 3, 1, 2, 1]),
+}
 SHORT = {"layers": 2, "batch": 500, "dtype": "float64"}
 
 TRAIN = """
@@ -55,9 +58,20 @@ def start():
 
 
 def _start(arguments: list[str], size: int, port: int, rank: int, **more: str):
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    variables |= {"PYTHONPATH": str(HERE.parents[1] / "src"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    variables |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    variables |= {
+        "PYTHONPATH": str(HERE.parents[1] / "src"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     return subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **variables, **more},
@@ -78,7 +92,9 @@ def ended(process: subprocess.Popen[str], seconds: float = 150) -> str:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("ring", 8), ("random", 4)])
-def test_gradients_equal_those_of_one_network_and_go_to_neighbours_only(kind, size, start):
+def test_gradients_equal_those_of_one_network_and_go_to_neighbours_only(
+    kind, size, start
+):
     port = free_port()
     table = json.dumps(GRAPHS[kind].table())
     command = [str(HERE / "worker.py")]
@@ -93,12 +109,18 @@ def test_trained_weights_equal_those_of_one_process(kind, size, tmp_path):
     options = {**SHORT, "epochs": 2, "gather": True}
     alone = train(GRAPHS[kind], "double_moons", **options)
     several = launch(
-        GRAPHS[kind], "double_moons", processes=size, folder=str(tmp_path / "run"), **options
+        GRAPHS[kind],
+        "double_moons",
+        processes=size,
+        folder=str(tmp_path / "run"),
+        **options,
     )
     losses = torch.tensor([alone["history"]["loss"], several["history"]["loss"]])
     assert (losses[0] - losses[1]).abs().max() < 1e-12
     weights = alone["model"].net.state_dict()
-    for name, weight in io.load(tmp_path / "run" / "model.safetensors").net.state_dict().items():
+    for name, weight in (
+        io.load(tmp_path / "run" / "model.safetensors").net.state_dict().items()
+    ):
         assert (weight - weights[name]).abs().max() < 1e-12, name
     linked = Plan(GRAPHS[kind], [0] * 8).graph.used
     if size == 8:  # one process a node: who talked to whom?
@@ -134,7 +156,9 @@ class Killer:
 
 
 def test_a_launch_is_restarted_after_a_kill_to_the_same_bits(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("raise SystemExit('imported from the current folder')")
+    (tmp_path / "torch.py").write_text(
+        "raise SystemExit('imported from the current folder')"
+    )
     monkeypatch.chdir(tmp_path)
     options = {**SHORT, "epochs": 4, "gather": True}
     killer = Killer()
@@ -145,7 +169,9 @@ def test_a_launch_is_restarted_after_a_kill_to_the_same_bits(tmp_path, monkeypat
     assert metrics["epochs"] == 4
     once = launch(Graph.ring(3), "double_moons", folder="once", **options)
     assert metrics["history"] == once["history"]
-    first, second = (io.load(f"{name}/model.safetensors").state_dict() for name in ("run", "once"))
+    first, second = (
+        io.load(f"{name}/model.safetensors").state_dict() for name in ("run", "once")
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -157,7 +183,9 @@ def test_a_launch_names_the_node_that_was_killed():
 
 
 def test_a_launch_passes_on_the_sentence_of_a_mistake(tmp_path):
-    with pytest.raises(OptionError, match=r"neither one of .* nor a folder of node files"):
+    with pytest.raises(
+        OptionError, match=r"neither one of .* nor a folder of node files"
+    ):
         launch(Graph.ring(2), str(tmp_path / "nothing"))
 
 
@@ -170,7 +198,9 @@ def test_the_others_end_soon_after_one_is_killed_and_all_name_it(start):
     processes[1].kill()
     killed = time.monotonic()
     for rank in (0, 2):
-        assert "LostError the training stopped because node 1 is gone" in ended(processes[rank])
+        assert "LostError the training stopped because node 1 is gone" in ended(
+            processes[rank]
+        )
     assert time.monotonic() - killed < 20
 
 

@@ -58,11 +58,15 @@ def main() -> None:
     plan = Plan(graph, partition(graph, size), rank)
     messages = connect(plan, 60.0)
     messages.agree({})
-    worst = [compare(plan, messages, network, False) for network in ("h1", "h2", "yoshida4")]
+    worst = [
+        compare(plan, messages, network, False) for network in ("h1", "h2", "yoshida4")
+    ]
     # Nobody may wait for a process whose weights are frozen.
     worst.append(compare(plan, messages, "verlet", frozen=rank == 0))
     connections = len(audit.connections(os.getpid()))
-    assert connections == len(plan.peers) + 1 + (rank == 0) * size, connections  # and the store
+    assert connections == len(plan.peers) + 1 + (rank == 0) * size, (
+        connections
+    )  # and the store
     assert set(messages.sent) <= set(plan.peers)
     messages.total(torch.ones(1))
     sys.stdout.write(f"worst {max(worst)}\n")

@@ -15,6 +15,8 @@ def site() -> Path:
     built = ROOT / "site"
     if not (built / "objects.inv").exists():
         if os.environ.get("CI"):
-            pytest.fail("continuous integration builds the site before the tests: make docs")
+            pytest.fail(
+                "continuous integration builds the site before the tests: make docs"
+            )
         pytest.skip("the site is not built: run make docs")
     return built

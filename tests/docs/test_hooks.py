@@ -37,7 +37,9 @@ def build(folder: Path, hooks: str = "", plugins: str = "[]", **pages: str):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def written(folder: Path, text: str) -> Path:
@@ -50,7 +52,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_sound_page_is_built(tmp_path: Path):
-    done = build(tmp_path, "formulas.py", index="# Home\n\n[below](#here) $x^2$\n\n## Here\n")
+    done = build(
+        tmp_path, "formulas.py", index="# Home\n\n[below](#here) $x^2$\n\n## Here\n"
+    )
     assert done.returncode == 0, done.stderr
     assert "<msup>" in (tmp_path / "made" / "index.html").read_text(encoding="utf-8")
 
@@ -71,7 +75,9 @@ def test_a_broken_link_ends_the_build(tmp_path: Path, text: str, complaint: str)
 
 
 def test_a_reference_to_a_name_that_is_not_there_ends_the_build(tmp_path: Path):
-    done = build(tmp_path, plugins="[autorefs]", index="# Home\n\n[`hdnn.Nope`][hdnn.Nope]\n")
+    done = build(
+        tmp_path, plugins="[autorefs]", index="# Home\n\n[`hdnn.Nope`][hdnn.Nope]\n"
+    )
     assert done.returncode != 0
     assert "hdnn.Nope" in done.stderr
 
@@ -95,10 +101,17 @@ def test_a_formula_that_is_none_ends_the_build(tmp_path: Path):
 
 def test_a_page_shows_what_its_cells_printed_and_drew(tmp_path: Path):
     drawing = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.title('A line')\nprint('```')"
-    text = "# One\n\n" + CELL.format("x = 3\nprint(x)") + "\nWords.\n\n" + CELL.format(drawing)
+    text = (
+        "# One\n\n"
+        + CELL.format("x = 3\nprint(x)")
+        + "\nWords.\n\n"
+        + CELL.format(drawing)
+    )
     ran = tutorials.run(written(tmp_path, text))
     made = tutorials.shown(text, ran, "one")
-    assert "``` { .text .printed }\n3\n```\n\nWords." in re.sub(r"\n\n\n+", "\n\n", made)
+    assert "``` { .text .printed }\n3\n```\n\nWords." in re.sub(
+        r"\n\n\n+", "\n\n", made
+    )
     assert "```` { .text .printed }\n```\n````" in made
     assert "![A line](one-2-1.png){ .drawn }" in made
     assert ran.pictures["2-1.png"].startswith(b"\x89PNG")
@@ -106,15 +119,16 @@ def test_a_page_shows_what_its_cells_printed_and_drew(tmp_path: Path):
 
 
 def test_what_other_programs_print_is_shown_too(tmp_path: Path):
-    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(6 * 7)'])"
+    code = (
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(6 * 7)'])"
+    )
     ran = tutorials.run(written(tmp_path, CELL.format(code)))
     assert ran.cells[0]["printed"] == "42\n"
 
 
 def test_cells_run_in_an_empty_folder_and_can_show_their_source(tmp_path: Path):
-    code = (
-        "import inspect, os\n\ndef f():\n    return 1\n\nprint(os.listdir(), inspect.getsource(f))"
-    )
+    function = "def f():\n    return 1\n"
+    code = f"import inspect, os\n\n{function}\nprint(os.listdir(), inspect.getsource(f))"
     ran = tutorials.run(written(tmp_path, f"Words.\n\n{CELL.format(code)}"))
     assert ran.cells[0]["printed"] == "[] def f():\n    return 1\n\n"
 
@@ -123,7 +137,10 @@ def test_cells_run_in_an_empty_folder_and_can_show_their_source(tmp_path: Path):
     ("code", "fault"),
     [
         ("x = (", r"cell 1, line \d: SyntaxError"),
-        ("def f():\n    raise ValueError('so')\n\nf()", "cell 1, line 5: ValueError: so"),
+        (
+            "def f():\n    raise ValueError('so')\n\nf()",
+            "cell 1, line 5: ValueError: so",
+        ),
         ("raise SystemExit(0)", "cell 1, line 2: SystemExit"),
         ("import os\nos._exit(3)", "its process ended with 3"),
     ],
@@ -150,12 +167,23 @@ def test_cells_are_found_with_titles_and_others_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    "fence", ["    ```python", "```py", "``` python", "~~~python", "```python3", "``` { .python }"]
+    "fence",
+    [
+        "    ```python",
+        "```py",
+        "``` python",
+        "~~~python",
+        "```python3",
+        "``` { .python }",
+    ],
 )
 def test_a_cell_that_would_not_be_run_is_an_error(fence: str):
     with pytest.raises(ValueError, match="line 3: this cell would not be run"):
         cells.cells(f"# One\n\n{fence}\nx = 1\n")
-    assert len(cells.cells("```python title='a'\nx\n```\n\n```pycon\n```\n```text\n```\n")) == 1
+    assert (
+        len(cells.cells("```python title='a'\nx\n```\n\n```pycon\n```\n```text\n```\n"))
+        == 1
+    )
 
 
 # ------------------------------------------------------------------------------ the reference
@@ -164,14 +192,19 @@ def test_a_cell_that_would_not_be_run_is_an_error(fence: str):
 def test_every_public_name_has_a_group_with_a_page():
     members = reference.grouped(public.names())
     assert sum(map(len, members.values())) == len(public.names())
-    assert {path.stem for path in (ROOT / "docs" / "api").glob("*.md")} == {"index", *members}
+    assert {path.stem for path in (ROOT / "docs" / "api").glob("*.md")} == {
+        "index",
+        *members,
+    }
 
 
 def test_a_public_name_without_a_group_ends_the_build():
     class New:
         __module__ = "hdnn.newest.part"
 
-    with pytest.raises(PluginError, match=r"hdnn.New has no page: give hdnn.newest.part a group"):
+    with pytest.raises(
+        PluginError, match=r"hdnn.New has no page: give hdnn.newest.part a group"
+    ):
         reference.grouped({"hdnn.New": New})
 
 
@@ -196,7 +229,15 @@ def test_a_network_shows_the_options_that_it_shares():
 
 @pytest.mark.parametrize(
     "formula",
-    [r"x^", r"\frac{1", r"\frac{1}", r"\nonsense", r"\begin{foo}x\end{foo}", "a & b", ""],
+    [
+        r"x^",
+        r"\frac{1",
+        r"\frac{1}",
+        r"\nonsense",
+        r"\begin{foo}x\end{foo}",
+        "a & b",
+        "",
+    ],
 )
 def test_what_is_no_formula_is_an_error(formula: str):
     with pytest.raises(PluginError, match=r"page\.md: "):
@@ -214,14 +255,21 @@ def test_a_star_stands_for_the_pages_that_are_not_named(tmp_path: Path):
     ("here", "page", "link", "moved"),
     [
         ("CHANGELOG.md", "changelog.md", "[a](docs/doctor.md#b)", "[a](doctor.md#b)"),
-        ("docs/guides/data.md", "guides/data.md", "[a](../../README.md)", "[a](../index.md)"),
+        (
+            "docs/guides/data.md",
+            "guides/data.md",
+            "[a](../../README.md)",
+            "[a](../index.md)",
+        ),
         ("docs/why.md", "why.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
         ("docs/why.md", "why.md", "[a](../tests/public.py)", "a"),
         ("docs/why.md", "why.md", "[a](https://b.c)", "[a](https://b.c)"),
         ("docs/why.md", "why.md", "[a](gone.md)", "[a](gone.md)"),
     ],
 )
-def test_links_of_the_repository_lead_to_pages(here: str, page: str, link: str, moved: str):
+def test_links_of_the_repository_lead_to_pages(
+    here: str, page: str, link: str, moved: str
+):
     found = borrowed.LINK.fullmatch(link)
     assert found
     assert borrowed.moved(found, here, page, ROOT) == moved

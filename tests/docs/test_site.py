@@ -13,7 +13,13 @@ import pytest
 
 import public
 
-LOADED = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src"}
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "link": "href",
+    "source": "src",
+}
 SERVER_ONLY = {"404.html"}  # its links are absolute, since it answers for any address
 
 
@@ -76,13 +82,17 @@ def test_the_site_is_small_enough_to_find_things(pages):
 def test_every_page_has_a_title_of_its_own(site: Path):
     titles: dict[str, str] = {}
     for path in sorted(site.rglob("*.html")):
-        (title,) = re.findall(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.S)[:1]
+        (title,) = re.findall(
+            r"<title>(.*?)</title>", path.read_text(encoding="utf-8"), re.S
+        )[:1]
         if path.relative_to(site).as_posix() not in SERVER_ONLY:
             assert titles.setdefault(title, path.name) == path.name
 
 
 def test_every_picture_has_words_for_those_who_cannot_see_it(pages):
-    assert [(path.name, page.wordless) for path, page in pages.items() if page.wordless] == []
+    assert [
+        (path.name, page.wordless) for path, page in pages.items() if page.wordless
+    ] == []
 
 
 def test_no_page_loads_anything_from_elsewhere(pages):
@@ -125,10 +135,14 @@ def test_every_tutorial_says_how_long_it_ran(site: Path):
     written = Path(__file__).parents[2].joinpath("docs", "tutorials").glob("*.md")
     assert [page.stem for page in tutorials] == sorted(page.stem for page in written)
     for page in tutorials:
-        assert re.search(r"This page was run in \d+ s", page.read_text(encoding="utf-8")), page.name
+        assert re.search(
+            r"This page was run in \d+ s", page.read_text(encoding="utf-8")
+        ), page.name
 
 
 def test_formulas_are_mathml(site: Path):
     text = (site / "why.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 2
-    assert all("arithmatex" not in p.read_text(encoding="utf-8") for p in site.rglob("*.html"))
+    assert all(
+        "arithmatex" not in p.read_text(encoding="utf-8") for p in site.rglob("*.html")
+    )

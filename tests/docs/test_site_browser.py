@@ -13,9 +13,26 @@ from chromium import needs_chromium, visits
 
 pytestmark = needs_chromium
 PAGES = (
-    *("index.html", "play.html", "why.html", "start.html", "api/index.html", "api/networks.html"),
-    *("api/errors.html", "tutorials/first-network.html", "results/index.html", "changelog.html"),
-    *("options.html", "guides/paper.html", "results/table-planar.html", "tutorials/memory.html"),
+    *(
+        "index.html",
+        "play.html",
+        "why.html",
+        "start.html",
+        "api/index.html",
+        "api/networks.html",
+    ),
+    *(
+        "api/errors.html",
+        "tutorials/first-network.html",
+        "results/index.html",
+        "changelog.html",
+    ),
+    *(
+        "options.html",
+        "guides/paper.html",
+        "results/table-planar.html",
+        "tutorials/memory.html",
+    ),
 )
 
 
@@ -69,7 +86,9 @@ def test_formulas_are_drawn(visit):
     page = visit("why.html")
     widths = "spans => spans.map(s => [s, s.firstChild].map(e => e.getBoundingClientRect().width))"
     for around, formula in page.locator(".formula-inline").evaluate_all(widths):
-        assert around == pytest.approx(formula)  # part of the line, as wide as it needs to be
+        assert around == pytest.approx(
+            formula
+        )  # part of the line, as wide as it needs to be
     page = visit("api/networks.html")
     box = page.locator("math").first.bounding_box()
     assert box["width"] > 100
@@ -87,13 +106,17 @@ def test_the_playground_trains_inside_the_site(visit):
 
 
 def test_the_playground_has_the_colours_that_the_reader_chose(visit):
-    page = visit("play.html", color_scheme="null")  # emulated colours would be those of all frames
+    page = visit(
+        "play.html", color_scheme="null"
+    )  # emulated colours would be those of all frames
     inside = page.locator("iframe.playground").element_handle().content_frame()
     inside.wait_for_selector("#start")
     for scheme, dark in (("default", "false"), ("slate", "true")):
         page.locator("form[data-md-component=palette] label:not([hidden])").click()
         assert page.get_attribute("body", "data-md-color-scheme") == scheme
-        expected = f"() => matchMedia('(prefers-color-scheme: dark)').matches === {dark}"
+        expected = (
+            f"() => matchMedia('(prefers-color-scheme: dark)').matches === {dark}"
+        )
         assert inside.wait_for_function(expected)
 
 

@@ -24,11 +24,21 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
     ("gpu", "VERLET", (6, 4, 70, 2), {"V": "fixed"}),
     ("gpu", "YOSHIDA4", (34, 20, 20, 2), {"activation": "gelu"}),
     ("gpu", "MS1", (8, 4, 9, 1), {"V": "fixed", "activation": "sin"}),
-    ("gpu", "FORWARD_EULER", (10, 70, 40, 3), {"V": "learned", "activation": "sigmoid"}),
+    (
+        "gpu",
+        "FORWARD_EULER",
+        (10, 70, 40, 3),
+        {"V": "learned", "activation": "sigmoid"},
+    ),
     ("gpu", "SEMI_IMPLICIT_EULER", (130, 70, 40, 2), {"deterministic": True}),
     ("gpu", "SEMI_IMPLICIT_EULER", (64, 31, 140, 2), {"precision": "tf32"}),
     ("gpu", "SEMI_IMPLICIT_EULER", (64, 31, 140, 2), {"precision": "bf16"}),
-    ("gpu", "FORWARD_EULER", (10, 7, 40, 3), {"precision": "tf32x3", "activation": "silu"}),
+    (
+        "gpu",
+        "FORWARD_EULER",
+        (10, 7, 40, 3),
+        {"precision": "tf32x3", "activation": "silu"},
+    ),
     ("wide", "SEMI_IMPLICIT_EULER", (40, 70, 100, 3), {}),
     ("wide", "VERLET", (6, 4, 70, 2), {"V": "learned", "inverse": True}),
     ("wide", "YOSHIDA4", (34, 20, 20, 2), {"activation": "gelu"}),
@@ -37,7 +47,9 @@ CASES = [  # kernel, scheme, (n, r, batch, layers), options
 ]
 
 
-def largest_error(kernel: str, name: str, sizes: tuple[int, ...], options: dict) -> float:
+def largest_error(
+    kernel: str, name: str, sizes: tuple[int, ...], options: dict
+) -> float:
     """Of y_N and of all gradients, relative to those of the definition."""
     from engine.test_run import random_stack, values_and_gradients
     from hdnn import activations, schemes
@@ -50,13 +62,19 @@ def largest_error(kernel: str, name: str, sizes: tuple[int, ...], options: dict)
     inverse = options.pop("inverse", False)
     scheme = getattr(schemes, name)
     n, r, batch, N = sizes
-    y, forces, h, leaves = random_stack(scheme, n, r, batch, N, V=V, dtype=torch.float32)
+    y, forces, h, leaves = random_stack(
+        scheme, n, r, batch, N, V=V, dtype=torch.float32
+    )
     stack = (y, forces, h, leaves)
-    wanted = values_and_gradients(schemes.run, scheme, *stack, activation, inverse=inverse)
+    wanted = values_and_gradients(
+        schemes.run, scheme, *stack, activation, inverse=inverse
+    )
     rows = tuple(force.K.shape[1] for force in forces)
     sizes = (inverse, N, batch, n, rows, (V,) * len(forces), y.dtype, y.device, True)
     module = {"gpu": gpu, "wide": wide}[kernel]
-    runner = module.Kernel(Stack(scheme, activations.get(activation), *sizes), **options)
+    runner = module.Kernel(
+        Stack(scheme, activations.get(activation), *sizes), **options
+    )
     tensors = [h, *[t for force in forces for t in force]]
     with torch.no_grad():
         out, saved = runner.forward(y, tensors, True)
@@ -64,7 +82,9 @@ def largest_error(kernel: str, name: str, sizes: tuple[int, ...], options: dict)
         assert saved.numel() == module.saved_size(runner.stack)
         g = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out).float()
         ours = [out, *[t for t in runner.backward(saved, g, tensors) if t is not None]]
-    norms = [float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)]
+    norms = [
+        float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)
+    ]
     return max(norms)
 
 
@@ -73,7 +93,10 @@ def test_the_interpreted_kernels_agree_with_the_definition():
     paths = [str(ROOT / "src"), str(ROOT / "tests"), *sys.path]
     here = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, __file__], env=os.environ | here, capture_output=True, text=True
+        [sys.executable, __file__],
+        env=os.environ | here,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     for case, error in zip(CASES, json.loads(done.stdout), strict=True):

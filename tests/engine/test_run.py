@@ -18,7 +18,13 @@ from hdnn.errors import HDNNError, OptionError, ReversalWarning
 from hdnn.schemes import Force
 
 F64 = torch.float64
-SPLIT = [schemes.SEMI_IMPLICIT_EULER, schemes.VERLET, schemes.YOSHIDA4, schemes.MS1, schemes.MS3]
+SPLIT = [
+    schemes.SEMI_IMPLICIT_EULER,
+    schemes.VERLET,
+    schemes.YOSHIDA4,
+    schemes.MS1,
+    schemes.MS3,
+]
 ALL = [*SPLIT, schemes.FORWARD_EULER]
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -46,7 +52,9 @@ def random_stack(scheme, n=6, r=4, batch=10, N=20, *, V="same", dtype=F64, seed=
     return y, forces, h, [leaf for leaf in leaves if leaf.requires_grad]
 
 
-def values_and_gradients(run, scheme, y, forces, h, leaves, activation="tanh", **options):
+def values_and_gradients(
+    run, scheme, y, forces, h, leaves, activation="tanh", **options
+):
     out = run(scheme, y, forces, h, activations.get(activation), **options)
     g = torch.linspace(-1, 1, out.numel(), dtype=F64).view_as(out).to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, leaves, g)
@@ -54,7 +62,9 @@ def values_and_gradients(run, scheme, y, forces, h, leaves, activation="tanh", *
 
 def assert_same(ours, wanted, tolerance):
     for a, b in zip(ours, wanted, strict=True):
-        assert float((a.double() - b).abs().max()) <= tolerance * (1 + float(b.abs().max()))
+        assert float((a.double() - b).abs().max()) <= tolerance * (
+            1 + float(b.abs().max())
+        )
 
 
 @pytest.mark.parametrize("V", ["same", "learned", "fixed"])
@@ -78,7 +88,9 @@ def test_every_engine_and_backprop_agrees_with_the_definition(scheme, inverse, V
 @pytest.mark.parametrize("activation", activations.names())
 def test_the_kernel_knows_every_activation(activation, dtype):
     scheme = schemes.SEMI_IMPLICIT_EULER
-    wanted = values_and_gradients(schemes.run, scheme, *random_stack(scheme), activation)
+    wanted = values_and_gradients(
+        schemes.run, scheme, *random_stack(scheme), activation
+    )
     stack = random_stack(scheme, dtype=dtype)
     ours = values_and_gradients(engine.run, scheme, *stack, activation, engine="fused")
     assert_same(ours, wanted, 1e-12 if dtype == F64 else 1e-5)
@@ -91,7 +103,9 @@ def test_tiles_of_any_size_agree_with_the_definition(batch, n, r):
     scheme = schemes.VERLET
     stack = random_stack(scheme, n, r, batch, 3)
     wanted = values_and_gradients(schemes.run, scheme, *stack)
-    assert_same(values_and_gradients(engine.run, scheme, *stack, engine="fused"), wanted, 1e-12)
+    assert_same(
+        values_and_gradients(engine.run, scheme, *stack, engine="fused"), wanted, 1e-12
+    )
 
 
 def test_large_stacks_on_threads_agree_with_the_definition():
@@ -164,7 +178,9 @@ def test_transforms_and_second_derivatives_are_those_of_the_definition(scheme):
     torch.testing.assert_close(torch.func.vmap(run)(state), definition(state))
     shifted = torch.func.vmap(lambda x: x + run(state).sum())(torch.ones(3, dtype=F64))
     torch.testing.assert_close(shifted, definition(state).sum().expand(3) + 1)
-    assert torch.autograd.gradcheck(run, y, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradcheck(
+        run, y, check_forward_ad=True, check_batched_grad=True
+    )
     assert torch.autograd.gradgradcheck(run, y)
     assert len(leaves) > 2
 
@@ -191,7 +207,9 @@ def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        graphs.append(
+            [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        )
         return graph.forward
 
     def run(y, forces, h):
@@ -204,7 +222,12 @@ def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     ours = values_and_gradients(
-        lambda _, y, forces, h, sigma: compiled(y, forces, h), scheme, y, forces, h, leaves
+        lambda _, y, forces, h, sigma: compiled(y, forces, h),
+        scheme,
+        y,
+        forces,
+        h,
+        leaves,
     )
     assert_same(ours, wanted, 1e-12)
     more = random_stack(scheme, batch=300)[0]
@@ -219,7 +242,9 @@ def test_a_compiled_stack_is_one_operator_with_the_same_gradients(V, backprop):
 def deep_forces(N: int, scale: float) -> tuple[Force, Force]:
     random = torch.Generator().manual_seed(0)
     K = scale * torch.randn(2, N, 4, 4, generator=random)
-    return Force(K[0].requires_grad_(), torch.zeros(N, 4)), Force(K[1], torch.zeros(N, 4))
+    return Force(K[0].requires_grad_(), torch.zeros(N, 4)), Force(
+        K[1], torch.zeros(N, 4)
+    )
 
 
 def reversal(y: Tensor, forces: tuple[Force, Force]) -> Tensor:
@@ -261,7 +286,9 @@ def test_gradients_of_a_state_that_is_not_finite_are_nan():
 
 
 def run_in_process(code: str, **environment: str) -> str:
-    variables = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environment
+    variables = (
+        os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environment
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True
     )

@@ -66,7 +66,12 @@ def test_the_tables_have_the_papers_cells():
 
 @pytest.mark.parametrize(
     ("variant", "count"),
-    [("masked", 64), ("centralised", 144), ("masked, full K", 112), ("centralised, full K", 272)],
+    [
+        ("masked", 64),
+        ("centralised", 144),
+        ("masked, full K", 112),
+        ("centralised, full K", 272),
+    ],
 )
 def test_layers_on_the_ring_have_the_parameters_of_the_table(variant, count):
     model = planar.ring_network(variant, 2, 0)
@@ -80,9 +85,13 @@ def test_our_recipe_reaches_the_paper_in_a_cell():
 
 def small(monkeypatch):
     """Table I with one small cell."""
-    monkeypatch.setattr(planar, "TABLE_I", {("double_moons", 1): (0.0, 0.0, 0.0, 0.0, 100.0)})
+    monkeypatch.setattr(
+        planar, "TABLE_I", {("double_moons", 1): (0.0, 0.0, 0.0, 0.0, 100.0)}
+    )
     monkeypatch.setattr(planar, "EPOCHS", {"double_moons": 1})
-    monkeypatch.setattr(planar, "MOVED", {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}})
+    monkeypatch.setattr(
+        planar, "MOVED", {"double_moons": {"copies": 1, "moved": 0.1, "starts": 1}}
+    )
     monkeypatch.setattr(planar, "TRIED", (0.8, 1.2))
     monkeypatch.setattr(planar, "ROUNDS", ((2, range(1000, 1001)),))
 
@@ -101,7 +110,9 @@ def test_table_one_is_written_as_json_and_as_a_page(tmp_path, monkeypatch, capsy
     assert page in capsys.readouterr().out
 
 
-def test_the_figure_of_gradients_shows_h2_above_one_and_the_mlp_below(tmp_path, monkeypatch):
+def test_the_figure_of_gradients_shows_h2_above_one_and_the_mlp_below(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(planar, "WATCHED", {"H2": ("H2", 8, {}), "MLP": ("MLP", 8, {})})
     monkeypatch.setattr(planar, "SAMPLES", 20)
@@ -127,17 +138,28 @@ def test_the_exploding_example_agrees_with_its_closed_forms(tmp_path):
 
 def tiny(channels, size, count=40):
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (count, channels, size, size), generator=generator).byte()
+    pixels = torch.randint(
+        256, (count, channels, size, size), generator=generator
+    ).byte()
     t = torch.arange(count) % 10
     classes = tuple(map(str, range(10)))
     statistics = ((0.5,) * channels, (0.3,) * channels)
-    return ImageData("tiny", pixels, t, pixels, t, classes, *statistics, remark="made up")
+    return ImageData(
+        "tiny", pixels, t, pixels, t, classes, *statistics, remark="made up"
+    )
 
 
 def test_table_three_continues_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "load_mnist", lambda: tiny(1, 28, 200))
     monkeypatch.setattr(images, "TABLE_III", {("h1", 2): (99.0, 98.0)})
-    options = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--device", "cpu"]
+    options = [
+        "--out",
+        str(tmp_path),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--device",
+        "cpu",
+    ]
     options += ["--seeds", "1", "--recipes", "paper"]
     with pytest.raises(KeyboardInterrupt):
         experiments.main("table-mnist", [*options, "--epochs", "1", "--minutes", "0"])

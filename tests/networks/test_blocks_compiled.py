@@ -14,8 +14,12 @@ from hdnn.errors import OptionError
 
 # PyTorch's compiler warns about what it does itself.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:<class 'torch.autograd.function.Function'> should not"
+    ),
 ]
 D = 4
 
@@ -35,7 +39,10 @@ def mlp():
 
 def made(backprop="stored", state="float"):
     torch.manual_seed(1)
-    blocks = [Coupling(mlp(), mlp()), Leapfrog(GradientField(Well(), scale=-1.0), h=0.3)]
+    blocks = [
+        Coupling(mlp(), mlp()),
+        Leapfrog(GradientField(Well(), scale=-1.0), h=0.3),
+    ]
     return Reversible(blocks, backprop=backprop, state=state).double()
 
 
@@ -50,7 +57,9 @@ def same(ones, others):
         torch.testing.assert_close(one, two)
 
 
-Y = torch.randn(6, 2 * D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.randn(
+    6, 2 * D, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
 WAYS = [
     ("stored", "fixed"),
     ("reversible", "float"),
@@ -97,7 +106,9 @@ def test_a_compiled_step_of_training_has_the_same_gradients():
 def process(rank, store):
     """Compare gradients of two processes, each with half of the batch, with those of one."""
     dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     wanted, mine = gradients(made(), Y)[1:], Y.chunk(2)[rank]
     for backprop, state in WAYS[1:]:
@@ -113,7 +124,9 @@ def process(rank, store):
         same([g / 2 for g in gradients(net, mine)[1:]], wanted)
         net = made(backprop, state)
         for field in (field for block in net for field in block.fields()):
-            torch.distributed.fsdp.fully_shard(field, mesh=mesh, reshard_after_forward=True)
+            torch.distributed.fsdp.fully_shard(
+                field, mesh=mesh, reshard_after_forward=True
+            )
         torch.distributed.fsdp.fully_shard(net, mesh=mesh)
         for _ in range(2):
             net.zero_grad()
@@ -121,7 +134,9 @@ def process(rank, store):
         same(found, wanted)
     net = made("reversible")
     torch.distributed.fsdp.fully_shard(net[0], mesh=mesh)
-    with pytest.raises(OptionError, match=r"shard each F and G, as in fully_shard\(block.F\)"):
+    with pytest.raises(
+        OptionError, match=r"shard each F and G, as in fully_shard\(block.F\)"
+    ):
         net(mine)
     os.write(1, b"equal")
     dist.barrier()  # nobody hangs up on the other
@@ -138,7 +153,14 @@ def test_two_processes_and_shards_find_the_gradients_of_the_joined_batch(tmp_pat
     program += "t.process(int(sys.argv[2]), sys.argv[3])"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(Path(__file__).parent), str(rank), tmp_path / "s"],
+            [
+                sys.executable,
+                "-c",
+                program,
+                str(Path(__file__).parent),
+                str(rank),
+                tmp_path / "s",
+            ],
             env=environment,
             text=True,
             stdout=subprocess.PIPE,

@@ -17,7 +17,10 @@ EDGES = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 4, 4]])
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
+        self.norm, self.attention = (
+            nn.LayerNorm(D),
+            nn.MultiheadAttention(D, 2, batch_first=True),
+        )
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x):
@@ -69,7 +72,10 @@ def mlp(drop=0.2):
 
 def conv():
     return nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 3, padding=1)
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 2, 3, padding=1),
     )
 
 
@@ -77,7 +83,11 @@ def conv():
 KINDS = {
     "vectors": (lambda: Coupling(mlp(), mlp()), (6, 2 * D), ()),
     "tokens": (lambda: Leapfrog(Attention()), (3, 5, 2 * D), ()),
-    "energies": (lambda: Leapfrog(GradientField(Well(), scale=-1.0), h=0.3), (6, 2 * D), ()),
+    "energies": (
+        lambda: Leapfrog(GradientField(Well(), scale=-1.0), h=0.3),
+        (6, 2 * D),
+        (),
+    ),
     "images": (lambda: Coupling(conv(), conv(), dim=1), (3, 4, 6, 6), ()),
     "nodes": (lambda: Leapfrog(Messages()), (5, 2 * D), (EDGES,)),
 }
@@ -114,7 +124,9 @@ def same(ones, others, exact=False):
     for one, two in zip(ones, others, strict=True):
         assert (one is None) == (two is None)
         if one is not None:
-            torch.testing.assert_close(one, two, **{"rtol": 0, "atol": 0} if exact else {})
+            torch.testing.assert_close(
+                one, two, **{"rtol": 0, "atol": 0} if exact else {}
+            )
 
 
 @every_way
@@ -122,7 +134,9 @@ def same(ones, others, exact=False):
 def test_dropout_and_statistics_are_those_of_one_forward_pass(kind, backprop, state):
     net, twin, y, args = both(kind, backprop=backprop, state=state)
     same(gradients(net, y, *args), gradients(twin, y, *args), state == "fixed")
-    counts = [b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")]
+    counts = [
+        b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")
+    ]
     assert all(count == 1 for count in counts)
 
 
@@ -158,7 +172,9 @@ def test_a_second_backward_pass_and_one_through_a_part(kind, backprop, state):
         torch.manual_seed(3)
         out = one(x, *args)
         inputs = [x, *one.parameters()]
-        first = torch.autograd.grad(out[0].sum(), inputs, retain_graph=True, allow_unused=True)
+        first = torch.autograd.grad(
+            out[0].sum(), inputs, retain_graph=True, allow_unused=True
+        )
         second = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
         p, q = out.chunk(2, one.dim)
         third = torch.autograd.grad(p.square().sum(), inputs[:3], retain_graph=True)
@@ -193,7 +209,9 @@ def test_hooks_of_modules_and_tensors_are_called(kind, backprop, state):
     for one in (net, twin):
         seen = []
         field = one[1].F
-        field.register_full_backward_hook(lambda m, gi, go, seen=seen: seen.append(go[0]))
+        field.register_full_backward_hook(
+            lambda m, gi, go, seen=seen: seen.append(go[0])
+        )
         field.register_forward_hook(lambda m, x, out: out * 2)
         first = next(iter(one.parameters()))
         first.register_hook(lambda g: g * 3)
@@ -233,7 +251,9 @@ def test_the_state_may_be_changed_after_the_forward_pass(kind, backprop, state):
 @every_kind
 def test_the_result_may_be_changed_before_the_backward_pass(kind, backprop, state):
     net, twin, y, args = both(kind, backprop=backprop, state=state)
-    found = [gradients(one, y, *args, loss=lambda y: y.mul_(2).sum()) for one in (net, twin)]
+    found = [
+        gradients(one, y, *args, loss=lambda y: y.mul_(2).sum()) for one in (net, twin)
+    ]
     same(*found)
 
 
@@ -279,13 +299,25 @@ def test_transforms_of_torch_func(kind):
     def loss(net, values, y):
         return torch.func.functional_call(net, values, (y, *args)).square().sum()
 
-    one, two = (torch.func.grad(lambda v, net=n: loss(net, v, y))(values) for n in (net, twin))
+    one, two = (
+        torch.func.grad(lambda v, net=n: loss(net, v, y))(values) for n in (net, twin)
+    )
     same(one.values(), two.values())
-    same(*(torch.func.jacrev(lambda y, net=n: net(y, *args).sum(0))(y)[None] for n in (net, twin)))
+    same(
+        *(
+            torch.func.jacrev(lambda y, net=n: net(y, *args).sum(0))(y)[None]
+            for n in (net, twin)
+        )
+    )
     if kind != "nodes":
         many = torch.stack([y, 2 * y])
-        same(torch.func.vmap(lambda y: net(y, *args))(many), [net(y, *args), net(2 * y, *args)])
-    twice = {name: (2 * value.detach()).requires_grad_() for name, value in values.items()}
+        same(
+            torch.func.vmap(lambda y: net(y, *args))(many),
+            [net(y, *args), net(2 * y, *args)],
+        )
+    twice = {
+        name: (2 * value.detach()).requires_grad_() for name, value in values.items()
+    }
     found = []
     for one in (net, twin):
         out = torch.func.functional_call(one, twice, (y, *args))
@@ -294,7 +326,9 @@ def test_transforms_of_torch_func(kind):
 
 
 @pytest.mark.parametrize("kind", ["vectors", "tokens", "images", "nodes"])
-def test_96_blocks_under_autocast_have_the_gradients_of_stored_states_to_the_last_bit(kind):
+def test_96_blocks_under_autocast_have_the_gradients_of_stored_states_to_the_last_bit(
+    kind,
+):
     net, twin, y, args = both(kind, N=96, dtype=torch.float32, state="fixed")
     net.backprop = "reversible"
     found = []
@@ -304,7 +338,9 @@ def test_96_blocks_under_autocast_have_the_gradients_of_stored_states_to_the_las
     same(*found, exact=True)
 
 
-SHAPES = st.sampled_from([((), -1), ((3,), -1), ((2, 3), -1), ((), 1), ((3, 2), 1), ((2,), 2)])
+SHAPES = st.sampled_from(
+    [((), -1), ((3,), -1), ((2, 3), -1), ((), 1), ((3, 2), 1), ((2,), 2)]
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -313,7 +349,9 @@ SHAPES = st.sampled_from([((), -1), ((3,), -1), ((2, 3), -1), ((), 1), ((3, 2), 
     shape=SHAPES,
     N=st.integers(1, 12),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    block=st.sampled_from(["coupling", "leapfrog", "first half", "second half", "energy"]),
+    block=st.sampled_from(
+        ["coupling", "leapfrog", "first half", "second half", "energy"]
+    ),
     way=st.sampled_from([*WAYS, ("checkpoint", "fixed")]),
     seed=st.integers(0, 99),
 )
@@ -332,7 +370,9 @@ def test_any_shape_depth_and_dtype(batch, shape, N, dtype, block, way, seed):
             self.inner, self.scale = nn.Linear(D, D), scale
 
         def forward(self, x):
-            return self.scale * self.inner(x.movedim(place, -1)).tanh().movedim(-1, place)
+            return self.scale * self.inner(x.movedim(place, -1)).tanh().movedim(
+                -1, place
+            )
 
     class Total(Along):
         def forward(self, x):
@@ -351,7 +391,9 @@ def test_any_shape_depth_and_dtype(batch, shape, N, dtype, block, way, seed):
     wanted = gradients(net, y)
     net.zero_grad()
     net.backprop = backprop
-    net.check = dtype is not torch.bfloat16  # where reversal in floats is known to be rough
+    net.check = (
+        dtype is not torch.bfloat16
+    )  # where reversal in floats is known to be rough
     found = gradients(net, y)
     assert found[0].shape == y.shape
     assert found[0].dtype is dtype
@@ -364,4 +406,6 @@ def test_any_shape_depth_and_dtype(batch, shape, N, dtype, block, way, seed):
         torch.testing.assert_close(one, two, rtol=size, atol=size)
     with torch.no_grad():
         back = net.inverse(found[0])
-    torch.testing.assert_close(back, y, rtol=1e-2, atol=0.1 if dtype is torch.bfloat16 else 1e-4)
+    torch.testing.assert_close(
+        back, y, rtol=1e-2, atol=0.1 if dtype is torch.bfloat16 else 1e-4
+    )

@@ -20,12 +20,16 @@ every_state = pytest.mark.parametrize("state", ["float", "fixed"])
 
 
 def mlp(d=D):
-    return nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Tanh(), nn.Linear(2 * d, d))
+    return nn.Sequential(
+        nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Tanh(), nn.Linear(2 * d, d)
+    )
 
 
 def stack(make=mlp, blocks=3, **options):
     torch.manual_seed(0)
-    return Reversible([Coupling(make(), make()) for _ in range(blocks)], **options).double()
+    return Reversible(
+        [Coupling(make(), make()) for _ in range(blocks)], **options
+    ).double()
 
 
 def state_of(*scales):
@@ -45,7 +49,10 @@ def assert_same(net, y, *args, **options):
     """The gradients are those of stored states."""
     other = copy.deepcopy(net)
     other.backprop = "stored"
-    ones, others = gradients(net, y, *args, **options), gradients(other, y, *args, **options)
+    ones, others = (
+        gradients(net, y, *args, **options),
+        gradients(other, y, *args, **options),
+    )
     for a, b in zip(ones, others, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -101,7 +108,9 @@ def test_the_jacobian_of_a_gradient_field_counts_its_arguments():
 def test_dark_lines_in_an_image_are_no_drift():
     torch.manual_seed(0)
     blocks = [Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)]
-    blocks += [Coupling(None, nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)]
+    blocks += [
+        Coupling(None, nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)
+    ]
     blocks += [Coupling(nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), dim=1)]
     for block in blocks:
         for weight in block.parameters():
@@ -170,7 +179,9 @@ def test_the_first_block_reads_the_given_state_itself():
         y = torch.cat([start.expand(64, D), q], -1)
         return torch.autograd.grad(net(y).square().sum(), start)[0]
 
-    torch.testing.assert_close(gradient("reversible"), gradient("stored"), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        gradient("reversible"), gradient("stored"), rtol=1e-3, atol=0
+    )
 
 
 def test_a_state_that_is_not_finite_gives_gradients_that_are_not_and_no_error():
@@ -198,7 +209,9 @@ def test_states_that_are_too_small_for_the_grid_are_a_warning():
 
 @pytest.mark.parametrize("backprop", ["stored", "checkpoint", "reversible"])
 def test_a_state_that_leaves_the_grid_is_an_error(backprop):
-    net = Reversible([Leapfrog(nn.Identity()) for _ in range(9)], state="fixed", backprop=backprop)
+    net = Reversible(
+        [Leapfrog(nn.Identity()) for _ in range(9)], state="fixed", backprop=backprop
+    )
     with pytest.raises(OptionError, match="left the fixed-point grid"):
         net(torch.full((2, 4), 1e5, requires_grad=True))
 
@@ -226,7 +239,9 @@ def test_a_module_that_draws_differently_the_second_time_is_an_error(scale, stat
     torch.manual_seed(0)
     blocks = [Coupling(OwnDropout(scale), OwnDropout(scale)) for _ in range(4)]
     net = Reversible(blocks, backprop="reversible", state=state)
-    with pytest.raises(OptionError, match=r"of block . did not compute the same a second time"):
+    with pytest.raises(
+        OptionError, match=r"of block . did not compute the same a second time"
+    ):
         net(torch.randn(32, 2 * D, requires_grad=True)).square().sum().backward()
 
 
@@ -263,8 +278,12 @@ def test_lazy_modules_draw_the_dropout_of_their_first_call_again(backprop, state
 
     def first_gradient(backprop):
         torch.manual_seed(0)
-        net = Reversible([Coupling(lazy()) for _ in range(3)], backprop=backprop, state=state)
-        y = torch.randn(6, 2 * D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        net = Reversible(
+            [Coupling(lazy()) for _ in range(3)], backprop=backprop, state=state
+        )
+        y = torch.randn(
+            6, 2 * D, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         net(y).square().sum().backward()
         return y.grad
 
@@ -280,7 +299,9 @@ def test_weights_that_change_before_the_backward_pass_are_an_error(state):
     loss = net(state_of()).sum()
     with torch.no_grad():
         net[1].F[1].weight.mul_(1 + 1e-9)
-    with pytest.raises(OptionError, match=r"weights of F of block 1 changed .* optimiser's step"):
+    with pytest.raises(
+        OptionError, match=r"weights of F of block 1 changed .* optimiser's step"
+    ):
         loss.backward()
 
 
@@ -301,7 +322,9 @@ def test_weights_that_change_between_two_backward_passes_are_an_error(backprop, 
 @every_state
 def test_a_module_that_writes_into_its_input_is_an_error(backprop, state):
     net = Reversible([Coupling(nn.ReLU(inplace=True))], backprop=backprop, state=state)
-    with pytest.raises(OptionError, match=r"of block 0 changed its input in place.*inplace=F"):
+    with pytest.raises(
+        OptionError, match=r"of block 0 changed its input in place.*inplace=F"
+    ):
         net(torch.randn(3, 4, requires_grad=True))
     with torch.inference_mode():  # where it cannot be seen, modules get copies
         y = torch.randn(3, 4)
@@ -371,7 +394,9 @@ def test_functional_call_has_the_gradients_of_its_own_weights(backprop, state):
     results = []
     for mode in ("stored", backprop):
         net = stack(backprop=mode, state=state)
-        weights = {n: (2 * p).detach().requires_grad_() for n, p in net.named_parameters()}
+        weights = {
+            n: (2 * p).detach().requires_grad_() for n, p in net.named_parameters()
+        }
         loss = torch.func.functional_call(net, weights, (state_of(),)).square().sum()
         results.append(torch.autograd.grad(loss, list(weights.values())))
     for a, b in zip(*results, strict=True):
@@ -385,7 +410,10 @@ def test_arguments_may_come_in_containers_and_have_gradients(backprop, state):
             return super().forward(x) * scales[0] * scales[1]["b"] + shift
 
     net = stack(lambda: Scaled(D, D), backprop=backprop, state=state)
-    a, b = torch.tensor(2.0, dtype=F64, requires_grad=True), torch.tensor(0.3, dtype=F64)
+    a, b = (
+        torch.tensor(2.0, dtype=F64, requires_grad=True),
+        torch.tensor(0.3, dtype=F64),
+    )
     y, shift = state_of(), torch.randn(D, dtype=F64, requires_grad=True)
     assert_same(net, y, [a, {"b": b}], shift=shift)
     loss = net(y, (a, {"b": b}), shift=shift).square().sum()
@@ -409,7 +437,9 @@ def test_memory_does_not_grow_with_depth(state):
 
         torch.manual_seed(0)
         net = Reversible(
-            [Coupling(inner(), inner()) for _ in range(blocks)], backprop="reversible", state=state
+            [Coupling(inner(), inner()) for _ in range(blocks)],
+            backprop="reversible",
+            state=state,
         )
         sizes = {}
 
@@ -431,7 +461,9 @@ def test_memory_does_not_grow_with_depth(state):
 
     for nested in (False, True):
         more = held(12, nested) - held(4, nested)
-        assert more < 8 * 2 * 8_000  # notes and random numbers, not states of 65,536 bytes
+        assert (
+            more < 8 * 2 * 8_000
+        )  # notes and random numbers, not states of 65,536 bytes
 
 
 @every_state
@@ -440,13 +472,19 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
     loss = net(y).square().sum()
     first = torch.autograd.grad(loss, [y, *net.parameters()], retain_graph=True)
     second = torch.autograd.grad(loss, [y, *net.parameters()], create_graph=True)
-    third = torch.autograd.grad(sum(g.square().sum() for g in second), [*net.parameters()])
+    third = torch.autograd.grad(
+        sum(g.square().sum() for g in second), [*net.parameters()]
+    )
     net.backprop = "stored"
-    expected = torch.autograd.grad(net(y).square().sum(), [y, *net.parameters()], create_graph=True)
+    expected = torch.autograd.grad(
+        net(y).square().sum(), [y, *net.parameters()], create_graph=True
+    )
     for a, b, c in zip(first, second, expected, strict=True):
         torch.testing.assert_close(a, c)
         torch.testing.assert_close(b, c)
-    last = torch.autograd.grad(sum(g.square().sum() for g in expected), [*net.parameters()])
+    last = torch.autograd.grad(
+        sum(g.square().sum() for g in expected), [*net.parameters()]
+    )
     for a, b in zip(third, last, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -459,22 +497,48 @@ def test_several_backward_passes_and_gradients_of_gradients(state):
     [
         (lambda: Leapfrog(None), OptionError, "F must be an nn.Module"),
         (lambda: Leapfrog(nn.Linear(2, 2), h=0.0), ValueError, "h must be .*> 0"),
-        (lambda: GradientField(nn.Linear(2, 1), scale=float("nan")), OptionError, "finite"),
+        (
+            lambda: GradientField(nn.Linear(2, 1), scale=float("nan")),
+            OptionError,
+            "finite",
+        ),
         (lambda: Reversible([nn.Linear(2, 2)]), OptionError, "block 0 is a Linear"),
         (lambda: Reversible([], backprop="fast"), OptionError, "'fast' is not known"),
-        (lambda: Reversible([Coupling(None), Coupling(None, dim=1)]), OptionError, "one axis"),
-        (lambda: Coupling(nn.Linear(2, 2))(torch.randn(2, 5)), ShapeError, "must be even"),
-        (lambda: Coupling(nn.Linear(2, 2), dim=2)(torch.randn(2, 4)), ShapeError, "no axis 2"),
+        (
+            lambda: Reversible([Coupling(None), Coupling(None, dim=1)]),
+            OptionError,
+            "one axis",
+        ),
+        (
+            lambda: Coupling(nn.Linear(2, 2))(torch.randn(2, 5)),
+            ShapeError,
+            "must be even",
+        ),
+        (
+            lambda: Coupling(nn.Linear(2, 2), dim=2)(torch.randn(2, 4)),
+            ShapeError,
+            "no axis 2",
+        ),
         (lambda: Coupling(nn.Linear(2, 2))([1.0, 2.0]), ShapeError, "but got list"),
-        (lambda: Coupling(nn.Linear(2, 3))(torch.randn(2, 4)), ShapeError, "shape of the half"),
-        (lambda: Coupling(nn.LSTM(2, 2))(torch.randn(2, 4)), ShapeError, "must return one tensor"),
+        (
+            lambda: Coupling(nn.Linear(2, 3))(torch.randn(2, 4)),
+            ShapeError,
+            "shape of the half",
+        ),
+        (
+            lambda: Coupling(nn.LSTM(2, 2))(torch.randn(2, 4)),
+            ShapeError,
+            "must return one tensor",
+        ),
         (
             lambda: Coupling(GradientField(nn.Linear(2, 2)))(torch.randn(2, 4)),
             ShapeError,
             "one for each sample",
         ),
         (
-            lambda: Coupling(GradientField(lambda x: x.detach().sum()))(torch.randn(2, 4)),
+            lambda: Coupling(GradientField(lambda x: x.detach().sum()))(
+                torch.randn(2, 4)
+            ),
             OptionError,
             "no gradient by its input",
         ),

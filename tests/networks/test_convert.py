@@ -29,7 +29,10 @@ def test_masks_and_positions_of_gpt2_do_what_they_did():
     new = hdnn.to_reversible(made("gpt2"), backprop="reversible").eval()
     words = torch.randint(1, 11, (2, TOKENS))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    options = {"attention_mask": mask, "position_ids": mask.cumsum(-1).sub(1).clamp(min=0)}
+    options = {
+        "attention_mask": mask,
+        "position_ids": mask.cumsum(-1).sub(1).clamp(min=0),
+    }
     padded = new(words, **options)
     torch.testing.assert_close(padded.logits[:1, 2:], new(words[:1, 2:]).logits)
     out = new(words, labels=words)
@@ -42,7 +45,9 @@ def test_gpt2_generates_with_its_cache():
     words = torch.randint(1, 11, (2, 3))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(words)
-    texts = [new.generate(words, use_cache=cached, **options) for cached in (True, False)]
+    texts = [
+        new.generate(words, use_cache=cached, **options) for cached in (True, False)
+    ]
     assert torch.equal(*texts)
     with torch.no_grad():
         past = new(words, use_cache=True).past_key_values
@@ -66,7 +71,9 @@ def test_models_that_cannot_be_converted_get_one_sentence():
         def forward(self, src, **options):
             return src
 
-    odd = nn.TransformerEncoder(Odd(8, 2, norm_first=True), 2, enable_nested_tensor=False)
+    odd = nn.TransformerEncoder(
+        Odd(8, 2, norm_first=True), 2, enable_nested_tensor=False
+    )
     for model, text in (
         (encoder(norm_first=False), "normalise after each sum .norm_first=False."),
         (odd, "Odd has a forward of its own"),

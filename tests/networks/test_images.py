@@ -86,10 +86,20 @@ def jacobian(unit, y):
     return torch.autograd.functional.jacobian(unit, y).reshape(y.numel(), y.numel()).mT
 
 
-@given(seeds, st.integers(1, 4), st.floats(0.1, 3), st.sampled_from(["tanh", "relu", "sin"]), seeds)
-def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, scale, activation, other):
+@given(
+    seeds,
+    st.integers(1, 4),
+    st.floats(0.1, 3),
+    st.sampled_from(["tanh", "relu", "sin"]),
+    seeds,
+)
+def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(
+    seed, N, scale, activation, other
+):
     norm = ("none", "inside")[other % 2]
-    unit = unit_of("h2", layers=N, seed=seed, scale=scale, activation=activation, norm=norm)
+    unit = unit_of(
+        "h2", layers=N, seed=seed, scale=scale, activation=activation, norm=norm
+    )
     unit.eval().requires_grad_(False)
     y = image(size=3, batch=1, seed=seed)
     M, m = jacobian(unit, y), y.numel() // 2
@@ -99,10 +109,17 @@ def test_an_h2_unit_is_symplectic_and_undone_by_its_inverse(seed, N, scale, acti
     assert (M.mT @ J @ M - J).abs().max() < 1e-12 * max(1.0, size)
     assert unit.guarantee().holds
     assert torch.linalg.matrix_norm(M, 2) >= 1 - 1e-12
-    torch.testing.assert_close(unit.inverse(unit(y)), y, rtol=0, atol=1e-11 + 1e-15 * float(size))
+    torch.testing.assert_close(
+        unit.inverse(unit(y)), y, rtol=0, atol=1e-11 + 1e-15 * float(size)
+    )
 
 
-@given(seeds, st.integers(1, 4), st.floats(0.1, 3), st.sampled_from(["tanh", "relu", "softplus"]))
+@given(
+    seeds,
+    st.integers(1, 4),
+    st.floats(0.1, 3),
+    st.sampled_from(["tanh", "relu", "softplus"]),
+)
 def test_the_gradients_of_an_h1_unit_do_not_vanish(seed, N, scale, activation):
     unit = unit_of("h1", layers=N, seed=seed, scale=scale, activation=activation)
     unit.requires_grad_(False)
@@ -120,12 +137,17 @@ def test_what_is_promised_depends_on_the_network_the_activation_and_the_normalis
     assert not holds("h1", activation="gelu")
     assert holds("h2", activation="gelu")
     assert not holds("h2", norm="inside")
-    assert "before its normalisation" in HamiltonianUnit(4, 2, norm="after").guarantee().why
+    assert (
+        "before its normalisation"
+        in HamiltonianUnit(4, 2, norm="after").guarantee().why
+    )
     unit = HamiltonianUnit(4, 2, norm="inside").eval()
     assert unit.guarantee().holds
     unit.gamma.data[1, 2] = -0.1
     assert not unit.guarantee().holds
-    unit = unit_of("h2", norm="inside")  # in training the batch has determinant 1, no sample has
+    unit = unit_of(
+        "h2", norm="inside"
+    )  # in training the batch has determinant 1, no sample has
     J = torch.autograd.functional.jacobian(unit, image(size=2, batch=3)).reshape(48, 48)
     assert abs(torch.linalg.slogdet(J).logabsdet) < 1e-9
 
@@ -166,7 +188,9 @@ def test_gradients_of_gradients_are_those_of_finite_differences(backprop):
 
 def test_what_comes_in_and_out_may_be_changed_in_place():
     unit, y = unit_of("h2", backprop="reversible"), image()
-    (expected,) = torch.autograd.grad(unit(x := y.clone().requires_grad_()).relu().sum(), x)
+    (expected,) = torch.autograd.grad(
+        unit(x := y.clone().requires_grad_()).relu().sum(), x
+    )
     leaf = y.clone().requires_grad_()
     x = leaf * 1.0
     out = unit(x)
@@ -177,7 +201,12 @@ def test_what_comes_in_and_out_may_be_changed_in_place():
 
 def test_reversals_that_lose_the_state_are_found():
     y = image(8, 6, seed=1).float().requires_grad_()
-    options = {"channels": 8, "dtype": torch.float32, "layers": 30, "backprop": "reversible"}
+    options = {
+        "channels": 8,
+        "dtype": torch.float32,
+        "layers": 30,
+        "backprop": "reversible",
+    }
     unit_of("h2", scale=0.3, **options)(y).sum().backward()
     with pytest.raises((OptionError, ReversalWarning), match="off by"):
         unit_of("h2", scale=6.0, **options)(y).sum().backward()
@@ -212,7 +241,9 @@ def test_jacobians_by_torch_func():
 def test_running_statistics_are_those_of_batch_normalisation():
     unit, y = unit_of("h2", norm="inside", layers=1), image(batch=3).requires_grad_()
     norm = torch.nn.BatchNorm2d(2, dtype=F64)
-    norm.load_state_dict({"running_mean": unit.mean_q[0], "running_var": unit.var_q[0]}, False)
+    norm.load_state_dict(
+        {"running_mean": unit.mean_q[0], "running_var": unit.var_q[0]}, False
+    )
     norm(F.conv2d(y[:, 2:], unit.K_q[0], unit.b_q[0], padding=1))
     unit(y).sum().backward()
     torch.testing.assert_close(unit.mean_q[0], norm.running_mean)
@@ -226,7 +257,10 @@ def test_running_statistics_are_those_of_batch_normalisation():
 @both
 def test_each_image_has_its_own_steps_where_layers_are_left_out(network):
     drop = [0.0, 0.3, 0.6]
-    unit, y = unit_of(network, drop=drop).requires_grad_(False), image(batch=1).repeat(400, 1, 1, 1)
+    unit, y = (
+        unit_of(network, drop=drop).requires_grad_(False),
+        image(batch=1).repeat(400, 1, 1, 1),
+    )
     torch.manual_seed(1)
     paths = unit(y).flatten(1).unique(dim=0)
     ways = [
@@ -303,7 +337,9 @@ def test_units_compile_into_one_graph(network, norm):
 def test_one_seed_is_one_unit_in_every_dtype(network):
     def make(dtype, seed=0):
         options = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
-        return HamiltonianUnit(4, 2, network=network, init="paper", **options).state_dict()
+        return HamiltonianUnit(
+            4, 2, network=network, init="paper", **options
+        ).state_dict()
 
     for a, b in zip(make(F64).values(), make(torch.float32).values(), strict=True):
         assert torch.equal(a, b.double())

@@ -25,7 +25,9 @@ def make(name, **options):
 
 
 def states(*batch, n=4):
-    return torch.randn(*batch, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        *batch, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 # Options
@@ -68,7 +70,10 @@ def test_shapes_that_do_not_fit_are_refused(wrong, words):
         (lambda: hdnn.H1(4, 3, learn_X=True), "takes J and learn_J only"),
         (lambda: hdnn.H2(4, 3, tol=1e-3), "explicit"),
         (lambda: hdnn.ImplicitH2(4, 3, engine="fused"), "layer by layer"),
-        (lambda: hdnn.H2(4, 3, tied=True, learn_step=True, step=[0.1, 0.2, 0.3]), "tied"),
+        (
+            lambda: hdnn.H2(4, 3, tied=True, learn_step=True, step=[0.1, 0.2, 0.3]),
+            "tied",
+        ),
         (lambda: hdnn.MLP(4, 3).refine(2), "no discretised ODE"),
         (lambda: hdnn.MLP(4, 3).J, "no discretised Hamiltonian ODE"),
         (lambda: hdnn.MS2(3, 3).J, "odd"),
@@ -131,7 +136,10 @@ def test_a_seed_gives_the_same_network_in_every_dtype():
 
 
 def test_the_networks_are_their_schemes():
-    kinds = {name: make(name).scheme.name for name in ("h1", "h2", "ms1", "ms2", "ms3", "mlp")}
+    kinds = {
+        name: make(name).scheme.name
+        for name in ("h1", "h2", "ms1", "ms2", "ms3", "mlp")
+    }
     assert kinds == {
         "h1": "forward_euler",
         "h2": "semi_implicit_euler",
@@ -140,7 +148,12 @@ def test_the_networks_are_their_schemes():
         "ms3": "ms3",
         "mlp": "perceptron",
     }
-    assert set(schemes.INTEGRATORS) >= {"verlet", "yoshida4", "midpoint", "discrete_gradient"}
+    assert set(schemes.INTEGRATORS) >= {
+        "verlet",
+        "yoshida4",
+        "midpoint",
+        "discrete_gradient",
+    }
 
 
 @EVERY
@@ -260,7 +273,9 @@ def test_a_learned_X_has_the_pattern_T():
     [
         lambda: hdnn.H2(6, 2, sparsity=RING),
         lambda: hdnn.H2(8, 2, sparsity=RING.expand(3, 4, 4)),
-        lambda: hdnn.H2(8, 2, X=torch.ones(4, 4), sparsity=hdnn.Sparsity(RING, T=torch.eye(4))),
+        lambda: hdnn.H2(
+            8, 2, X=torch.ones(4, 4), sparsity=hdnn.Sparsity(RING, T=torch.eye(4))
+        ),
         lambda: hdnn.ImplicitH2(8, 2, sparsity=hdnn.Sparsity(torch.eye(4), S=RING)),
     ],
 )
@@ -321,7 +336,9 @@ def test_jacobians_of_a_subclass_are_those_of_its_own_layer():
     exact = torch.func.vmap(torch.func.jacrev(lambda y: net.layer(y, 0)))(y).mT
     torch.testing.assert_close(net.layer_jacobians(path, slice(0, 1))[0], exact)
     assert net.inverse_jacobians(path, slice(0, 1)) is None
-    torch.testing.assert_close(net.run_layers(y, slice(None)), net.layer(net.layer(y, 0), 1))
+    torch.testing.assert_close(
+        net.run_layers(y, slice(None)), net.layer(net.layer(y, 0), 1)
+    )
 
 
 def test_guarantees_follow_the_scheme_and_the_activation():
@@ -349,11 +366,15 @@ def test_smoothness_is_the_regulariser_of_the_paper():
     expected = 0.0
     for j, h in ((1, 0.2), (2, 0.3)):
         for stack in net.stacks():
-            expected += 0.5 * h * float((stack[j] - stack[j - 1]).detach().square().sum())
+            expected += (
+                0.5 * h * float((stack[j] - stack[j - 1]).detach().square().sum())
+            )
     assert float(net.smoothness().detach()) == pytest.approx(expected)
     ms1 = hdnn.MS1(4, 2, step=2.0)
     ms1.assign("K_0", torch.stack([torch.zeros(2, 2), torch.eye(2)]))
-    assert float(ms1.smoothness().detach()) == pytest.approx(4.0)  # the field holds K_0 twice
+    assert float(ms1.smoothness().detach()) == pytest.approx(
+        4.0
+    )  # the field holds K_0 twice
     assert float(hdnn.H2(4, 3, tied=True).smoothness().detach()) == 0
 
 
@@ -398,7 +419,9 @@ def test_refining_gives_each_layer_k_times_at_a_smaller_step(options):
 
 
 def test_coupling_below_one_means_one_solution_and_can_be_reached():
-    net = hdnn.ImplicitH2(4, 3, step=1.0, init="paper", generator=torch.Generator().manual_seed(1))
+    net = hdnn.ImplicitH2(
+        4, 3, step=1.0, init="paper", generator=torch.Generator().manual_seed(1)
+    )
     assert bool((net.coupling() > 1).any())
     net.limit_coupling(0.5)
     assert bool((net.coupling() <= 0.5 + 1e-6).all())

@@ -45,7 +45,9 @@ def test_a_history_has_loss_and_wrong_labels_on_a_log_scale(tmp_path):
     assert np.isnan(ax.lines[2].get_ydata()[-1])  # zero mistakes have no logarithm
     assert written(ax, tmp_path)
     regression = History(loss=[1.0, 0.5], accuracy=[float("nan")] * 2)
-    assert plotting.training_history(regression).get_legend_handles_labels()[1] == ["loss"]
+    assert plotting.training_history(regression).get_legend_handles_labels()[1] == [
+        "loss"
+    ]
 
 
 def test_decision_regions_mark_wrong_points(tmp_path):
@@ -59,7 +61,9 @@ def test_decision_regions_mark_wrong_points(tmp_path):
 
 
 def test_norms_of_an_h2_do_not_fall_below_one(tmp_path):
-    net = hdnn.H2(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = hdnn.H2(
+        4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     Phi = analysis.backward_sensitivity(net, torch.randn(10, 4, dtype=torch.float64))
     ax = plotting.sensitivity_norms(analysis.norms(Phi))
     smallest = next(line for line in ax.lines if line.get_label() == "smallest")
@@ -78,7 +82,9 @@ def test_paths_and_orbits_are_drawn(tmp_path):
     with pytest.raises(ShapeError, match="states must be"):
         plotting.trajectories(states[0])
     orbits = hdnn.H2(2, 50).trajectory(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
-    ax = plotting.phase_portrait(orbits, names=["in", "out"], energy=lambda y: y.square().sum(-1))
+    ax = plotting.phase_portrait(
+        orbits, names=["in", "out"], energy=lambda y: y.square().sum(-1)
+    )
     assert ax.get_legend_handles_labels()[1] == ["in", "out"]
     assert written(ax, tmp_path)
 

@@ -47,10 +47,23 @@ def by_links(folder: Path, wheel: Path) -> Path:
     (site,) = (folder / "lib").glob("python*/site-packages")
     for name in dependencies(*CORE):
         for file in metadata.files(name) or ():
-            top, here = file.parts[0], Path(str(metadata.distribution(name).locate_file("")))
+            top, here = (
+                file.parts[0],
+                Path(str(metadata.distribution(name).locate_file(""))),
+            )
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to((here / top).resolve())
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", wheel)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-index",
+        wheel,
+    )
     return python
 
 
@@ -63,7 +76,9 @@ def dependencies(*names: str) -> set[str]:
         if name not in found:
             found.add(name)
             needed = map(Requirement, metadata.requires(name) or ())
-            left += [one.name for one in needed if not one.marker or one.marker.evaluate()]
+            left += [
+                one.name for one in needed if not one.marker or one.marker.evaluate()
+            ]
     return found
 
 
@@ -80,11 +95,15 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return ended.stdout
 
 
-def start(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *command: str | Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command that sees neither the repository nor this environment."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
     around = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run([*map(str, command)], cwd=cwd, env=around, capture_output=True, text=True)
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=around, capture_output=True, text=True
+    )
 
 
 def use(python: Path, folder: Path) -> str:
@@ -107,7 +126,9 @@ def ask_for_extras(python: Path, folder: Path) -> dict[str, str]:
         ended = start(python, *arguments, cwd=folder)
         said[extra] = ended.stderr.strip().rpartition("\n")[2]
         assert ended.returncode != 0, f"{extra} is not missing: {ended.stdout}"
-        assert f"install it with: pip install 'hdnn[{extra}]'" in said[extra], ended.stderr
+        assert f"install it with: pip install 'hdnn[{extra}]'" in said[extra], (
+            ended.stderr
+        )
     return said
 
 

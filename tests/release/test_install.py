@@ -20,7 +20,16 @@ pytestmark = pytest.mark.slow
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment that holds the wheel and its dependencies alone."""
     folder = tmp_path_factory.mktemp("release")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    build = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(folder),
+    ]
     installed.run(*build, cwd=installed.ROOT)
     (wheel,) = folder.glob("*.whl")
     return installed.by_links(folder / "environment", wheel)

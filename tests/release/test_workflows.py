@@ -44,7 +44,9 @@ def test_ci_runs_what_ci_is_here_and_builds_site_and_package():
 def test_every_target_that_is_made_exists():
     makefile = (ROOT / "Makefile").read_text()
     called = re.findall(r"make ([a-z-]+)", "\n".join(commands(CI) + commands(RELEASE)))
-    called += re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    called += re.findall(
+        r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+    )
     assert {"docs", "lint", "release-check", "test"} <= {*called}
     assert [name for name in called if f"\n{name}:" not in makefile] == []
 
@@ -61,14 +63,19 @@ def test_every_python_that_is_promised_is_tested():
 def test_actions_are_pinned_and_jobs_may_only_read(name):
     workflow = WORKFLOWS[name]
     used = [step["uses"] for step in steps(workflow) if "uses" in step]
-    assert [one for one in used if not re.fullmatch(r"[\w/-]+@v\d+\.\d+\.\d+", one)] == []
+    assert [
+        one for one in used if not re.fullmatch(r"[\w/-]+@v\d+\.\d+\.\d+", one)
+    ] == []
     assert workflow["permissions"] == {"contents": "read"}
     allowed = {
         job: given["permissions"]
         for job, given in workflow["jobs"].items()
         if "permissions" in given
     }
-    release = {"publish": {"id-token": "write"}, "pages": {"pages": "write", "id-token": "write"}}
+    release = {
+        "publish": {"id-token": "write"},
+        "pages": {"pages": "write", "id-token": "write"},
+    }
     assert allowed == (release if name == "release" else {})
 
 
@@ -80,10 +87,14 @@ def test_a_release_publishes_what_ci_has_checked_with_attestations():
     order = ["version", "check", "publish", "pages"]
     assert [jobs[after]["needs"] for after in order[1:]] == order[:-1]
     fetched = {
-        step["with"]["name"] for step in steps(RELEASE) if "download" in step.get("uses", "")
+        step["with"]["name"]
+        for step in steps(RELEASE)
+        if "download" in step.get("uses", "")
     }
     assert fetched == {"site", "dist"}
-    (publish,) = (step for step in steps(RELEASE) if "pypi-publish" in step.get("uses", ""))
+    (publish,) = (
+        step for step in steps(RELEASE) if "pypi-publish" in step.get("uses", "")
+    )
     assert publish["with"] == {"attestations": True}
 
 
@@ -102,7 +113,11 @@ def test_a_tag_that_is_not_the_version_ends_a_release(tag, said):
     (compare,) = commands(RELEASE)
     around = {**os.environ, "GITHUB_REF_NAME": tag}
     ended = subprocess.run(
-        ["bash", "-e", "-c", compare], cwd=ROOT, env=around, capture_output=True, text=True
+        ["bash", "-e", "-c", compare],
+        cwd=ROOT,
+        env=around,
+        capture_output=True,
+        text=True,
     )
     assert ended.stderr == said
     assert ended.returncode == (1 if said else 0)

@@ -28,7 +28,9 @@ class Tower(nn.Module):
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__()
         self.lift = nn.Linear(inputs, 16)
-        self.deep = hdnn.H2(features=16, layers=20, T=2.0, activation="tanh", engine="reference")
+        self.deep = hdnn.H2(
+            features=16, layers=20, T=2.0, activation="tanh", engine="reference"
+        )
         self.out = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +51,9 @@ def build_networks() -> float:
 
     K, b = 0.1 * torch.randn(5, 8, 8), torch.zeros(5, 8)
     z = assert_type(functional.h1(torch.randn(2, 8), K, b, h=0.1), Tensor)
-    stack = hdnn.Reversible([hdnn.Leapfrog(nn.Linear(8, 8)) for _ in range(4)], state="fixed")
+    stack = hdnn.Reversible(
+        [hdnn.Leapfrog(nn.Linear(8, 8)) for _ in range(4)], state="fixed"
+    )
     w = assert_type(stack.inverse(stack(torch.randn(2, 16))), Tensor)
     diagnosis = assert_type(hdnn.diagnose(tower, x), analysis.Diagnosis)
     assert_type([finding.kind for finding in diagnosis.findings], list[str])
@@ -62,7 +66,9 @@ def learn_from_data(folder: Path) -> float:
     """Train, certify, save and load; the share of test points that are classified right."""
     data = hdnn.data.planar.double_moons(seed=0)
     net = hdnn.H2(features=4, layers=8, engine="reference")
-    model = hdnn.Model(hdnn.Augment(inputs=2, features=4), net, hdnn.SigmoidHead(features=4))
+    model = hdnn.Model(
+        hdnn.Augment(inputs=2, features=4), net, hdnn.SigmoidHead(features=4)
+    )
     history = training.fit(
         model,
         data.x_train,
@@ -73,7 +79,9 @@ def learn_from_data(folder: Path) -> float:
     )
     assert_type(history, training.History)
     assert_type(history.loss, list[float])
-    certificate = assert_type(analysis.certify(model, data.x_test), analysis.Certificate)
+    certificate = assert_type(
+        analysis.certify(model, data.x_test), analysis.Certificate
+    )
     assert certificate.holds
     assert certificate.smallest_norm >= 1
     assert_type(analysis.certify(nn.Sequential(net)), analysis.Certificate)
@@ -92,7 +100,9 @@ def share_a_graph() -> bool:
     links = (ring @ ring > 0).int()
     net = hdnn.H2(features=16, layers=4, sparsity=hdnn.Sparsity(R=ring, S=links))
     graph = assert_type(distributed.Graph.ring(8), distributed.Graph)
-    told = assert_type(sparsity.explain(torch.eye(8), ring, links), sparsity.Explanation)
+    told = assert_type(
+        sparsity.explain(torch.eye(8), ring, links), sparsity.Explanation
+    )
     assert graph.nodes == 8
     assert len(net) == 4
     return not told
@@ -100,10 +110,14 @@ def share_a_graph() -> bool:
 
 def check_the_paper() -> float:
     """The smallest norm of dy_N/dy_j over some samples and all layers."""
-    net = hdnn.HamiltonianNet(features=4, layers=16, integrator="verlet", dtype=torch.float64)
+    net = hdnn.HamiltonianNet(
+        features=4, layers=16, integrator="verlet", dtype=torch.float64
+    )
     Phi = analysis.backward_sensitivity(net, torch.randn(10, 4, dtype=torch.float64))
     assert_type(Phi, Tensor)
-    assert float(assert_type(analysis.symplectic_defect(Phi, net.J), Tensor).max()) < 1e-9
+    assert (
+        float(assert_type(analysis.symplectic_defect(Phi, net.J), Tensor).max()) < 1e-9
+    )
     return float(assert_type(analysis.norms(Phi[:-1]), Tensor).min())
 
 

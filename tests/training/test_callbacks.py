@@ -15,7 +15,9 @@ from hdnn.training import EarlyStopping, History, Moment, TensorBoard, WellPosed
 def model_for(net=hdnn.H2, **options):
     generator = torch.Generator().manual_seed(0)
     return hdnn.Model(
-        hdnn.Augment(2, 4), net(4, 3, generator=generator, **options), hdnn.SigmoidHead(4)
+        hdnn.Augment(2, 4),
+        net(4, 3, generator=generator, **options),
+        hdnn.SigmoidHead(4),
     )
 
 
@@ -27,12 +29,22 @@ def points(count=50):
 def test_moments_count_steps_and_epochs():
     moments = []
     x, t = points()
-    history = fit(model_for(), x, t, epochs=2, batch=20, callbacks=[moments.append], progress=False)
+    history = fit(
+        model_for(),
+        x,
+        t,
+        epochs=2,
+        batch=20,
+        callbacks=[moments.append],
+        progress=False,
+    )
     assert [moment.step for moment in moments] == [1, 2, 3, 4, 5, 6]
     assert [moment.epoch for moment in moments] == [1, 1, 1, 2, 2, 2]
     assert [moment.end_of_epoch for moment in moments] == [False, False, True] * 2
     assert all(moment.gradient > 0 for moment in moments)
-    assert history.loss[0] == pytest.approx(sum(moment.loss for moment in moments[:3]) / 3)
+    assert history.loss[0] == pytest.approx(
+        sum(moment.loss for moment in moments[:3]) / 3
+    )
 
 
 def test_a_callback_that_returns_true_ends_the_training():
@@ -99,9 +111,13 @@ def test_implicit_layers_stay_well_posed():
 
 
 def test_tensorboard_has_the_history(tmp_path):
-    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loading = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     with TensorBoard(tmp_path) as board:
-        history = fit(model_for(), *points(), epochs=2, callbacks=[board], progress=False)
+        history = fit(
+            model_for(), *points(), epochs=2, callbacks=[board], progress=False
+        )
     events = loading.EventAccumulator(str(tmp_path))
     events.Reload()
     losses = [event.value for event in events.Scalars("loss")]

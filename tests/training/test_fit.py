@@ -16,10 +16,16 @@ from hdnn.data import planar
 from hdnn.errors import CheckpointError, ConvergenceError, DataError, OptionError
 from hdnn.training import History, fit, fit_multilevel
 
-HEADS = {"sigmoid": hdnn.SigmoidHead, "softmax": hdnn.SoftmaxHead, "values": hdnn.RegressionHead}
+HEADS = {
+    "sigmoid": hdnn.SigmoidHead,
+    "softmax": hdnn.SoftmaxHead,
+    "values": hdnn.RegressionHead,
+}
 
 
-def make(head="sigmoid", *, layers=4, net=hdnn.H2, dtype=torch.float64, seed=0, **options):
+def make(
+    head="sigmoid", *, layers=4, net=hdnn.H2, dtype=torch.float64, seed=0, **options
+):
     generator = torch.Generator().manual_seed(seed)
     common = {"generator": generator, "dtype": dtype}
     arguments = (4,) if head == "sigmoid" else (4, 3 if head == "softmax" else 2)
@@ -49,7 +55,9 @@ def test_a_swiss_roll_is_learned_by_64_layers():
     data = planar.swiss_roll(seed=0)
     generator = torch.Generator().manual_seed(0)
     net = hdnn.H2(4, 64, T=1.2, init="paper", generator=generator)
-    model = hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
+    model = hdnn.Model(
+        hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator)
+    )
     history = fit(model, data.x_train, data.t_train, epochs=30, progress=False)
     assert (model.predict(data.x_test) == data.t_test).double().mean() > 0.99
     assert len(history.loss) == 30
@@ -67,7 +75,12 @@ def test_every_solver_learns_with_every_head(head, solver):
     with torch.no_grad():
         assert float(model.loss(x, t)) < before
     assert history.loss[-1] < history.loss[0]
-    assert len(history.smoothness) == len(history.gradient) == len(history.learning_rate) == 20
+    assert (
+        len(history.smoothness)
+        == len(history.gradient)
+        == len(history.learning_rate)
+        == 20
+    )
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -79,7 +92,9 @@ def test_the_output_layer_ends_at_the_optimum_for_its_features(head, weighted):
     ridge = 1e-2
     fit(model, x, t, epochs=1, weight=weight, ridge=ridge, progress=False)
     y = model.features(x).detach()
-    shares = torch.full((60,), 1 / 60, dtype=torch.float64) if weight is None else weight
+    shares = (
+        torch.full((60,), 1 / 60, dtype=torch.float64) if weight is None else weight
+    )
     shares = shares / shares.sum()
     scores = model.head(y)
     if head == "values":
@@ -88,7 +103,9 @@ def test_the_output_layer_ends_at_the_optimum_for_its_features(head, weighted):
         losses = F.cross_entropy(scores, t, reduction="none")
     else:
         target = t.double()
-        losses = F.binary_cross_entropy_with_logits(scores[:, 0], target, reduction="none")
+        losses = F.binary_cross_entropy_with_logits(
+            scores[:, 0], target, reduction="none"
+        )
     squares = model.head.weight.square().sum() + model.head.bias.square().sum()
     objective = (shares * losses).sum() + 0.5 * ridge * squares
     gradients = torch.autograd.grad(objective, list(model.head.parameters()))
@@ -101,7 +118,17 @@ def test_the_first_step_is_that_of_adam_on_loss_and_smoothness(net):
     twin = copy.deepcopy(model)
     x, t = rows()
     alpha = 0.3
-    fit(model, x, t, epochs=1, batch=60, solver="joint", smoothness=alpha, ridge=0, progress=False)
+    fit(
+        model,
+        x,
+        t,
+        epochs=1,
+        batch=60,
+        solver="joint",
+        smoothness=alpha,
+        ridge=0,
+        progress=False,
+    )
     optimizer = torch.optim.Adam(twin.parameters(), lr=2.5e-2)
     (twin.loss(x, t) + alpha * twin.net.smoothness()).backward()
     optimizer.step()
@@ -152,7 +179,9 @@ def test_held_out_rows_change_nothing_without_a_patience():
     x, t = rows()
     plain, watched = make(), make()
     fit(plain, x[:40], t[:40], epochs=4, progress=False)
-    history = fit(watched, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=4, progress=False)
+    history = fit(
+        watched, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=4, progress=False
+    )
     assert same(state(plain), state(watched))
     assert len(history.validation_loss) == 4
     assert history.best_epoch == 1 + int(np.argmin(history.validation_loss))
@@ -161,9 +190,13 @@ def test_held_out_rows_change_nothing_without_a_patience():
 def test_the_held_out_loss_is_that_of_the_model_if_training_ended_there():
     x, t = rows()
     model = make()
-    history = fit(model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=3, progress=False)
+    history = fit(
+        model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=3, progress=False
+    )
     with torch.no_grad():
-        assert history.validation_loss[-1] == pytest.approx(float(model.loss(x[40:], t[40:])))
+        assert history.validation_loss[-1] == pytest.approx(
+            float(model.loss(x[40:], t[40:]))
+        )
     right = (model.predict(x[40:]) == t[40:]).double().mean()
     assert history.validation_score[-1] == pytest.approx(float(right))
 
@@ -184,7 +217,9 @@ def test_the_score_of_a_regression_is_r2():
     sklearn = pytest.importorskip("sklearn.metrics")
     x, t = rows("values")
     model = make("values")
-    history = fit(model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=2, progress=False)
+    history = fit(
+        model, x[:40], t[:40], validation=(x[40:], t[40:]), epochs=2, progress=False
+    )
     expected = sklearn.r2_score(t[40:].numpy(), model.predict(x[40:]).numpy())
     assert history.validation_score[-1] == pytest.approx(expected)
 
@@ -197,11 +232,22 @@ class CrashError(Exception):
 
 
 @pytest.mark.parametrize("solver", ["newton", "adam", "joint"])
-def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path, monkeypatch, solver):
+def test_an_interrupted_training_resumes_to_the_same_bits(
+    tmp_path, monkeypatch, solver
+):
     monkeypatch.setattr(sys.modules["hdnn.training.fit"], "SAVE_EVERY", 0.0)
     x, t = rows()
-    data = {"validation": (x[40:], t[40:]), "weight": torch.rand(40, dtype=torch.float64)}
-    options = {"epochs": 6, "batch": 16, "solver": solver, "patience": 5, "progress": False}
+    data = {
+        "validation": (x[40:], t[40:]),
+        "weight": torch.rand(40, dtype=torch.float64),
+    }
+    options = {
+        "epochs": 6,
+        "batch": 16,
+        "solver": solver,
+        "patience": 5,
+        "progress": False,
+    }
     options |= data
     straight = make()
     expected = fit(straight, x[:40], t[:40], **options)
@@ -310,7 +356,9 @@ def test_a_head_without_a_loss_is_refused():
 def test_a_training_that_diverges_says_so():
     model = make(net=hdnn.H1, activation="identity", T=400.0)
     with pytest.raises(ConvergenceError, match="not finite in epoch"):
-        fit(model, *rows(), epochs=20, learning_rate=1e30, solver="adam", progress=False)
+        fit(
+            model, *rows(), epochs=20, learning_rate=1e30, solver="adam", progress=False
+        )
 
 
 # Levels
@@ -319,13 +367,20 @@ def test_a_training_that_diverges_says_so():
 def test_levels_refine_the_model(tmp_path):
     x, t = rows()
     model = make(layers=2)
-    options = {"refinements": (2, 3), "epochs": (2, 1, 1), "folder": tmp_path, "progress": False}
+    options = {
+        "refinements": (2, 3),
+        "epochs": (2, 1, 1),
+        "folder": tmp_path,
+        "progress": False,
+    }
     deep, histories = fit_multilevel(model, x, t, **options)
     assert (model.net.layers, deep.net.layers) == (2, 12)
     assert [len(history.loss) for history in histories] == [2, 1, 1]
     again, _ = fit_multilevel(make(layers=2, seed=4), x, t, resume=True, **options)
     assert same(state(deep), state(again))
     joined = History.joined(histories)
-    assert joined.loss == list(itertools.chain(*(history.loss for history in histories)))
+    assert joined.loss == list(
+        itertools.chain(*(history.loss for history in histories))
+    )
     with pytest.raises(OptionError, match="3 levels"):
         fit_multilevel(model, x, t, refinements=(2, 2), epochs=(1, 1))

@@ -41,7 +41,9 @@ def test_images_are_learned():
     model = network()
     history = fit_images(model, squares(), RECIPE, progress=False)
     assert history.validation_score[-1] > 0.9
-    assert len(history.loss) == len(history.accuracy) == len(history.validation_loss) == 3
+    assert (
+        len(history.loss) == len(history.accuracy) == len(history.validation_loss) == 3
+    )
     assert not model.training
 
 
@@ -52,7 +54,13 @@ def test_an_interrupted_training_resumes_to_the_same_bits(tmp_path, optimizer):
     fit_images(straight, squares(), recipe, progress=False)
     torch.manual_seed(99)  # the global state plays no part
     options = {"folder": tmp_path, "progress": False}
-    fit_images(first, squares(), recipe, callbacks=[lambda moment: moment.epoch == 2], **options)
+    fit_images(
+        first,
+        squares(),
+        recipe,
+        callbacks=[lambda moment: moment.epoch == 2],
+        **options,
+    )
     history = fit_images(second, squares(), recipe, resume=True, **options)
     assert torch.equal(state(straight), state(second))
     assert len(history.loss) == 3
@@ -97,7 +105,9 @@ def test_the_bounded_loss_tends_to_the_cross_entropy():
     scores = torch.randn(10, 3, dtype=torch.float64)
     t = torch.arange(10) % 3
     plain = ImageRecipe().loss(scores, t)
-    assert ImageRecipe(power=1e-6).loss(scores, t) == pytest.approx(float(plain), rel=1e-4)
+    assert ImageRecipe(power=1e-6).loss(scores, t) == pytest.approx(
+        float(plain), rel=1e-4
+    )
     assert ImageRecipe(power=1.0).loss(scores, t) < 1
 
 
@@ -111,7 +121,11 @@ def test_every_network_has_a_recipe(data):
 
 
 def test_networks_have_the_parameters_of_the_tables():
-    counts = {("cifar10", "h1"): 974_762, ("mnist", "h1"): 63_290, ("mnist", "h2"): 63_034}
+    counts = {
+        ("cifar10", "h1"): 974_762,
+        ("mnist", "h1"): 63_290,
+        ("mnist", "h2"): 63_034,
+    }
     for (data, name), expected in counts.items():
         model = recipes.image_network(data, name)
         count = sum(p.numel() for p in model.parameters())

@@ -20,8 +20,22 @@ def trained(group, folder=None, resume=False, stop=None):
     x = torch.randn(50, 2, generator=generator, dtype=torch.float64)
     t = (x[:, 0] * x[:, 1] > 0).long()
     callbacks = [] if stop is None else [lambda moment: moment.epoch == stop]
-    options = {"epochs": 3, "batch": 16, "validation": (x[:10], t[:10]), "progress": False}
-    fit(model, x, t, group=group, folder=folder, resume=resume, callbacks=callbacks, **options)
+    options = {
+        "epochs": 3,
+        "batch": 16,
+        "validation": (x[:10], t[:10]),
+        "progress": False,
+    }
+    fit(
+        model,
+        x,
+        t,
+        group=group,
+        folder=folder,
+        resume=resume,
+        callbacks=callbacks,
+        **options,
+    )
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

@@ -164,7 +164,11 @@ class Bound:
         text = f"{self.name}: a gradient keeps {self.side} {self.value:.4g} of its size"
         if self.measured is None:
             return text
-        scope = {True: "holds", False: "DOES NOT HOLD", None: "not known for these layers"}
+        scope = {
+            True: "holds",
+            False: "DOES NOT HOLD",
+            None: "not known for these layers",
+        }
         return f"{text}; measured {self.measured:.4g}, {scope[self.holds]}"
 
 

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from hdnn import plotting
 from hdnn.analysis.bounds import Bound, compared_bounds
-from hdnn.analysis.measure import HIDDEN, Call, Measured, measure_layers, measure_network
+from hdnn.analysis.measure import (
+    HIDDEN,
+    Call,
+    Measured,
+    measure_layers,
+    measure_network,
+)
 from hdnn.analysis.sensitivity import copied, exact
 from hdnn.errors import DataError, HDNNError, OptionError, ShapeError, positive_int
 from hdnn.networks import Coupling, HamiltonianUnit, Leapfrog, Network, Reversible
@@ -109,7 +115,9 @@ class Certificate:
         """The facts that are proved for this network and that the numbers contradict."""
         facts = []
         if self.holds is False and not self.parts:
-            facts.append(f"the smallest norm is {self.smallest_norm:.6g}, where 1 is proved")
+            facts.append(
+                f"the smallest norm is {self.smallest_norm:.6g}, where 1 is proved"
+            )
         if self.symplectic is False:
             facts.append(f"a layer is off symplectic by {self.symplectic_defect:.1e}")
         facts += [f"a bound is exceeded ({b})" for b in self.bounds if b.holds is False]
@@ -171,7 +179,9 @@ class Certificate:
     def _summary_of_parts(self) -> str:
         count = len(self.parts)
         holding = sum(part.status == "holds" for part in self.parts.values())
-        outside = f": {', '.join(self.others)} may shrink gradients" if self.others else ""
+        outside = (
+            f": {', '.join(self.others)} may shrink gradients" if self.others else ""
+        )
         lines = [
             f"The guarantee holds in {holding} of {count} Hamiltonian part{'s' * (count > 1)} of "
             f"this {self.network}. Nothing is said about the model as a whole{outside}."
@@ -203,20 +213,29 @@ class Certificate:
             return "\n\n".join([self.summary, *each])
         rows = [
             ("network", self.network),
-            ("points", f"{self.samples} {self.points}; weights {self.dtype}, norms in float64"),
+            (
+                "points",
+                f"{self.samples} {self.points}; weights {self.dtype}, norms in float64",
+            ),
             ("layers j", f"{'smallest':>12} {'largest':>12}   norm(dy_N/dy_j)"),
             *self._ranges(),
         ]
         if self.symplectic_defect is not None:
             words = {True: "yes", False: "NO", None: "not known"}
             rows.append(
-                ("symplectic", f"{words[self.symplectic]}, to {self.symplectic_defect:.1e}")
+                (
+                    "symplectic",
+                    f"{words[self.symplectic]}, to {self.symplectic_defect:.1e}",
+                )
             )
         budget = [b.value for b in self.bounds if b.name == "budget"]
         if budget and budget[-1] < SHOWN:
             low, high = budget
             rows.append(
-                ("bounds", f"a gradient keeps between {low:.2g} and {high:.3g} of its size")
+                (
+                    "bounds",
+                    f"a gradient keeps between {low:.2g} and {high:.3g} of its size",
+                )
             )
         table = [f"{name:<10}  {text}" for name, text in rows]
         return "\n".join([self.summary, "", *table])
@@ -228,7 +247,11 @@ class Certificate:
             first, last = int(chunk[0]), int(chunk[-1])
             least = min(self.by_layer["smallest"][first : last + 1])
             most = max(self.by_layer["largest"][first : last + 1])
-            name = f"{layers[first]} .. {layers[last]}" if last > first else f"{layers[first]}"
+            name = (
+                f"{layers[first]} .. {layers[last]}"
+                if last > first
+                else f"{layers[first]}"
+            )
             rows.append((name, f"{_number(least):>12} {_number(most):>12}"))
         return rows
 
@@ -254,7 +277,12 @@ def plain(value: Any) -> Any:
 
 
 def certify(
-    model: nn.Module, y: Any = None, *, samples: int = SAMPLES, points: str = "", seed: int = 0
+    model: nn.Module,
+    y: Any = None,
+    *,
+    samples: int = SAMPLES,
+    points: str = "",
+    seed: int = 0,
 ) -> Certificate:
     """Check that gradients are not shrunk: norm(dy_N/dy_j) >= 1 for all layers j.
 
@@ -290,7 +318,9 @@ def certify(
     """
     positive_int("samples", samples)
     model = unwrapped(model)
-    is_model = isinstance(getattr(model, "net", None), Network) and hasattr(model, "embed")
+    is_model = isinstance(getattr(model, "net", None), Network) and hasattr(
+        model, "embed"
+    )
     if isinstance(model, Network) or is_model:
         return _certify_network(model, y, samples, points, seed)
     if isinstance(model, PARTS):
@@ -301,7 +331,9 @@ def certify(
 def unwrapped(model: Any) -> Any:
     """The module inside of `torch.compile` and the data-parallel classes of PyTorch."""
     for name in ("_orig_mod", "module"):
-        if isinstance(model, nn.Module) and [n for n, _ in model.named_children()] == [name]:
+        if isinstance(model, nn.Module) and [n for n, _ in model.named_children()] == [
+            name
+        ]:
             return unwrapped(model.get_submodule(name))
     return model
 
@@ -309,7 +341,9 @@ def unwrapped(model: Any) -> Any:
 # One network, unit or block
 
 
-def _certify_network(model: Any, y: Any, samples: int, points: str, seed: int) -> Certificate:
+def _certify_network(
+    model: Any, y: Any, samples: int, points: str, seed: int
+) -> Certificate:
     """A network at states, or the network of a Model at inputs."""
     twin = exact(model)
     net = model
@@ -344,14 +378,18 @@ def _certify_layers(module: Any, call: Call, points: str) -> Certificate:
 
     try:
         y, args, options = mapped(_exact_tensor, tuple(call))
-        measured = measure_layers(twin, Call(y, args, options), promised=twin.guarantee().holds)
+        measured = measure_layers(
+            twin, Call(y, args, options), promised=twin.guarantee().holds
+        )
         y, args, options = mapped(in_own_dtype, tuple(call))
         out = copied(module).eval()(y, *args, **options)
     except HDNNError:
         raise
     except Exception as error:  # a module of somebody else may raise anything
         text = str(error).partition("\n")[0]
-        raise DataError(f"it does not run on y ({type(error).__name__}: {text}).") from error
+        raise DataError(
+            f"it does not run on y ({type(error).__name__}: {text})."
+        ) from error
     if not bool(out.isfinite().all()):
         measured.norms[:-1] = torch.nan
     return replace(_certificate(twin, measured, points), dtype=_dtype(module))
@@ -406,7 +444,10 @@ def _judged(measured: Measured, promised: bool) -> tuple[bool | None, str]:
     if bool(below.any()):
         return None, f"Lanczos sees a norm of {least:.6g} only"
     if bool((inner < 1 - measured.slack.clamp_max(HIDDEN)).any()):
-        return None, f"a norm of {least:.6g} is below 1 by less than rounding can make it"
+        return (
+            None,
+            f"a norm of {least:.6g} is below 1 by less than rounding can make it",
+        )
     return True, ""
 
 
@@ -443,7 +484,9 @@ def _linear(model: Any, end: Tensor | None) -> bool | None:
 def _check_weights(module: nn.Module) -> None:
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         if not bool(torch.isfinite(weight).all()):
-            raise DataError(f"the weight {name} is not finite: there is nothing to certify.")
+            raise DataError(
+                f"the weight {name} is not finite: there is nothing to certify."
+            )
 
 
 def _rows(y: Any, width: int, samples: int) -> Tensor:
@@ -454,7 +497,9 @@ def _rows(y: Any, width: int, samples: int) -> Tensor:
     if not bool(y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
     rows = _exact_tensor(y).reshape(-1, width)
-    return rows[torch.linspace(0, len(rows) - 1, min(samples, len(rows))).round().long()]
+    return rows[
+        torch.linspace(0, len(rows) - 1, min(samples, len(rows))).round().long()
+    ]
 
 
 @torch.no_grad()
@@ -492,7 +537,9 @@ def _certify_parts(
     model: nn.Module, inputs: Any, samples: int, points: str, seed: int
 ) -> Certificate:
     if not isinstance(model, nn.Module):
-        raise OptionError(f"certify takes an nn.Module, but got {type(model).__name__}.")
+        raise OptionError(
+            f"certify takes an nn.Module, but got {type(model).__name__}."
+        )
     parts = _hamiltonian_parts(model)
     if not parts:
         reason = "it holds no network, unit or block of hdnn"
@@ -516,9 +563,15 @@ def _certify_parts(
         guaranteed=all(certificate.guaranteed for certificate in certificates.values()),
         reason="for each part alone",
         holds=False if False in answers else holds,
-        trouble="; ".join(f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble),
-        smallest_norm=min(certificate.smallest_norm for certificate in certificates.values()),
-        largest_norm=max(certificate.largest_norm for certificate in certificates.values()),
+        trouble="; ".join(
+            f"{name}: {c.trouble}" for name, c in certificates.items() if c.trouble
+        ),
+        smallest_norm=min(
+            certificate.smallest_norm for certificate in certificates.values()
+        ),
+        largest_norm=max(
+            certificate.largest_norm for certificate in certificates.values()
+        ),
         parts=certificates,
         others=_others(model, parts),
     )
@@ -538,7 +591,9 @@ def _certify_part(
     if calls is None and isinstance(part, Network):
         return _certify_network(part, None, samples, points, seed)
     if calls is None:
-        raise DataError("units and blocks are certified at states: give inputs of the module as y")
+        raise DataError(
+            "units and blocks are certified at states: give inputs of the module as y"
+        )
     if not calls:
         raise DataError("the module did not call it for these inputs")
     points = points or "states that reach it"
@@ -568,7 +623,9 @@ def _recorded_calls(
     calls: dict[str, list[Call]] = {name: [] for name in parts}
     for name, part in parts.items():
 
-        def record(module: nn.Module, args: Any, options: Any, name: str = name) -> None:
+        def record(
+            module: nn.Module, args: Any, options: Any, name: str = name
+        ) -> None:
             calls[name].append(_call(args, **options))
 
         twins[id(part)].register_forward_pre_hook(record, with_kwargs=True)
@@ -599,7 +656,9 @@ def _call(inputs: Any, **options: Any) -> Call:
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     y = args[0] if args else options.pop("y", None)
     if not isinstance(y, Tensor) or not y.numel() or not y.is_floating_point():
-        raise DataError("units and blocks are certified at states: give them as the tensor y.")
+        raise DataError(
+            "units and blocks are certified at states: give them as the tensor y."
+        )
     if not bool(y.isfinite().all()):
         raise DataError("y has NaN or infinite values; remove or replace them.")
     return Call(y, args[1:], options)

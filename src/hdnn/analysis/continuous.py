@@ -56,7 +56,12 @@ class ContinuousNetwork:
     """
 
     def __init__(
-        self, net: Network, *, method: str = "DOP853", rtol: float = 1e-10, atol: float = 1e-12
+        self,
+        net: Network,
+        *,
+        method: str = "DOP853",
+        rtol: float = 1e-10,
+        atol: float = 1e-12,
     ) -> None:
         steps_of(net)
         self.options = {"method": method, "rtol": rtol, "atol": atol}
@@ -75,7 +80,9 @@ class ContinuousNetwork:
         rows = self._solve(self._rows(y), 0.0, self._times(t))[..., 0]
         return rows.reshape(-1, *y.shape)
 
-    def flow(self, y: Tensor, *, start: float = 0.0, end: float | None = None) -> Tensor:
+    def flow(
+        self, y: Tensor, *, start: float = 0.0, end: float | None = None
+    ) -> Tensor:
         """The state at `end`, by default T, from y at `start`; backwards too: `(*batch, n)`."""
         stop = self._times([self.T if end is None else end])
         return self._solve(self._rows(y), start, stop)[..., 0].reshape(y.shape)
@@ -128,12 +135,16 @@ class ContinuousNetwork:
                 now = end
         return torch.stack([at[t] for t in (sign * times).tolist()])
 
-    def _piece(self, j: int, Z: Tensor, times: list[float], sign: float) -> dict[float, Tensor]:
+    def _piece(
+        self, j: int, Z: Tensor, times: list[float], sign: float
+    ) -> dict[float, Tensor]:
         """Z at these times sign * t within layer j, from Z at the first of them."""
 
         def rate(t: float, flat: np.ndarray) -> np.ndarray:
             rates = sign * self._rate(j, torch.from_numpy(flat).view(Z.shape), sign < 0)
-            if not bool(rates.isfinite().all()):  # the solver would try ever smaller steps
+            if not bool(
+                rates.isfinite().all()
+            ):  # the solver would try ever smaller steps
                 raise ConvergenceError(
                     f"the solution of the ODE is not finite at t = {sign * t:g}; "
                     "take smaller weights, states or T."
@@ -142,17 +153,23 @@ class ContinuousNetwork:
 
         solve_ivp = require("scipy.integrate", extra="science").solve_ivp
         span = (times[0], times[-1])
-        solution = solve_ivp(rate, span, Z.reshape(-1).numpy(), t_eval=times, **self.options)
+        solution = solve_ivp(
+            rate, span, Z.reshape(-1).numpy(), t_eval=times, **self.options
+        )
         if not solution.success:
             raise ConvergenceError(f"the ODE cannot be solved: {solution.message}")
-        values = torch.from_numpy(np.ascontiguousarray(solution.y.T)).reshape(-1, *Z.shape)
+        values = torch.from_numpy(np.ascontiguousarray(solution.y.T)).reshape(
+            -1, *Z.shape
+        )
         return dict(zip(times, values, strict=True))
 
     def _rows(self, y: Tensor) -> Tensor:
         """Samples as (B, n, 1) in float64."""
         n = self.net.features
         if y.shape[-1] != n:
-            raise ShapeError(f"y must be (*batch, {n}), but has shape {tuple(y.shape)}.")
+            raise ShapeError(
+                f"y must be (*batch, {n}), but has shape {tuple(y.shape)}."
+            )
         if not bool(y.isfinite().all()):
             raise DataError("y has NaN or infinite values; remove or replace them.")
         return y.detach().to("cpu", torch.float64).reshape(-1, n, 1)
@@ -216,7 +233,9 @@ def convergence(
     steps = [ode.T / fine.layers for fine in refined]
     errors = [float((fine(y.to(flow)) - flow).norm(dim=-1).max()) for fine in refined]
     order = math.nan
-    for (h, fine_h), (error, fine_error) in zip(pairwise(steps), pairwise(errors), strict=True):
+    for (h, fine_h), (error, fine_error) in zip(
+        pairwise(steps), pairwise(errors), strict=True
+    ):
         if fine_error > floor:
             order = math.log(error / fine_error) / math.log(h / fine_h)
     layers = tuple(fine.layers for fine in refined)

@@ -140,7 +140,9 @@ def layer_growth(h: float, k: float, layers: int = 64) -> LayerGrowth:
     net = H2(2, layers, step=h, tied=True, dtype=torch.float64, generator=generator)
     for name in ("K_p", "K_q"):
         net.assign(name, torch.full((1, 1, 1), k, dtype=torch.float64))
-    sizes = norms(backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))).flip(0)
+    sizes = norms(backward_sensitivity(net, torch.zeros(2, dtype=torch.float64))).flip(
+        0
+    )
     a = h * k * k
     half = layers // 2
     first = sizes[: half + 1].max()  # norms may oscillate

@@ -139,7 +139,9 @@ class Diagnosis:
         if self.layers:
             width = min(max(len(layer.layer) for layer in self.layers), 40)
             lines += ["", f"{'layer':<{width}}  gradient left"]
-            lines += [f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}" for s in self.layers]
+            lines += [
+                f"{s.layer[-width:]:<{width}}  {s.gain:>13.3g}" for s in self.layers
+            ]
         return "\n".join(lines)
 
 
@@ -182,7 +184,9 @@ def diagnose(
     """
     begun = time.perf_counter()
     if not isinstance(model, nn.Module):
-        raise OptionError(f"diagnose takes an nn.Module, but got {type(model).__name__}.")
+        raise OptionError(
+            f"diagnose takes an nn.Module, but got {type(model).__name__}."
+        )
     model = unwrapped(model)
     _check(model, x)
     positive_int("samples", samples)
@@ -191,7 +195,11 @@ def diagnose(
         x, target = mapped(lambda t: t[:samples] if t.ndim else t, (x, target))
     probe = Probe(model, x, loss, target)
     try:
-        with warnings.catch_warnings(), _random_state_kept(), torch.inference_mode(False):
+        with (
+            warnings.catch_warnings(),
+            _random_state_kept(),
+            torch.inference_mode(False),
+        ):
             warnings.simplefilter("ignore")
             seen = probe.examine()
     except HDNNError:
@@ -215,7 +223,9 @@ def diagnose(
 
 def _check(model: nn.Module, x: Any) -> None:
     if not any(True for _ in model.parameters()):
-        raise OptionError(f"this {type(model).__name__} has no parameters: nothing can be trained.")
+        raise OptionError(
+            f"this {type(model).__name__} has no parameters: nothing can be trained."
+        )
     for name, parameter in model.named_parameters():
         if not bool(parameter.detach().isfinite().all()):
             raise DataError(f"the parameter {name} is not finite.")
@@ -285,7 +295,9 @@ class ModuleCall:
 class ModelRun:
     """A run of a copy of a model with weights moved: outputs, and the calls of its modules."""
 
-    def __init__(self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, x: Any, moved: Mapping[str, float] | None = None
+    ) -> None:
         self.model = copied(model)
         self.calls: list[ModuleCall] = []
         self.open: list[ModuleCall] = []
@@ -318,16 +330,22 @@ class ModelRun:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor.data = tensor.data.float()
-        self.weights = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.weights = {
+            n: p for n, p in self.model.named_parameters() if p.requires_grad
+        }
         for name, scale in moved.items():
             weight = self.weights[name].data
-            weight += scale * weight.norm() / math.sqrt(weight.numel()) * random_like(weight)
+            weight += (
+                scale * weight.norm() / math.sqrt(weight.numel()) * random_like(weight)
+            )
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, options: Any) -> None:
             self.clock += 1
             parent = self.open[-1].name if self.open else ""
-            call = ModuleCall(name, module, self.clock, parent, _floats([args, options]))
+            call = ModuleCall(
+                name, module, self.clock, parent, _floats([args, options])
+            )
             self.calls.append(call)
             self.open.append(call)
 
@@ -395,7 +413,9 @@ def random_like(tensor: Tensor) -> Tensor:
 def _cut_nodes(end: Any, recorded: Mapping[Any, tuple[str, Tensor, int]]) -> list[Any]:
     """The recorded nodes that every path from the end back to the first of them leads through."""
     order = _from_leaves_on(end)
-    first = min((node for node in order if node in recorded), key=lambda node: recorded[node][2])
+    first = min(
+        (node for node in order if node in recorded), key=lambda node: recorded[node][2]
+    )
     leading = _leading_to(first, order)
     path = [node for node in reversed(order) if node in leading]
     place = {node: k for k, node in enumerate(path)}
@@ -430,7 +450,9 @@ def _from_leaves_on(end: Any) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None]
+            stack += [
+                (child, False) for child, _ in node.next_functions if child is not None
+            ]
     return order
 
 
@@ -457,7 +479,9 @@ class ActivationTrace(TorchFunctionMode):
 
     def _activation(self, name: str) -> ActivationCount:
         module = self.run.open[-1].name if self.run.open else "output"
-        return self.run.activations.setdefault((module, name), ActivationCount(module, name))
+        return self.run.activations.setdefault(
+            (module, name), ActivationCount(module, name)
+        )
 
     def _count(self, name: str, x: Tensor) -> None:
         a = self._activation(name)
@@ -469,7 +493,9 @@ class ActivationTrace(TorchFunctionMode):
         by_unit = flat.movedim(axis, 0).flatten(1) if flat.ndim > 1 else flat[:, None]
         dead = by_unit.all(1)
         always = ~by_unit.any(1)
-        if a.units and int(dead.sum()) >= a.dead:  # called again: dead only if so every time
+        if (
+            a.units and int(dead.sum()) >= a.dead
+        ):  # called again: dead only if so every time
             return
         a.units = len(dead)
         a.dead = int(dead.sum())
@@ -525,7 +551,9 @@ class Probe:
             )
         return self.seen
 
-    def _measure_gains(self, run: ModelRun, states: list[tuple[str, Tensor, int]]) -> None:
+    def _measure_gains(
+        self, run: ModelRun, states: list[tuple[str, Tensor, int]]
+    ) -> None:
         tensors = [tensor for _, tensor, _ in states]
         body = _body(run, states)
         squares = torch.zeros(body + 1, dtype=torch.float64)
@@ -538,7 +566,10 @@ class Probe:
             )
             for k, g in enumerate(grads):
                 if g is not None:
-                    squares[k] += g.double().square().sum().cpu() / u.double().square().sum().cpu()
+                    squares[k] += (
+                        g.double().square().sum().cpu()
+                        / u.double().square().sum().cpu()
+                    )
         gains = (squares / DRAWS).sqrt().tolist()
         for k, (name, tensor, _) in enumerate(states[: body + 1]):
             size = float(tensor.detach().double().norm())
@@ -560,7 +591,9 @@ class Probe:
         if len(other.calls) == len(run.calls):
             self.seen.detached += _severed(run, other)
         else:
-            self.seen.unknown.append("whether branches are detached: other modules run each time")
+            self.seen.unknown.append(
+                "whether branches are detached: other modules run each time"
+            )
         called = {call.name for call in run.calls} | {""}
         for module in dict.fromkeys(name.rpartition(".")[0] for name in lost):
             names = [name for name in lost if name.rpartition(".")[0] == module]
@@ -576,7 +609,10 @@ class Probe:
 
     def _matters(self, run: ModelRun, names: list[str]) -> bool:
         """True if the output depends on these weights."""
-        runs = (ModelRun(self.model, self.x, dict.fromkeys(names, scale)) for scale in NUDGES)
+        runs = (
+            ModelRun(self.model, self.x, dict.fromkeys(names, scale))
+            for scale in NUDGES
+        )
         return any(not _same(run, moved) for moved in runs)
 
 
@@ -594,7 +630,9 @@ def _finite(tensor: Tensor) -> bool:
 
 def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
     """The index of y_N: the state that enters the last module with parameters."""
-    weighted = [c for c in run.calls if any(True for _ in c.module.parameters(recurse=False))]
+    weighted = [
+        c for c in run.calls if any(True for _ in c.module.parameters(recurse=False))
+    ]
     if not weighted:
         return len(states) - 1
     entering = [k for k, state in enumerate(states) if state[2] <= weighted[-1].begun]
@@ -604,7 +642,9 @@ def _body(run: ModelRun, states: list[tuple[str, Tensor, int]]) -> int:
 def _same(a: ModelRun, b: ModelRun) -> bool:
     """True if two runs have the same outputs."""
     pairs = zip(a.outputs, b.outputs, strict=False)
-    return all(x.shape == y.shape and torch.equal(x.detach(), y.detach()) for x, y in pairs)
+    return all(
+        x.shape == y.shape and torch.equal(x.detach(), y.detach()) for x, y in pairs
+    )
 
 
 def _severed(run: ModelRun, moved: ModelRun) -> list[str]:
@@ -673,7 +713,9 @@ class GradientDoctor(Watcher):
         loss: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise OptionError(f"a doctor watches an nn.Module, but got {type(model).__name__}.")
+            raise OptionError(
+                f"a doctor watches an nn.Module, but got {type(model).__name__}."
+            )
         super().__init__(optimizer, every, share)
         self.model = unwrapped(model)
         self.loss = loss
@@ -681,9 +723,13 @@ class GradientDoctor(Watcher):
         self.looks: list[Look] = []
         self.diagnoses: list[Diagnosis] = []
         self.findings: list[Finding] = []
-        self.handles.append(self.model.register_forward_pre_hook(self._keep, with_kwargs=True))
+        self.handles.append(
+            self.model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        )
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _keep(
+        self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         if not args or not options:
             self.inputs = args or options
 
@@ -698,7 +744,9 @@ class GradientDoctor(Watcher):
         if bad:
             text = f"At step {self.steps} the gradient of {bad[0]} is not finite."
             self._tell(Finding("not finite", bad[0], text))
-        elif self.share and self.inputs is not None and self.affordable(self._expected()):
+        elif (
+            self.share and self.inputs is not None and self.affordable(self._expected())
+        ):
             self.examine()
 
     def _expected(self) -> float:
@@ -710,7 +758,9 @@ class GradientDoctor(Watcher):
     def examine(self) -> Diagnosis:
         """Diagnose the model as it is now, at its last inputs."""
         if self.inputs is None:
-            raise OptionError("the doctor has seen no inputs yet: let the model run once first.")
+            raise OptionError(
+                "the doctor has seen no inputs yet: let the model run once first."
+            )
         diagnosis = diagnose(self.model, self.inputs, loss=self.loss)
         self.diagnoses.append(diagnosis)
         for fault in diagnosis.faults:
@@ -730,6 +780,8 @@ class GradientDoctor(Watcher):
         lines = [
             f"{len(self.looks)} looks and {len(self.diagnoses)} examinations in {self.steps} steps",
             *map(str, self.findings),
-            str(self.diagnoses[-1]) if self.diagnoses else "NOT EXAMINED so far: call examine().",
+            str(self.diagnoses[-1])
+            if self.diagnoses
+            else "NOT EXAMINED so far: call examine().",
         ]
         return "\n".join(lines)

@@ -32,7 +32,9 @@ class Derivative:
             self.graph = function(self.y)
             self.probe = torch.zeros_like(self.graph, requires_grad=True)
             # u -> M^T u is linear: its own derivative, backwards, is v -> M v.
-            (self.pulled,) = torch.autograd.grad(self.graph, self.y, self.probe, create_graph=True)
+            (self.pulled,) = torch.autograd.grad(
+                self.graph, self.y, self.probe, create_graph=True
+            )
         self.out = self.graph.detach()
 
     def backwards(self, u: Tensor) -> Tensor:
@@ -73,7 +75,10 @@ class Chain:
     def extremes(self, start: Tensor, first: int, steps: int) -> Ritz:
         """The extreme singular values of dy_N/dy_j for j = first."""
         return bidiagonalise(
-            lambda v: self.forwards(v, first), lambda u: self.backwards(u, first), start, steps
+            lambda v: self.forwards(v, first),
+            lambda u: self.backwards(u, first),
+            start,
+            steps,
         )
 
 
@@ -86,7 +91,9 @@ class Ritz(NamedTuple):
 
 
 @torch.no_grad()
-def bidiagonalise(forwards: Function, backwards: Function, start: Tensor, steps: int) -> Ritz:
+def bidiagonalise(
+    forwards: Function, backwards: Function, start: Tensor, steps: int
+) -> Ritz:
     """Lanczos from a start vector, which `forwards` (v -> A v) and `backwards` (A^T u) can take.
 
     All vectors are kept, and kept orthogonal. Values are NaN where a product is not finite.
@@ -198,7 +205,11 @@ def chain_extremes(
 
 
 def unit_extremes(
-    unit: HamiltonianUnit, y: Tensor, *, layers: Iterable[int] | None = None, steps: int = STEPS
+    unit: HamiltonianUnit,
+    y: Tensor,
+    *,
+    layers: Iterable[int] | None = None,
+    steps: int = STEPS,
 ) -> Extremes:
     """Extreme singular values of dy_N/dy_j in a unit, along the trajectory of images.
 
@@ -218,9 +229,13 @@ def unit_extremes(
             "for other layers use chain_extremes."
         )
     symplectic = unit.network == "h2"
-    return chain_extremes(unit_layers(unit), y, layers=layers, steps=steps, symplectic=symplectic)
+    return chain_extremes(
+        unit_layers(unit), y, layers=layers, steps=steps, symplectic=symplectic
+    )
 
 
 def unit_layers(unit: HamiltonianUnit) -> list[Function]:
     """The layers of a unit, one function each."""
-    return [lambda y, j=j: unit.run_layers(y, slice(j, j + 1)) for j in range(unit.layers)]
+    return [
+        lambda y, j=j: unit.run_layers(y, slice(j, j + 1)) for j in range(unit.layers)
+    ]

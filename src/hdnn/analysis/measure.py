@@ -164,7 +164,11 @@ def _differs(module: Any, y: Tensor, u: Tensor, end: Tensor, gradient: Tensor) -
     with torch.enable_grad():
         leaf = y.detach().clone().requires_grad_()
         out = module(leaf)
-        if not isinstance(out, Tensor) or out.shape != end.shape or not out.requires_grad:
+        if (
+            not isinstance(out, Tensor)
+            or out.shape != end.shape
+            or not out.requires_grad
+        ):
             return True
         (g,) = torch.autograd.grad(out, leaf, u, allow_unused=True)
     return g is None or not (_close(out.detach(), end) and _close(g, gradient))
@@ -200,9 +204,13 @@ def measure_layers(module: Any, call: Call, *, promised: bool) -> Measured:
     y, args, options = call
     if not args and not options:
         y = y[_spread(len(y), FEW)]
-    with sdpa_kernel(SDPBackend.MATH), engine.use(engine="reference", backprop="stored"):
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        engine.use(engine="reference", backprop="stored"),
+    ):
         functions = [
-            lambda y, layer=layer: layer(y, *args, **options) for layer in _layers_of(module)
+            lambda y, layer=layer: layer(y, *args, **options)
+            for layer in _layers_of(module)
         ]
         chain = Chain(functions, y)
         layers = _spread(len(functions), LAYERS)
@@ -226,7 +234,9 @@ def _layers_of(module: Any) -> list[Any]:
     return list(module) if hasattr(module, "__len__") else [module]
 
 
-def _measure_chain(chain: Chain, y: Tensor, layers: list[int], sizes: Tensor, steps: int) -> bool:
+def _measure_chain(
+    chain: Chain, y: Tensor, layers: list[int], sizes: Tensor, steps: int
+) -> bool:
     """Fill in the largest singular values; True if all are exact up to rounding."""
     complete = True
     for column, i in enumerate(_spread(len(y), FEW)):
@@ -247,7 +257,9 @@ def _chain_trouble(module: Any, call: Call, chain: Chain, result: Measured) -> s
     end = chain.end
     u = _random(end)
     g = u
-    after = getattr(module, "after", None)  # a normalisation behind the layers of a unit
+    after = getattr(
+        module, "after", None
+    )  # a normalisation behind the layers of a unit
     if after is not None:
         M = Derivative(after, end)
         end = M.out

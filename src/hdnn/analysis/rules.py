@@ -91,12 +91,18 @@ class ActivationCount:
 class Examination:
     """All that was measured of a model on some inputs."""
 
-    layers: list[LayerGain] = field(default_factory=list)  # up to y_N, which enters the head
+    layers: list[LayerGain] = field(
+        default_factory=list
+    )  # up to y_N, which enters the head
     activations: list[ActivationCount] = field(default_factory=list)
     not_finite: str = ""  # the first module that makes NaN or infinity of finite inputs
     bad_gradient: str = ""  # the last state whose gradient is not finite
-    detached: list[str] = field(default_factory=list)  # modules that cut the gradient off
-    unused: list[str] = field(default_factory=list)  # parameters that nothing depends on
+    detached: list[str] = field(
+        default_factory=list
+    )  # modules that cut the gradient off
+    unused: list[str] = field(
+        default_factory=list
+    )  # parameters that nothing depends on
     unknown: list[str] = field(default_factory=list)
 
 
@@ -141,7 +147,9 @@ def detached(seen: Examination) -> Iterator[Finding]:
 def dead(seen: Examination) -> Iterator[Finding]:
     names = [a.module for a in seen.activations if a.one_sided and _is_dead(a)]
     if names:
-        first = next(a for a in seen.activations if a.module == names[0] and _is_dead(a))
+        first = next(
+            a for a in seen.activations if a.module == names[0] and _is_dead(a)
+        )
         others = len(set(names)) - 1
         more = f" (and so in {others} other layers)" if others else ""
         yield Finding(
@@ -210,7 +218,11 @@ def _vanished(between: list[LayerGain], first: LayerGain) -> Finding:
     worst = min(logs)
     blamed = [between[logs.index(worst)]]
     if worst > 0.5 * sum(logs):
-        blamed = [layer for layer, log in zip(between, logs, strict=True) if log <= 0.5 * worst]
+        blamed = [
+            layer
+            for layer, log in zip(between, logs, strict=True)
+            if log <= 0.5 * worst
+        ]
     rate = median(layer.own for layer in blamed)
     names = list(dict.fromkeys(layer.layer for layer in blamed))
     where = f"{names[0]} lets"
@@ -250,7 +262,9 @@ def exploding(seen: Examination) -> Iterator[Finding]:
 
 def unused(seen: Examination) -> Iterator[Finding]:
     if seen.unused:
-        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused))
+        modules = list(
+            dict.fromkeys(name.rpartition(".")[0] or name for name in seen.unused)
+        )
         yield Finding(
             "unused",
             modules[0],

@@ -49,7 +49,9 @@ def layer_sensitivity(net: Network, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def backward_sensitivity(net: Network, y: Tensor, *, layers: Iterable[int] | None = None) -> Tensor:
+def backward_sensitivity(
+    net: Network, y: Tensor, *, layers: Iterable[int] | None = None
+) -> Tensor:
     """The backward sensitivity matrices dy_N/dy_j for every sample and layer (eq:BSM).
 
     One pass back by the layers' closed-form Jacobians, `dy_N/dy_j = dy_{j+1}/dy_j dy_N/dy_{j+1}`.
@@ -104,14 +106,18 @@ def trajectory(net: Network, y: Tensor) -> Tensor:
     return net.trajectory(y).reshape(net.layers + 1, -1, net.features)
 
 
-def backward_factors(net: Network, states: Tensor, *, low: int = 0) -> Iterator[tuple[int, Tensor]]:
+def backward_factors(
+    net: Network, states: Tensor, *, low: int = 0
+) -> Iterator[tuple[int, Tensor]]:
     """(j, dy_{j+1}/dy_j) for j = N-1 .. low, (B, n, n) each, a few layers at a time."""
     B, n = states.shape[1:]
     bytes_a_layer = 4 * max(1, B * n * n) * states.element_size()
     size = max(1, MEMORY // bytes_a_layer)
     for high in range(net.layers, low, -size):
         first = max(low, high - size)
-        matrices = net.layer_jacobians(states[first : high + 1], layers=slice(first, high))
+        matrices = net.layer_jacobians(
+            states[first : high + 1], layers=slice(first, high)
+        )
         for j in range(high - 1, first - 1, -1):
             yield j, matrices[j - first]
 
@@ -121,7 +127,9 @@ def chosen_layers(layers: Iterable[int] | None, last: int) -> list[int]:
     chosen = list(range(last + 1) if layers is None else layers)
     for j in chosen:
         if not isinstance(j, int) or not 0 <= j <= last:
-            raise ShapeError(f"layers must be whole numbers in 0 .. {last}, but got {j!r}.")
+            raise ShapeError(
+                f"layers must be whole numbers in 0 .. {last}, but got {j!r}."
+            )
     return chosen
 
 
@@ -178,11 +186,17 @@ def singular_values(Phi: Tensor) -> Tensor:
     return values.where(finite[..., None], torch.nan)
 
 
-def _of_finite(Phi: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _of_finite(
+    Phi: Tensor, function: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """A function of the finite matrices, with 0 for the others, and a mask of the finite ones."""
     if Phi.ndim < 2:
-        raise ShapeError(f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}.")
-    work = torch.promote_types(Phi.dtype, torch.float32)  # no decompositions in half precision
+        raise ShapeError(
+            f"Phi must be matrices (..., n, n), but got {tuple(Phi.shape)}."
+        )
+    work = torch.promote_types(
+        Phi.dtype, torch.float32
+    )  # no decompositions in half precision
     finite = Phi.isfinite().flatten(-2).all(-1)
     matrices = Phi.to(work).where(finite[..., None, None], 0.0)
     return function(matrices).to(Phi.dtype), finite
@@ -251,7 +265,9 @@ def copied(module: Module) -> Module:
     computed = {}
     for submodule in module.modules():
         for value in vars(submodule).values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # PyTorch does not copy these
+            if (
+                isinstance(value, Tensor) and not value.is_leaf
+            ):  # PyTorch does not copy these
                 computed[id(value)] = value.detach().clone()
     return copy.deepcopy(module, computed)
 

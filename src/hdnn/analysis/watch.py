@@ -52,7 +52,9 @@ class Watcher:
 
     def __enter__(self) -> Self:
         if self.optimizer is not None:
-            self.handles.append(self.optimizer.register_step_post_hook(lambda *_: self.step()))
+            self.handles.append(
+                self.optimizer.register_step_post_hook(lambda *_: self.step())
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +109,9 @@ class Record:
     smallest: list[float]
     median: list[float]
     largest: list[float]
-    of_mean: list[float]  # the norm of the mean of all samples' matrices, which the paper shows
+    of_mean: list[
+        float
+    ]  # the norm of the mean of all samples' matrices, which the paper shows
     missing: int  # samples that could not be computed
 
 
@@ -156,7 +160,9 @@ class GradientMonitor(Watcher):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if not isinstance(x, Tensor) or x.ndim < 1 or not x.numel():
-            raise ShapeError("x must be a tensor with the samples to look at, at least one.")
+            raise ShapeError(
+                "x must be a tensor with the samples to look at, at least one."
+            )
         super().__init__(optimizer, every, SHARE)
         self.model = model
         self.x = x.detach().reshape(-1, x.shape[-1])[: positive_int("samples", samples)]
@@ -240,7 +246,9 @@ class GradientMonitor(Watcher):
         for record in self.records:
             columns = zip(*(getattr(record, name) for name in NAMES), strict=True)
             for j, values in enumerate(columns):
-                lines.append(f"{record.step},{j}," + ",".join(f"{value:.6g}" for value in values))
+                lines.append(
+                    f"{record.step},{j}," + ",".join(f"{value:.6g}" for value in values)
+                )
         return "\n".join([*lines, ""])
 
     def plot(self, ax: Axes | None = None, *, name: str = "smallest") -> Axes:

@@ -94,7 +94,9 @@ def command(
         if configs:
             function.__signature__ = signature(configs, names)
         settings = {"allow_extra_args": passes_on, "ignore_unknown_options": passes_on}
-        epilog = "\b\nExamples:\n" + "\n".join(f"  hdnn {example}" for example in examples)
+        epilog = "\b\nExamples:\n" + "\n".join(
+            f"  hdnn {example}" for example in examples
+        )
         return app.command(epilog=epilog, context_settings=settings)(function)
 
     return register
@@ -110,18 +112,26 @@ def signature(configs: Sequence[type], names: Sequence[str] | None = None) -> Si
         flag = Option(f"--{name.replace('_', '-')}", help=about)
         kind = Annotated[annotation if is_flag else annotation | None, flag]
         default = False if is_flag else None
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        parameters.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        )
     return Signature(parameters)
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; a 0 is one of them."""
-    return {name: v for name, v in options.items() if v is not None and v is not False and v != []}
+    return {
+        name: v
+        for name, v in options.items()
+        if v is not None and v is not False and v != []
+    }
 
 
 @app.callback()
 def program(
-    version: Annotated[bool, Option("--version", help="print the version", is_eager=True)] = False,
+    version: Annotated[
+        bool, Option("--version", help="print the version", is_eager=True)
+    ] = False,
 ) -> None:
     """Very deep networks whose gradients provably do not vanish."""
     if version:
@@ -132,7 +142,9 @@ def program(
 @command("demo", "demo --layers 128 --seed 3")
 def demo(
     layers: Annotated[int, Option(help="number of layers")] = 64,
-    epochs: Annotated[int | None, Option(help="passes over the data (default: 50)")] = None,
+    epochs: Annotated[
+        int | None, Option(help="passes over the data (default: 50)")
+    ] = None,
     seed: Annotated[int, Option(help="of weights and order of the data")] = 0,
     out: Annotated[str, Option(help="folder to write to")] = "runs/demo",
     as_json: JsonFlag = False,
@@ -187,9 +199,15 @@ def launch(**options: Any) -> None:
     "predict --run runs/mnist-h1-8-0 --data mnist",
 )
 def predict(
-    run: Annotated[str, Option(help="folder of a run, or of the runs of --seeds: their mean")],
-    data: Annotated[str, Option(help="a file with the same columns, or the name of a data set")],
-    out: Annotated[str | None, Option(help="CSV file to write (default: print it)")] = None,
+    run: Annotated[
+        str, Option(help="folder of a run, or of the runs of --seeds: their mean")
+    ],
+    data: Annotated[
+        str, Option(help="a file with the same columns, or the name of a data set")
+    ],
+    out: Annotated[
+        str | None, Option(help="CSV file to write (default: print it)")
+    ] = None,
     proba: Annotated[bool, Option("--proba", help="probability of each class")] = False,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
@@ -216,7 +234,9 @@ def predict(
 )
 def certify(
     run: Annotated[str, Argument(help="folder of a run, or a saved model")],
-    data: Annotated[str | None, Option(help="points to look at (default: test points)")] = None,
+    data: Annotated[
+        str | None, Option(help="points to look at (default: test points)")
+    ] = None,
     samples: Annotated[int, Option(help="the most points")] = 1000,
     as_json: JsonFlag = False,
 ) -> int:
@@ -228,7 +248,9 @@ def certify(
     return 1 if certificate.guaranteed and certificate.status != "holds" else 0
 
 
-@command("reproduce table-planar", "reproduce fig-exploding --out results", passes_on=True)
+@command(
+    "reproduce table-planar", "reproduce fig-exploding --out results", passes_on=True
+)
 def reproduce(
     context: typer.Context,
     name: Annotated[str, Argument(help=f"all, or one of {', '.join(EXPERIMENTS)}")],
@@ -242,9 +264,14 @@ def reproduce(
     return max(experiments.main(each, ["--out", out, *context.args]) for each in names)
 
 
-@command("report", "report runs/iris-species-h2-16-0 runs/iris-species-mlp-16-0 --out iris.html")
+@command(
+    "report",
+    "report runs/iris-species-h2-16-0 runs/iris-species-mlp-16-0 --out iris.html",
+)
 def report(
-    folders: Annotated[list[str] | None, Argument(help="runs, or folders of runs")] = None,
+    folders: Annotated[
+        list[str] | None, Argument(help="runs, or folders of runs")
+    ] = None,
     out: Annotated[str, Option(help="HTML file to write")] = "report.html",
     overwrite: OverwriteFlag = False,
 ) -> None:
@@ -261,9 +288,15 @@ def report(
 
 @command("play", "play --port 8080 --no-browser", "play --out playground.html")
 def play(
-    port: Annotated[int, Option(help="port to serve the page on (default: a free one)")] = 0,
-    no_browser: Annotated[bool, Option("--no-browser", help="only print the address")] = False,
-    out: Annotated[str | None, Option(help="write the page to this file instead")] = None,
+    port: Annotated[
+        int, Option(help="port to serve the page on (default: a free one)")
+    ] = 0,
+    no_browser: Annotated[
+        bool, Option("--no-browser", help="only print the address")
+    ] = False,
+    out: Annotated[
+        str | None, Option(help="write the page to this file instead")
+    ] = None,
     overwrite: OverwriteFlag = False,
 ) -> None:
     """Open a page where an H2 and a perceptron learn side by side; it needs no network."""
@@ -296,7 +329,9 @@ def new_file(out: str, overwrite: bool) -> str:
     if os.path.isdir(out):
         raise CheckpointError(f"{out} is a folder; name a file in it with --out.")
     if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(f"{out} exists; choose another name, or replace it (--overwrite).")
+        raise CheckpointError(
+            f"{out} exists; choose another name, or replace it (--overwrite)."
+        )
     if not os.path.isdir(os.path.dirname(out) or "."):
         raise CheckpointError(f"there is no folder {os.path.dirname(out)} for {out}.")
     return out

@@ -23,8 +23,26 @@ TASKS = ("auto", "classification", "regression")
 SOLVERS = ("newton", "adam", "joint")
 SEEDS = 2**32
 GRAPH_OPTIONS = (  # of a training on a graph
-    *("data", "target", "drop", "categorical", "task", "test_fraction", "network", "layers", "T"),
-    *("activation", "epochs", "batch", "learning_rate", "weight_decay", "solver", "ridge"),
+    *(
+        "data",
+        "target",
+        "drop",
+        "categorical",
+        "task",
+        "test_fraction",
+        "network",
+        "layers",
+        "T",
+    ),
+    *(
+        "activation",
+        "epochs",
+        "batch",
+        "learning_rate",
+        "weight_decay",
+        "solver",
+        "ridge",
+    ),
     *("smoothness", "seed"),
 )
 LAYERS = {"swiss_roll": 64, "double_moons": 64, "double_circles": 64, "mnist": 8}
@@ -64,9 +82,15 @@ class Config:
         "passes over the data (default: 50; for a file 120 or fewer, for images 40)"
     )
     batch: int | None = option("samples in a minibatch")
-    learning_rate: float | None = option("of the first step; it falls to zero as a cosine")
-    weight_decay: float | None = option("of the hidden layers (for a file, held-out rows decide)")
-    smoothness: float | None = option("penalty on differences between neighbouring layers")
+    learning_rate: float | None = option(
+        "of the first step; it falls to zero as a cosine"
+    )
+    weight_decay: float | None = option(
+        "of the hidden layers (for a file, held-out rows decide)"
+    )
+    smoothness: float | None = option(
+        "penalty on differences between neighbouring layers"
+    )
     seed: int = option("of split, weights and order of the data (default: 0)", 0)
     device: str = option("cpu (default), cuda or auto", "cpu")
 
@@ -74,7 +98,9 @@ class Config:
     def build(cls, values: Mapping[str, Any]) -> Self:
         """The config of these options, checked as far as no data are needed."""
         if not values.get("data"):
-            raise OptionError("--data is missing; give a data set or a file: --data swiss_roll.")
+            raise OptionError(
+                "--data is missing; give a data set or a file: --data swiss_roll."
+            )
         types = get_type_hints(cls)
         for name, value in values.items():
             if name not in types or name == "kind":
@@ -101,13 +127,19 @@ class Config:
     def run_name(self) -> str:
         """The name of the run's folder: swiss_roll-h2-64-0, or iris-species-h2-16-0."""
         parts = [plain_name(Path(self.data).stem), getattr(self, "target", None)]
-        layers = self.layers or LAYERS.get(self.data, 6 if self.data == "cifar10" else 16)
+        layers = self.layers or LAYERS.get(
+            self.data, 6 if self.data == "cifar10" else 16
+        )
         parts += [self.network, layers, self.seed]
         return "-".join(plain_name(str(part)) for part in parts if part is not None)
 
     def options(self) -> dict[str, Any]:
         """All options that have a value."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, [])}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value not in (None, [])
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +152,19 @@ class TableConfig(Config):
     drop: list[str] = many("column to leave out")  # noqa: RUF009
     categorical: list[str] = many("column whose numbers are categories")  # noqa: RUF009
     task: str = option("auto (default), classification or regression", "auto")
-    class_weight: str | None = option("balanced, or a weight for each class: yes=2,no=1")
+    class_weight: str | None = option(
+        "balanced, or a weight for each class: yes=2,no=1"
+    )
     test_fraction: float | None = option("of the rows, kept for testing (default: 0.2)")
-    validation: float | None = option("fraction of the other rows to measure after each epoch")
+    validation: float | None = option(
+        "fraction of the other rows to measure after each epoch"
+    )
     patience: int | None = option(
         "end after this many epochs without a lower loss (of the held-out rows, with --validation)"
     )
-    features: int | None = option("size of a state (default: 4; for a file, from its columns)")
+    features: int | None = option(
+        "size of a state (default: 4; for a file, from its columns)"
+    )
     solver: str | None = option("of the output layer: newton, adam or joint")
     ridge: float | None = option("penalty on the output layer")
 
@@ -143,15 +181,27 @@ class TableConfig(Config):
         for name in ("test_fraction", "validation"):
             share = getattr(self, name)
             if share is not None and not 0 <= share < 1:
-                raise OptionError(f"{name} must be at least 0 and below 1, but got {share}.")
+                raise OptionError(
+                    f"{name} must be at least 0 and below 1, but got {share}."
+                )
         if not self.is_file:
-            for name in ("target", "drop", "categorical", "test_fraction", "class_weight"):
+            for name in (
+                "target",
+                "drop",
+                "categorical",
+                "test_fraction",
+                "class_weight",
+            ):
                 if getattr(self, name):
-                    raise OptionError(f"--{name.replace('_', '-')} is for files, not {self.data}.")
+                    raise OptionError(
+                        f"--{name.replace('_', '-')} is for files, not {self.data}."
+                    )
         elif not Path(self.data).suffix:
             choose("data (or a file)", self.data, (*PLANAR_SETS, *IMAGE_SETS))
         elif self.target is None:
-            raise OptionError(f"--target is missing; name the column of {self.data} to predict.")
+            raise OptionError(
+                f"--target is missing; name the column of {self.data} to predict."
+            )
         elif self.target in self.drop:
             raise OptionError(f"--drop {self.target} would leave out the target.")
 
@@ -177,7 +227,9 @@ class ImageConfig(Config):
 
     kind: ClassVar[str] = "images"
 
-    images: int | None = option("use only this many training and test images, for a quick look")
+    images: int | None = option(
+        "use only this many training and test images, for a quick look"
+    )
 
     def check(self) -> None:
         super().check()
@@ -190,9 +242,13 @@ class RunOptions:
     """Options that say where results go and what is shown."""
 
     graph: str | None = option("TOML file: train on its nodes (see hdnn launch)")
-    config: str | None = option("TOML file with options under [train]; flags overrule it")
+    config: str | None = option(
+        "TOML file with options under [train]; flags overrule it"
+    )
     seeds: int | None = option("train this many runs: seed, seed + 1 ..")
-    out: str | None = option("folder of the run (default: runs/DATA-NETWORK-LAYERS-SEED)")
+    out: str | None = option(
+        "folder of the run (default: runs/DATA-NETWORK-LAYERS-SEED)"
+    )
     resume: bool = option("go on with the run in the folder", False)
     overwrite: bool = option("replace the run in the folder", False)
     json: bool = option("print one JSON object", False)
@@ -203,11 +259,17 @@ class RunOptions:
 class LaunchOptions:
     """Options that say on what graph, by how many processes, and where results go."""
 
-    graph: str | None = option("TOML file with nodes and edges; without --data: what it needs")
+    graph: str | None = option(
+        "TOML file with nodes and edges; without --data: what it needs"
+    )
     nodes: int | None = option("train on a ring of this many nodes")
-    parts: int | None = option("processes that share the nodes (default: one for each node)")
+    parts: int | None = option(
+        "processes that share the nodes (default: one for each node)"
+    )
     restarts: int | None = option("start again this many times after a process is lost")
-    out: str | None = option("folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)")
+    out: str | None = option(
+        "folder of the run (default: runs/GRAPH-DATA-NETWORK-LAYERS-SEED)"
+    )
     resume: bool = option("go on with the run in the folder", False)
     overwrite: bool = option("replace the run in the folder", False)
     json: bool = option("print one JSON object", False)
@@ -261,13 +323,17 @@ def read_options(path: str | os.PathLike[str], table: str = "train") -> dict[str
         raise CheckpointError(f"{path} is not a TOML file: {error}.") from error
     options = content.get(table)
     if not isinstance(options, dict):
-        raise OptionError(f"{path} has no table [{table}]; write the options below that line.")
+        raise OptionError(
+            f"{path} has no table [{table}]; write the options below that line."
+        )
     return {name.replace("-", "_"): value for name, value in options.items()}
 
 
 def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
     """Write options as a TOML file with one table."""
-    from hdnn.io import write_atomically  # it imports torch, which the help need not wait for
+    from hdnn.io import (
+        write_atomically,
+    )  # it imports torch, which the help need not wait for
 
     lines = [f"[{table}]"]
     for name, value in options.items():
@@ -277,7 +343,9 @@ def write_options(path: Path, table: str, options: Mapping[str, Any]) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        entries = [f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()]
+        entries = [
+            f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()
+        ]
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(entry) for entry in value) + "]"

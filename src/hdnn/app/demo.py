@@ -19,12 +19,18 @@ from hdnn.errors import CheckpointError
 
 
 def run(
-    *, layers: int = 64, epochs: int | None = None, seed: int = 0, out: str = "runs/demo"
+    *,
+    layers: int = 64,
+    epochs: int | None = None,
+    seed: int = 0,
+    out: str = "runs/demo",
 ) -> dict[str, Any]:
     """Train, certify, draw and save; the results as JSON can hold them."""
     start = time.perf_counter()
     options = {"data": "swiss_roll", "layers": layers, "epochs": epochs, "seed": seed}
-    job = PlaneJob(TableConfig.build({k: v for k, v in options.items() if v is not None}))
+    job = PlaneJob(
+        TableConfig.build({k: v for k, v in options.items() if v is not None})
+    )
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

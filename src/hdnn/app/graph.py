@@ -50,7 +50,12 @@ def launch(values: Mapping[str, Any]) -> dict[str, Any]:
     def start(tell: Any, **options: Any) -> dict[str, Any]:
         restarts = values.get("restarts", 0)
         return distributed.launch(
-            job.graph, job.data, processes=parts, restarts=restarts, tell=tell, **options
+            job.graph,
+            job.data,
+            processes=parts,
+            restarts=restarts,
+            tell=tell,
+            **options,
         )
 
     return job.run(start, show)
@@ -80,12 +85,18 @@ class GraphJob:
         options = all_options(LaunchOptions, RunOptions)
         for name in values:
             if name not in GRAPH_OPTIONS and name not in options:
-                raise OptionError(f"--{name.replace('_', '-')} is not for a training on a graph.")
+                raise OptionError(
+                    f"--{name.replace('_', '-')} is not for a training on a graph."
+                )
         if "resume" in values and "overwrite" in values:
-            raise OptionError("--resume goes on with a run and --overwrite replaces it; give one.")
+            raise OptionError(
+                "--resume goes on with a run and --overwrite replaces it; give one."
+            )
         self.resume = "resume" in values
         self.overwrite = "overwrite" in values
-        self.config = {name: value for name, value in values.items() if name in GRAPH_OPTIONS}
+        self.config = {
+            name: value for name, value in values.items() if name in GRAPH_OPTIONS
+        }
         self.graph = self.read_graph(values)
         self.graph.check()
         for name, value in DEFAULTS.items():
@@ -98,7 +109,9 @@ class GraphJob:
             if not os.path.isdir(self.data):
                 self.read_table()
         name = Path(values.get("graph", f"ring{self.graph.nodes}")).stem
-        self.folder = Run(values.get("out") or Path("runs") / self.run_name(plain_name(name)))
+        self.folder = Run(
+            values.get("out") or Path("runs") / self.run_name(plain_name(name))
+        )
         if not (self.resume or self.overwrite):
             self.folder.check_free()
 
@@ -109,12 +122,16 @@ class GraphJob:
             run = Run(out)
             run.check_same(self.config)
             options = run.options()
-            self.config = {name: v for name, v in options.items() if name in GRAPH_OPTIONS}
+            self.config = {
+                name: v for name, v in options.items() if name in GRAPH_OPTIONS
+            }
             return Graph.of(options["graph"])
         if "graph" in values:
             graph = Graph.read(values["graph"])
             if values.get("nodes", graph.nodes) != graph.nodes:
-                raise OptionError(f"{values['graph']} has {graph.nodes} nodes; leave out --nodes.")
+                raise OptionError(
+                    f"{values['graph']} has {graph.nodes} nodes; leave out --nodes."
+                )
             return graph
         if "nodes" in values:
             return Graph.ring(values["nodes"])
@@ -154,7 +171,13 @@ class GraphJob:
         if self.placement:
             own["placement"] = self.placement
         folder = os.path.abspath(self.folder.training_folder)
-        return {**own, "step": step, "folder": folder, "resume": self.resume, "gather": True}
+        return {
+            **own,
+            "step": step,
+            "folder": folder,
+            "resume": self.resume,
+            "gather": True,
+        }
 
     def run(self, start: Any, show: bool) -> dict[str, Any]:
         """Start the training, and write the run like any other."""
@@ -162,7 +185,9 @@ class GraphJob:
         if self.resume and run.complete:
             return run.metrics()
         options = {**self.config, "graph": self.graph.table()}
-        with run.opened("launch", options, resume=self.resume, overwrite=self.overwrite):
+        with run.opened(
+            "launch", options, resume=self.resume, overwrite=self.overwrite
+        ):
             if self.problem is not None:
                 self.data = str(run.training_folder / "data")
                 self.write_nodes()
@@ -171,14 +196,22 @@ class GraphJob:
 
                 def tell(state: dict[str, Any]) -> None:
                     if show and "epoch" in state:
-                        line.update(state["epoch"], f"loss {state.get('loss', math.nan):.4f}")
+                        line.update(
+                            state["epoch"], f"loss {state.get('loss', math.nan):.4f}"
+                        )
 
                 metrics = start(tell, **self.options())
             model = io.load(run.training_folder / "model.safetensors")
-            metrics |= {"run": str(run.folder), "network": repr(model.net), **self.measure(model)}
+            metrics |= {
+                "run": str(run.folder),
+                "network": repr(model.net),
+                **self.measure(model),
+            }
             metrics["versions"] = {"hdnn": __version__}
             problem = self.rows()
-            io.save(model, run.model_file, note=None if problem is None else problem.note())
+            io.save(
+                model, run.model_file, note=None if problem is None else problem.note()
+            )
             metrics.pop("model", None)
             metrics["pictures"] = draw(lambda: self.pictures(metrics), run.folder)
             io.write_json(run.metrics_file, metrics)
@@ -200,7 +233,9 @@ class GraphJob:
     def rows(self) -> Problem | None:
         """The data of the whole model, where they are not node files."""
         if self.data in PLANAR_SETS:
-            return load(TableConfig.build({"data": self.data, "seed": self.config["seed"]}))
+            return load(
+                TableConfig.build({"data": self.data, "seed": self.config["seed"]})
+            )
         return self.problem
 
     def measure(self, model: Any) -> dict[str, Any]:
@@ -235,7 +270,9 @@ def needs(graph: Graph) -> dict[str, Any]:
 def text(result: Mapping[str, Any]) -> str:
     """A result for people."""
     if "certificate" not in result:
-        lines = [f"{name.replace('_', ' '):<16} {value}" for name, value in result.items()]
+        lines = [
+            f"{name.replace('_', ' '):<16} {value}" for name, value in result.items()
+        ]
         return "\n".join(lines)
     lines = [
         f"{'network':<16} {result['network']} on {result['nodes']} nodes",

@@ -33,7 +33,9 @@ def about() -> dict[str, dict[str, str]]:
     versions = {"hdnn": __version__, "python": platform.python_version()}
     for name in CORE:
         versions[name] = importlib.metadata.version(name)
-    devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch"}
+    devices = {
+        "cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of PyTorch"
+    }
     for index in range(torch.cuda.device_count()):
         devices[f"cuda:{index}"] = torch.cuda.get_device_name(index)
     if len(devices) == 1:

@@ -17,7 +17,14 @@ from hdnn.app.runs import Run, members
 from hdnn.app.scores import evaluate, outputs, score_lines
 from hdnn.errors import CheckpointError, DataError, OptionError
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that begins so
+FORMULA = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+)  # a spreadsheet would run a text that begins so
 ANSWERS = ("predictions", "probabilities", "agreement", "spread")
 
 
@@ -33,9 +40,15 @@ def run(folder: str, data: str, *, proba: bool = False) -> dict[str, Any]:
         answers.append(_answers(each, data))
     first, truth, target = answers[0]
     if any(other[2].classes != target.classes for other in answers):
-        raise CheckpointError(f"the runs in {folder} predict different classes; they have no mean.")
+        raise CheckpointError(
+            f"the runs in {folder} predict different classes; they have no mean."
+        )
     each = np.stack([answer for answer, _, _ in answers])
-    result = {"rows": len(first), "target": target.name, **_combined(each, target, proba)}
+    result = {
+        "rows": len(first),
+        "target": target.name,
+        **_combined(each, target, proba),
+    }
     if truth is not None:
         common = runs[0].metrics()["common"]
         result |= evaluate(each.mean(0), truth, target.classes, common)
@@ -56,7 +69,9 @@ def _combined(each: np.ndarray, target: Any, proba: bool) -> dict[str, Any]:
     chosen = mean.argmax(1)
     result["predictions"] = [target.classes[label] for label in chosen]
     if proba:
-        result["probabilities"] = dict(zip(target.classes, mean.T.tolist(), strict=True))
+        result["probabilities"] = dict(
+            zip(target.classes, mean.T.tolist(), strict=True)
+        )
     if len(each) > 1:
         result["agreement"] = (each.argmax(2) == chosen).mean(0).tolist()
     return result
@@ -67,7 +82,9 @@ def _answers(run: Run, data: str) -> tuple[np.ndarray, np.ndarray | None, Any]:
     model = run.model()
     if run.options()["data"] in IMAGE_SETS:
         if data not in IMAGE_SETS:
-            raise OptionError(f"the run is about images; give mnist or cifar10, not {data}.")
+            raise OptionError(
+                f"the run is about images; give mnist or cifar10, not {data}."
+            )
         images = train.load_images(data)
         dtype = next(model.parameters()).dtype
         x = images.normalised(images.images_test, dtype)
@@ -93,7 +110,11 @@ def read_rows(data: str, seed: int) -> Any:
         return tables.read(data)
     points = planar.load(data, seed=seed)
     x = points.x_test.double()
-    columns = {"x1": x[:, 0].numpy(), "x2": x[:, 1].numpy(), "class": points.t_test.numpy()}
+    columns = {
+        "x1": x[:, 0].numpy(),
+        "x2": x[:, 1].numpy(),
+        "class": points.t_test.numpy(),
+    }
     return tables.pd.DataFrame(columns)
 
 
@@ -105,7 +126,9 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     """One or two lines for people."""
     by = f" by {result['runs']} runs together" if "runs" in result else ""
-    lines = [f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"]
+    lines = [
+        f"{result['rows']} predictions of {result['target']}{by} in {result['out']}"
+    ]
     lines += score_lines(result)
     return "\n".join(lines)
 
@@ -169,5 +192,9 @@ def _inputs(data: str, run: Run | None) -> np.ndarray:
     if run is not None:
         encoder, _ = run.columns()
         return encoder.transform(read_rows(data, run.options().get("seed", 0)))
-    frame = read_rows(data, 0).select_dtypes("number").drop(columns="class", errors="ignore")
+    frame = (
+        read_rows(data, 0)
+        .select_dtypes("number")
+        .drop(columns="class", errors="ignore")
+    )
     return frame.to_numpy("float64", copy=True)

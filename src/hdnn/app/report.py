@@ -72,7 +72,10 @@ class RunOnPage:
         except HDNNError as error:
             self.fault = str(error)
         self.pictures = [
-            (PICTURES.get(path.stem, path.stem), base64.b64encode(path.read_bytes()).decode())
+            (
+                PICTURES.get(path.stem, path.stem),
+                base64.b64encode(path.read_bytes()).decode(),
+            )
             for path in sorted(run.folder.glob("*.png"))
         ]
         self.certificate: dict[str, Any] = self.metrics.get("certificate") or {}
@@ -102,7 +105,9 @@ class RunOnPage:
     @property
     def smallest_norm(self) -> str:
         norm = self.certificate.get("smallest_norm")
-        return "" if norm is None else f"{int(norm * 1e4) / 1e4:g}"  # never rounded up to 1
+        return (
+            "" if norm is None else f"{int(norm * 1e4) / 1e4:g}"
+        )  # never rounded up to 1
 
     @property
     def confusion(self) -> dict[str, Any] | None:

@@ -70,7 +70,9 @@ class Run:
         """The results, with the folder in which they are now."""
         metrics = io.read_json(self.metrics_file)
         if not isinstance(metrics, dict):
-            raise CheckpointError(f"{self.metrics_file} is damaged: it is not a JSON object.")
+            raise CheckpointError(
+                f"{self.metrics_file} is damaged: it is not a JSON object."
+            )
         return {**metrics, "run": str(self.folder)}
 
     def model(self) -> Any:
@@ -84,15 +86,21 @@ class Run:
 
         note = io.load_tensors(self.model_file)[1].get("note")
         if not isinstance(note, dict) or not {"inputs", "target"} <= note.keys():
-            raise CheckpointError(f"{self.model_file} does not say which columns it takes.")
+            raise CheckpointError(
+                f"{self.model_file} does not say which columns it takes."
+            )
         return Encoder(**note["inputs"]), Target(**note["target"])
 
     def check_complete(self) -> None:
         """Refuse a folder without a run, or with one that has not ended."""
         if not self.exists:
-            raise CheckpointError(f"{self.folder} holds no run: there is no config.toml in it.")
+            raise CheckpointError(
+                f"{self.folder} holds no run: there is no config.toml in it."
+            )
         if not self.complete:
-            raise CheckpointError(f"the run in {self.folder} has not ended; {self.how_to_resume}")
+            raise CheckpointError(
+                f"the run in {self.folder} has not ended; {self.how_to_resume}"
+            )
 
     def check_free(self) -> None:
         """Refuse a folder that holds anything."""
@@ -101,8 +109,12 @@ class Run:
                 f"{self.folder} holds a run; go on with it (--resume), replace it (--overwrite), "
                 "or choose another folder with --out."
             )
-        if self.folder.is_file() or (self.folder.is_dir() and any(self.folder.iterdir())):
-            raise CheckpointError(f"{self.folder} is not empty; choose another folder with --out.")
+        if self.folder.is_file() or (
+            self.folder.is_dir() and any(self.folder.iterdir())
+        ):
+            raise CheckpointError(
+                f"{self.folder} is not empty; choose another folder with --out."
+            )
 
     def check_same(self, values: Mapping[str, Any]) -> None:
         """Refuse to resume with options that are not those of the run."""
@@ -135,7 +147,9 @@ class Run:
     @property
     def how_to_resume(self) -> str:
         command = "launch" if self.of_graph else "train"
-        return f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
+        return (
+            f"go on with: hdnn {command} --resume --out {shlex.quote(str(self.folder))}"
+        )
 
     @contextmanager
     def opened(
@@ -145,7 +159,9 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"cannot make {self.folder}: {error.strerror}.") from error
+            raise CheckpointError(
+                f"cannot make {self.folder}: {error.strerror}."
+            ) from error
         with io.lock(self.folder):
             fresh = not (resume and self.exists)
             if overwrite:
@@ -180,9 +196,13 @@ def find_runs(folders: Sequence[str]) -> list[Run]:
     runs = {}
     for folder in folders:
         if not os.path.isdir(folder):
-            raise CheckpointError(f"{folder} is not a folder; name runs, or a folder of runs.")
+            raise CheckpointError(
+                f"{folder} is not a folder; name runs, or a folder of runs."
+            )
         for path in sorted(Path(folder).rglob("config.toml")):
             runs[path.parent.resolve()] = Run(path.parent)
     if not runs:
-        raise CheckpointError(f"there is no run in {', '.join(folders)}; start with hdnn train.")
+        raise CheckpointError(
+            f"there is no run in {', '.join(folders)}; start with hdnn train."
+        )
     return list(runs.values())

@@ -78,5 +78,7 @@ def score_lines(result: Mapping[str, Any], prefix: str = "") -> list[str]:
     if lines and "baseline" in result:
         lines[0] += f" ({result['baseline']})"
     if result.get("never_predicted"):
-        lines.append(f"{'never predicted':<16} {', '.join(result['never_predicted'][:20])}")
+        lines.append(
+            f"{'never predicted':<16} {', '.join(result['never_predicted'][:20])}"
+        )
     return lines

@@ -49,7 +49,15 @@ PLANAR: dict[str, Any] = {
     "smoothness": 5e-4,
 }
 FIT_OPTIONS = (
-    *("epochs", "batch", "learning_rate", "weight_decay", "solver", "ridge", "smoothness"),
+    *(
+        "epochs",
+        "batch",
+        "learning_rate",
+        "weight_decay",
+        "solver",
+        "ridge",
+        "smoothness",
+    ),
     *("patience", "seed"),
 )
 STEPS = 20  # in an epoch of few images
@@ -75,8 +83,14 @@ def plan(values: Mapping[str, Any]) -> list[tuple[AnyConfig, Run]]:
     if "config" in options:
         options = {**read_options(options["config"]), **options}
     if "resume" in options and "overwrite" in options:
-        raise OptionError("--resume goes on with a run and --overwrite replaces it; give one.")
-    own = {name: value for name, value in options.items() if name not in all_options(RunOptions)}
+        raise OptionError(
+            "--resume goes on with a run and --overwrite replaces it; give one."
+        )
+    own = {
+        name: value
+        for name, value in options.items()
+        if name not in all_options(RunOptions)
+    }
     resume = "resume" in options
     out = options.get("out")
     count = options.get("seeds", 1)
@@ -189,7 +203,9 @@ class Problem:
         """Scores on training and test rows; baseline and confusion table on the test rows."""
         target = self.target
         train = self.truth(self.t)
-        common = int(np.bincount(train).argmax()) if target.classes else float(train.mean())
+        common = (
+            int(np.bincount(train).argmax()) if target.classes else float(train.mean())
+        )
         metrics: dict[str, Any] = {
             "task": target.task,
             "inputs": len(self.encoder.names),
@@ -233,7 +249,9 @@ def load_table(config: TableConfig) -> Problem:
     inputs = frame.drop(columns=[target.name, *config.drop])
     labels = target.encode(frame)
     share = 0.2 if config.test_fraction is None else config.test_fraction
-    train, test = tables.hold_out(labels, share, config.seed, classes=bool(target.classes))
+    train, test = tables.hold_out(
+        labels, share, config.seed, classes=bool(target.classes)
+    )
     encoder = tables.Encoder.fit(inputs.iloc[train], categorical=config.categorical)
     if not target.classes:  # its units are those of the training rows
         target = tables.Target.fit(frame.iloc[train], config.target, "regression")
@@ -263,7 +281,11 @@ class PlaneJob:
 
     def __init__(self, config: TableConfig) -> None:
         self.problem = load(config)
-        chosen = {name: value for name, value in PLANAR.items() if getattr(config, name) is None}
+        chosen = {
+            name: value
+            for name, value in PLANAR.items()
+            if getattr(config, name) is None
+        }
         if config.network == "mlp":
             chosen.pop("T", None)
         self.config = replace(config, **chosen)
@@ -299,7 +321,9 @@ class PlaneJob:
     def certify(self) -> Any:
         where = "test points" if len(self.problem.x_test) else "training points"
         samples = MANY if self.model.net.features <= SMALL else FEW
-        return analysis.certify(self.model, self.problem.points, samples=samples, points=where)
+        return analysis.certify(
+            self.model, self.problem.points, samples=samples, points=where
+        )
 
     def note(self) -> dict[str, Any]:
         return self.problem.note()
@@ -314,7 +338,9 @@ class PlaneJob:
     def pictures(self, certificate: Any) -> dict[str, Any]:
         axes = {"training": plotting.training_history(self.history)}
         if self.problem.plane is not None:
-            axes["decision_regions"] = plotting.decision_regions(self.model, self.problem.plane)
+            axes["decision_regions"] = plotting.decision_regions(
+                self.model, self.problem.plane
+            )
         if certificate.by_layer:
             axes["norms"] = certificate.plot()
         return axes
@@ -356,8 +382,14 @@ class TableJob(PlaneJob):
         if config.validation:
             rows, self.held_out = self.estimator._hold_out(rows, config.validation)
             options["validation"] = self.held_out
-        options |= {"folder": folder, "resume": folder is not None, "progress": progress}
-        self.history = self.estimator._train(self.model, rows, config.weight_decay, **options)
+        options |= {
+            "folder": folder,
+            "resume": folder is not None,
+            "progress": progress,
+        }
+        self.history = self.estimator._train(
+            self.model, rows, config.weight_decay, **options
+        )
         self.model.to("cpu")
 
 
@@ -366,11 +398,22 @@ def estimator(config: TableConfig, problem: Problem) -> Any:
     from hdnn.estimators import HDNNClassifier, HDNNRegressor
 
     names = (
-        *("network", "layers", "features", "activation", "T", "epochs", "batch", "learning_rate"),
+        *(
+            "network",
+            "layers",
+            "features",
+            "activation",
+            "T",
+            "epochs",
+            "batch",
+            "learning_rate",
+        ),
         *("weight_decay", "ridge", "smoothness", "categorical", "device"),
     )
     options = {name: getattr(config, name) for name in names}
-    options = {name: value for name, value in options.items() if value not in (None, [])}
+    options = {
+        name: value for name, value in options.items() if value not in (None, [])
+    }
     weights = config.weights()
     if weights is not None:
         options["class_weight"] = _by_label(weights, problem.target)
@@ -471,7 +514,9 @@ class ImageJob:
         """The certificate of the Hamiltonian parts; None if there are none."""
         x = self.data.normalised(self.data.images_test[:100], torch.float32)
         try:
-            return analysis.certify(self.model, x, points=f"test images of {self.data.name}")
+            return analysis.certify(
+                self.model, x, points=f"test images of {self.data.name}"
+            )
         except OptionError:
             return None
 
@@ -538,7 +583,9 @@ def spread(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def text(result: Mapping[str, Any]) -> str:
     """A result for people."""
     if "runs" in result:
-        lines = [f"{each['run']}: {score_lines(each, 'test_')[0]}" for each in result["runs"]]
+        lines = [
+            f"{each['run']}: {score_lines(each, 'test_')[0]}" for each in result["runs"]
+        ]
         for name, values in result["summary"].items():
             shown = {key: score_text(name, value) for key, value in values.items()}
             label = name.replace("_", " ")

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hdnn.control.loop import ClosedLoop
 
 ROUNDING = 1e-12  # in float64: relative errors below it are rounding
-LARGEST = 512  # states of all agents together, up to which norms of dy_T/dy_t are computed
+LARGEST = (
+    512  # states of all agents together, up to which norms of dy_T/dy_t are computed
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +54,17 @@ def balance(
     p = plant.states
     t = torch.arange(len(middles), device=states.device)
     odd = (t % 2 == 1).view(-1, *[1] * (states.ndim - 1))
-    first = torch.where(odd, middles, states[:-1])  # the ends of the agents' own substeps
+    first = torch.where(
+        odd, middles, states[:-1]
+    )  # the ends of the agents' own substeps
     second = torch.where(odd, states[1:], middles)
     before = loop.energy(states[:-1], t)
     after = loop.energy(states[1:], t)
 
     rows = plant.rows(first[..., :p]), plant.rows(second[..., :p])
-    chords = plant.weights.to(states) * implicit.chord(activations.by_row(plant.activation), *rows)
+    chords = plant.weights.to(states) * implicit.chord(
+        activations.by_row(plant.activation), *rows
+    )
     f = _times(plant.A.mT.to(states), chords)
     tanh = activations.get("tanh")
     rows = controller.rows(first[..., p:], t), controller.rows(second[..., p:], t)
@@ -75,7 +81,12 @@ def balance(
     xi = states[1:-1, ..., p:]
     old = controller.rows(xi, t[:-1])
     new = controller.rows(xi, t[1:])
-    sizes = _terms(loop, states[:-1], t) + _terms(loop, states[1:], t) + lost + supplied.abs()
+    sizes = (
+        _terms(loop, states[:-1], t)
+        + _terms(loop, states[1:], t)
+        + lost
+        + supplied.abs()
+    )
     return Balance(
         before=before,
         after=after,
@@ -169,7 +180,9 @@ class LoopCertificate:
         return self.summary
 
 
-def certify(loop: ClosedLoop, y: Tensor, horizons: int, samples: int) -> LoopCertificate:
+def certify(
+    loop: ClosedLoop, y: Tensor, horizons: int, samples: int
+) -> LoopCertificate:
     """As `ClosedLoop.certify`."""
     checked = loop.balance(y, horizons)
     y = y.reshape(-1, *y.shape[-2:])
@@ -205,4 +218,6 @@ def _norms(loop: ClosedLoop, y: Tensor) -> Tensor:
         states.append(loop.run(states[-1], 1, t)[0][1])
     rows = torch.eye(size).to(states[0]).view(size, *y.shape)
     gradients = torch.autograd.grad(states[-1], states[:-1], rows)
-    return torch.stack([torch.linalg.matrix_norm(g.reshape(size, size), 2) for g in gradients])
+    return torch.stack(
+        [torch.linalg.matrix_norm(g.reshape(size, size), 2) for g in gradients]
+    )

@@ -131,7 +131,9 @@ class Controller(nn.Module):
 
 def _canonical(c: int) -> Tensor:
     if c % 2:
-        raise ShapeError(f"states must be even (positions and momenta), but is {c}; or give a J.")
+        raise ShapeError(
+            f"states must be even (positions and momenta), but is {c}; or give a J."
+        )
     identity = torch.eye(c // 2, dtype=torch.float64)
     zero = torch.zeros_like(identity)
     return torch.cat([torch.cat([zero, identity], 1), torch.cat([-identity, zero], 1)])

@@ -65,7 +65,9 @@ class Cost:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise OptionError(f"{name} must be >= 0, but is {getattr(self, name)}.")
         if not 0 < self.discount <= 1:
-            raise OptionError(f"discount must be above 0, at most 1, but is {self.discount}.")
+            raise OptionError(
+                f"discount must be above 0, at most 1, but is {self.discount}."
+            )
 
     def __call__(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         """The cost of a trajectory `(steps + 1, *batch, N, n)` from step 0 on."""
@@ -90,13 +92,18 @@ class Cost:
     def _state(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         apart = trajectory[..., : loop.plant.states] - loop.plant.rest().to(trajectory)
         squares = apart.square().sum((-2, -1)).reshape(len(trajectory), -1).mean(1)
-        left = loop.controller.steps - torch.arange(len(trajectory), device=squares.device)
+        left = loop.controller.steps - torch.arange(
+            len(trajectory), device=squares.device
+        )
         discounts = self.discount ** (loop.step * left.clamp(min=0).to(squares))
         return loop.step * (discounts * squares).sum()
 
     def _effort(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         inputs = loop.inputs(trajectory)
-        return loop.step * inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1).sum()
+        return (
+            loop.step
+            * inputs.square().sum((-2, -1)).reshape(len(inputs), -1).mean(1).sum()
+        )
 
     def _barrier(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         squares = squared_distances(trajectory, self.dimensions, self.pairs)
@@ -107,7 +114,10 @@ class Cost:
 
     def _smoothness(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         controller = loop.controller
-        return controller.K.diff(dim=0).square().sum() + controller.b.diff(dim=0).square().sum()
+        return (
+            controller.K.diff(dim=0).square().sum()
+            + controller.b.diff(dim=0).square().sum()
+        )
 
     def _end(self, loop: ClosedLoop, trajectory: Tensor) -> Tensor:
         return loop.energy(trajectory[-1], len(trajectory) - 2).mean()
@@ -118,7 +128,11 @@ class Cost:
 
 
 def collisions(
-    trajectory: Tensor, distance: float = 0.5, *, dimensions: int = 2, pairs: Pairs | None = None
+    trajectory: Tensor,
+    distance: float = 0.5,
+    *,
+    dimensions: int = 2,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """True for each sample in which two agents come closer than a distance, `(*batch,)`.
 
@@ -145,10 +159,14 @@ def squared_distances(y: Tensor, dimensions: int, pairs: Pairs | None) -> Tensor
     """Squared distances of pairs of agents in states `(*batch, N, n)`: `(*batch, pairs)`."""
     N, n = y.shape[-2:]
     if not 1 <= dimensions <= n:
-        raise ShapeError(f"an agent has {n} states, so that {dimensions} are not a position.")
+        raise ShapeError(
+            f"an agent has {n} states, so that {dimensions} are not a position."
+        )
     if pairs is None:
         i, k = torch.triu_indices(N, N, 1, device=y.device)
     else:
-        i, k = torch.tensor(pairs, dtype=torch.long, device=y.device).view(-1, 2).unbind(1)
+        i, k = (
+            torch.tensor(pairs, dtype=torch.long, device=y.device).view(-1, 2).unbind(1)
+        )
     q = y[..., :dimensions]
     return (q[..., i, :] - q[..., k, :]).square().sum(-1)

@@ -70,7 +70,9 @@ def trajectory(
 
 def _static(group: Substeps) -> tuple[np.ndarray, int]:
     """The entries that move, and the number of linear rows, which come first."""
-    return group.entries.contiguous().numpy(), sum(name == "identity" for name in group.rows)
+    return group.entries.contiguous().numpy(), sum(
+        name == "identity" for name in group.rows
+    )
 
 
 class _Loop(torch.autograd.Function):
@@ -86,14 +88,21 @@ class _Loop(torch.autograd.Function):
         saved = steps if any(ctx.needs_input_grad) else min(steps, 1)
         states = np.empty((steps + 1, S, D))
         middles = np.empty((steps, S, D))
-        traces = [np.empty((saved, S, len(index), 2, index.shape[1])) for index, _ in static]
+        traces = [
+            np.empty((saved, S, len(index), 2, index.shape[1])) for index, _ in static
+        ]
         states[0] = y.detach().numpy()
         force = push.detach().contiguous().numpy()
 
         def run(chunk: slice) -> int:
             parts = [trace[:, chunk] for trace in traces]
             return _forward(
-                states[:, chunk], middles[:, chunk], force[:, chunk], first, *parts, *arrays
+                states[:, chunk],
+                middles[:, chunk],
+                force[:, chunk],
+                first,
+                *parts,
+                *arrays,
             )
 
         failed = max(_in_threads(run, S), default=-1)
@@ -118,7 +127,9 @@ class _Loop(torch.autograd.Function):
         S, D = cotangents.shape[1:]
         g_y = np.zeros((S, D))
         g_push = np.zeros(push.shape)
-        partial = {chunk.start: [np.zeros(w.shape) for w in weights] for chunk in _chunks(S)}
+        partial = {
+            chunk.start: [np.zeros(w.shape) for w in weights] for chunk in _chunks(S)
+        }
 
         def run(chunk: slice) -> None:
             parts = [trace[:, chunk] for trace in ctx.traces]
@@ -194,7 +205,9 @@ def _chord(u, v):  # pragma: kernel
     else:  # the series of both functions
         q = half * half
         tail = q * (-1382 / 155925 + q * (21844 / 6081075))
-        ratio = 1 + q * (-1 / 3 + q * (2 / 15 + q * (-17 / 315 + q * (62 / 2835 + tail))))
+        ratio = 1 + q * (
+            -1 / 3 + q * (2 / 15 + q * (-17 / 315 + q * (62 / 2835 + tail)))
+        )
         w = t * ratio * half
         q = w * w
         tail = q * (1 / 9 + q * (1 / 11 + q * (1 / 13)))
@@ -248,7 +261,9 @@ def _scale(a, B, x, z, value, end, R, K):  # pragma: kernel
     for i in range(len(K)):
         terms = abs(x[i])
         for j in range(len(R)):
-            terms += abs(B[i, j]) * (abs(value[j]) + abs(end[j]) * (abs(a[j]) + abs(z[j])))
+            terms += abs(B[i, j]) * (
+                abs(value[j]) + abs(end[j]) * (abs(a[j]) + abs(z[j]))
+            )
         size = max(size, terms)
     return size
 
@@ -383,7 +398,14 @@ def _forward(
 ):  # pragma: kernel
     """All steps of some samples; the number of the step that failed, or -1."""
     steps, S, D = middles.shape
-    size = max(len(own[5]), len(own[6]), len(plant[5]), len(plant[6]), len(link[5]), len(link[6]))
+    size = max(
+        len(own[5]),
+        len(own[6]),
+        len(plant[5]),
+        len(plant[6]),
+        len(link[5]),
+        len(link[6]),
+    )
     work = np.empty((11, size))
     M = np.empty((size, size))
     nothing = np.empty(0)
@@ -398,14 +420,22 @@ def _forward(
             odd = t % 2 == 1
             fine = True
             if odd:
-                fine = _move(link, t, True, y, nothing, link_trace[at, s], keep, work, M)
-                fine &= _move(plant, t, True, y, nothing, plant_trace[at, s], keep, work, M)
+                fine = _move(
+                    link, t, True, y, nothing, link_trace[at, s], keep, work, M
+                )
+                fine &= _move(
+                    plant, t, True, y, nothing, plant_trace[at, s], keep, work, M
+                )
                 middles[n, s] = y
             fine &= _move(own, t, False, y, force, own_trace[at, s], keep, work, M)
             if not odd:
                 middles[n, s] = y
-                fine &= _move(plant, t, False, y, nothing, plant_trace[at, s], keep, work, M)
-                fine &= _move(link, t, False, y, nothing, link_trace[at, s], keep, work, M)
+                fine &= _move(
+                    plant, t, False, y, nothing, plant_trace[at, s], keep, work, M
+                )
+                fine &= _move(
+                    link, t, False, y, nothing, link_trace[at, s], keep, work, M
+                )
             if not fine:
                 return t
             states[n + 1, s] = y
@@ -463,7 +493,14 @@ def _backward(
     """The gradients of some samples, from those of all states."""
     steps = cotangents.shape[0] - 1
     S, D = g_y.shape
-    size = max(len(own[5]), len(own[6]), len(plant[5]), len(plant[6]), len(link[5]), len(link[6]))
+    size = max(
+        len(own[5]),
+        len(own[6]),
+        len(plant[5]),
+        len(plant[6]),
+        len(link[5]),
+        len(link[6]),
+    )
     work = np.empty((11, size))
     M = np.empty((size, size))
     nothing = np.empty(0)

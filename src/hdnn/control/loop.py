@@ -13,7 +13,13 @@ from hdnn.control.certificate import Balance, LoopCertificate, balance, certify
 from hdnn.control.controller import Controller
 from hdnn.control.plant import Plant
 from hdnn.control.step import System, system
-from hdnn.errors import ConvergenceError, OptionError, ShapeError, choose, positive_float
+from hdnn.errors import (
+    ConvergenceError,
+    OptionError,
+    ShapeError,
+    choose,
+    positive_float,
+)
 
 ENGINES = ("auto", "fused", "reference")
 
@@ -46,7 +52,12 @@ class ClosedLoop(nn.Module):
     """
 
     def __init__(
-        self, plant: Plant, controller: Controller, step: float = 0.05, *, engine: str | None = None
+        self,
+        plant: Plant,
+        controller: Controller,
+        step: float = 0.05,
+        *,
+        engine: str | None = None,
     ) -> None:
         super().__init__()
         for name in ("agents", "inputs"):
@@ -117,7 +128,9 @@ class ClosedLoop(nn.Module):
         shape = *batch, N, n
         return states.reshape(-1, *shape), middles.detach().reshape(-1, *shape)
 
-    def _trajectory(self, substeps: System, y: Tensor, *options) -> tuple[Tensor, Tensor]:
+    def _trajectory(
+        self, substeps: System, y: Tensor, *options
+    ) -> tuple[Tensor, Tensor]:
         engine = self.engine or engines.current().engine
         reason = kernel.unsupported_reason(y, substeps)
         if engine == "fused" and reason:
@@ -156,7 +169,9 @@ class ClosedLoop(nn.Module):
         t = torch.arange(len(xi), device=xi.device)
         rows = self.controller.rows(xi, t)
         K = self.controller.K[t.clamp(max=self.controller.steps - 1)]
-        ports = (K @ self.controller.G).view(len(t), *[1] * (xi.ndim - 3), *K.shape[1:-1], -1)
+        ports = (K @ self.controller.G).view(
+            len(t), *[1] * (xi.ndim - 3), *K.shape[1:-1], -1
+        )
         return -(ports.mT @ torch.tanh(rows).unsqueeze(-1)).squeeze(-1)
 
     @torch.no_grad()
@@ -172,7 +187,9 @@ class ClosedLoop(nn.Module):
             forces = torch.as_tensor(forces).to(states).expand(shape)
         return balance(self, states, middles, forces)
 
-    def certify(self, y: Tensor, horizons: int = 1, samples: int = 2) -> LoopCertificate:
+    def certify(
+        self, y: Tensor, horizons: int = 1, samples: int = 2
+    ) -> LoopCertificate:
         """Check the energy balance from the states y, and the gradients along the horizon.
 
         Args:

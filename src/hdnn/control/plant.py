@@ -85,7 +85,9 @@ class Plant(nn.Module):
         for name, (value, shape) in shapes.items():
             matrix = _matrix(name, value, len(shape))
             if matrix.shape != shape:
-                raise ShapeError(f"{name} must be {shape} to fit A, but is {tuple(matrix.shape)}.")
+                raise ShapeError(
+                    f"{name} must be {shape} to fit A, but is {tuple(matrix.shape)}."
+                )
             self.register_buffer(name, matrix)
         check_skew("J", self.J)
         _check_semidefinite(self.R)
@@ -93,7 +95,9 @@ class Plant(nn.Module):
             raise OptionError("weights must be >= 0, or the energy has no lower bound.")
         names = [activation] * r if isinstance(activation, str) else list(activation)
         if len(names) != r:
-            raise ShapeError(f"activation must be one name or {r} names, but got {activation!r}.")
+            raise ShapeError(
+                f"activation must be one name or {r} names, but got {activation!r}."
+            )
         self.activation = tuple(activations.get(name).name for name in names)
         self.links = edges(links, N)
         self.couplings = self._ordered(links)
@@ -133,7 +137,9 @@ class Plant(nn.Module):
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy of all agents together in the states `(*batch, N, p)`: `(*batch,)`."""
-        energies = self.weights.to(z) * activations.by_row(self.activation).integral(self.rows(z))
+        energies = self.weights.to(z) * activations.by_row(self.activation).integral(
+            self.rows(z)
+        )
         return energies.sum((-2, -1))
 
     def rest(self) -> Tensor:
@@ -151,7 +157,10 @@ class Plant(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """The arguments of the constructor that are not tensors."""
-        return {"links": [list(pair) for pair in self.links], "activation": list(self.activation)}
+        return {
+            "links": [list(pair) for pair in self.links],
+            "activation": list(self.activation),
+        }
 
     def constants(self) -> dict[str, Tensor]:
         """The arguments of the constructor that are tensors."""
@@ -268,7 +277,10 @@ def _chain(links, agents, inverse_mass, damping, coupling, spring) -> dict[str, 
     """Arguments of a plant of masses with a position, a momentum and the springs of links."""
     N = agents or max((max(pair) for pair in links), default=0) + 1
     pairs = edges(links, N)
-    owned = {pair: 2 + sum(i == pair[0] for i, _ in pairs[:e]) for e, pair in enumerate(pairs)}
+    owned = {
+        pair: 2 + sum(i == pair[0] for i, _ in pairs[:e])
+        for e, pair in enumerate(pairs)
+    }
     p = max(owned.values(), default=1) + 1
     A = torch.zeros(N, p, p, dtype=torch.float64)
     J = torch.zeros_like(A)
@@ -299,11 +311,17 @@ def edges(links: Any, agents: int) -> Edges:
     """
     if isinstance(links, Tensor):
         if links.shape != (agents, agents) or bool((links != links.mT).any()):
-            raise OptionError(f"links must be pairs, or a symmetric ({agents}, {agents}) matrix.")
+            raise OptionError(
+                f"links must be pairs, or a symmetric ({agents}, {agents}) matrix."
+            )
         links = links.triu(1).nonzero().tolist()
     pairs = set()
     for pair in links or ():
-        if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= i < agents for i in pair):
+        if (
+            len(pair) != 2
+            or pair[0] == pair[1]
+            or not all(0 <= i < agents for i in pair)
+        ):
             raise OptionError(
                 f"links must be pairs of two of the agents 0 .. {agents - 1}, but one is {pair!r}."
             )
@@ -315,7 +333,11 @@ def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Groups of pairs that share no agent: each pair joins the first group that it fits into."""
     groups: list[list[tuple[int, int]]] = []
     for pair in pairs:
-        free = [group for group in groups if not any(set(pair) & set(other) for other in group)]
+        free = [
+            group
+            for group in groups
+            if not any(set(pair) & set(other) for other in group)
+        ]
         if free:
             free[0].append(pair)
         else:
@@ -329,7 +351,9 @@ def colours(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def check_skew(name: str, J: Tensor) -> None:
     """Raise unless the matrices `(..., n, n)` are skew-symmetric, to rounding."""
     if bool(((J + J.mT).abs() > ROUNDING * J.abs().amax()).any()):
-        raise OptionError(f"{name} must be skew-symmetric; use ({name} - {name}.mT) / 2.")
+        raise OptionError(
+            f"{name} must be skew-symmetric; use ({name} - {name}.mT) / 2."
+        )
 
 
 def _check_semidefinite(R: Tensor) -> None:

@@ -55,13 +55,24 @@ class LoopProblem:
         N = self.loop.plant.agents
         p = self.loop.plant.states
         self.z = torch.as_tensor(self.z).detach().double()
-        self.xi = torch.as_tensor(self.xi).detach().double().expand(N, self.loop.controller.states)
+        self.xi = (
+            torch.as_tensor(self.xi)
+            .detach()
+            .double()
+            .expand(N, self.loop.controller.states)
+        )
         if self.z.shape != (N, p):
-            raise ShapeError(f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}.")
+            raise ShapeError(
+                f"z must be {(N, p)}, a row an agent, but is {tuple(self.z.shape)}."
+            )
         if not callable(self.cost):
-            raise OptionError(f"cost must be a function of loop and trajectory, not {self.cost!r}.")
+            raise OptionError(
+                f"cost must be a function of loop and trajectory, not {self.cost!r}."
+            )
         if bool(self._colliding(self.z[None]).any()):
-            raise DataError(f"agents start in a collision, closer than {self.collision:g}.")
+            raise DataError(
+                f"agents start in a collision, closer than {self.collision:g}."
+            )
 
     @property
     def dimensions(self) -> int:
@@ -72,7 +83,9 @@ class LoopProblem:
         """States of the loop at z and xi, `(N, n)`."""
         return self.loop.start(self.z, self.xi)
 
-    def starts(self, count: int, *, seed: int = 0, draw: int = 0, disc: bool = False) -> Tensor:
+    def starts(
+        self, count: int, *, seed: int = 0, draw: int = 0, disc: bool = False
+    ) -> Tensor:
         """Random states to start from: positions within the radius of z, all else as it is.
 
         A sample in which agents would collide from the start is drawn again.
@@ -91,7 +104,9 @@ class LoopProblem:
         again = torch.arange(count)
         for _ in range(TRIES):
             moves = torch.from_numpy(self._moves(source, len(again), disc))
-            z[again, :, : self.dimensions] = self.z[:, : self.dimensions] + self.radius * moves
+            z[again, :, : self.dimensions] = (
+                self.z[:, : self.dimensions] + self.radius * moves
+            )
             again = again[self._colliding(z[again])]
             if not len(again):
                 return self.loop.start(z, self.xi)
@@ -101,7 +116,11 @@ class LoopProblem:
         )
 
     def _moves(self, source: np.random.Generator, count: int, disc: bool) -> np.ndarray:
-        shape = count, self.loop.plant.agents, min(self.dimensions, self.loop.plant.states)
+        shape = (
+            count,
+            self.loop.plant.agents,
+            min(self.dimensions, self.loop.plant.states),
+        )
         if not disc:
             return source.uniform(-1, 1, shape)
         way = source.standard_normal(shape)
@@ -158,13 +177,17 @@ def crossing(
         order = torch.atan2(z[:, 1], z[:, 0]).argsort(stable=True).tolist()
         links = list(zip(order, order[1:] + order[:1], strict=True))
     with torch.random.fork_rng(devices=[]):
-        controller = Controller(12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0])
+        controller = Controller(
+            12, steps, links=links, dissipation=[0.0, 0.0, 12.0, 12.0]
+        )
     identity = torch.eye(2, dtype=torch.float64)
     time = horizon / steps * torch.arange(steps)
     push = torch.where(time < SWIRL, -2 * torch.cos(math.pi * time / 6), 0.0)
     aside = torch.stack([-z[:, 1], z[:, 0]], 1) / 3
     with torch.no_grad():
-        controller.K.copy_(torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4))
+        controller.K.copy_(
+            torch.block_diag(0.5 * identity, 2 * identity) + normal(12, 4, 4)
+        )
         controller.G.copy_(torch.cat([identity, 3 * identity]) + normal(12, 4, 2))
         controller.b[..., :2].copy_(push.view(-1, 1, 1) * aside)
         controller.C.copy_(normal(*controller.C.shape))

@@ -83,7 +83,9 @@ class System(NamedTuple):
                 y = self.plant_edges.solve(y, t)
                 y = self.controller_edges.solve(y, t)
             states.append(y)
-        return torch.stack(states), torch.stack(middles) if middles else y.new_zeros(0, *y.shape)
+        return torch.stack(states), torch.stack(middles) if middles else y.new_zeros(
+            0, *y.shape
+        )
 
 
 def system(loop: ClosedLoop) -> System:

@@ -76,8 +76,12 @@ class LoopTraining:
         self.seed = seed
         weights = [weight for weight in self.loop.parameters() if weight.requires_grad]
         if not weights:
-            raise OptionError("all weights of the controllers are frozen; nothing can be trained.")
-        self.optimizer = torch.optim.Adam(weights, lr=self.rate, betas=BETAS, fused=True)
+            raise OptionError(
+                "all weights of the controllers are frozen; nothing can be trained."
+            )
+        self.optimizer = torch.optim.Adam(
+            weights, lr=self.rate, betas=BETAS, fused=True
+        )
         self.history: dict[str, list[float]] = {}
         self.done = 0
         self.folder = folder
@@ -112,10 +116,16 @@ class LoopTraining:
         last = self.iterations if until is None else min(until, self.iterations)
         saved = time.monotonic()
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # idle threads of PyTorch would spin on the kernel's cores
+        torch.set_num_threads(
+            1
+        )  # idle threads of PyTorch would spin on the kernel's cores
         try:
             with ExitStack() as stack:
-                line = stack.enter_context(Progress("training", last)) if progress else None
+                line = (
+                    stack.enter_context(Progress("training", last))
+                    if progress
+                    else None
+                )
                 if self.folder is not None:
                     checkpoint.open_folder(self.folder, True, stack)
                 while self.done < last:
@@ -160,7 +170,9 @@ class LoopTraining:
         self.done += 1
         numbers = {"cost": value, **terms, "rate": rate}
         if self.loop.plant.agents > 1:
-            squares = squared_distances(trajectory.detach(), self.problem.dimensions, None)
+            squares = squared_distances(
+                trajectory.detach(), self.problem.dimensions, None
+            )
             numbers["distance"] = float(squares.amin()) ** 0.5
         for name, number in numbers.items():
             self.history.setdefault(name, []).append(number)

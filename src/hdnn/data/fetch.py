@@ -54,7 +54,9 @@ def download(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
         try:
             torch.hub.download_url_to_file(url, str(path), hash_prefix=sha256)
         except (OSError, RuntimeError) as error:
-            raise DataError(f"cannot download {url} ({error}); try again later.") from error
+            raise DataError(
+                f"cannot download {url} ({error}); try again later."
+            ) from error
     return place
 
 

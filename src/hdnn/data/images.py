@@ -69,8 +69,15 @@ class ImageData:
     remark: str = ""
 
     def __post_init__(self) -> None:
-        for images, t in ((self.images_train, self.t_train), (self.images_test, self.t_test)):
-            if images.dtype != torch.uint8 or images.ndim != 4 or t.shape != images.shape[:1]:
+        for images, t in (
+            (self.images_train, self.t_train),
+            (self.images_test, self.t_test),
+        ):
+            if (
+                images.dtype != torch.uint8
+                or images.ndim != 4
+                or t.shape != images.shape[:1]
+            ):
                 raise DataError(
                     f"{self.name}: images must be torch.uint8 of shape (B, C, H, W) with labels "
                     f"(B,), but are {images.dtype} of {tuple(images.shape)} and {tuple(t.shape)}."
@@ -101,7 +108,9 @@ class ImageData:
         wide = torch.promote_types(dtype, torch.float32)
         channels = []
         # By numbers, not tensors: nothing is copied to the device, and a CUDA graph can record it.
-        for pixels, mean, std in zip(images.unbind(-3), self.mean, self.std, strict=True):
+        for pixels, mean, std in zip(
+            images.unbind(-3), self.mean, self.std, strict=True
+        ):
             channels.append((pixels.to(wide) - 255 * mean) / (255 * std))
         return torch.stack(channels, -3).to(dtype)
 
@@ -112,7 +121,9 @@ class ImageData:
         """
         total = len(self.t_train)
         if not 0 < count < total:
-            raise DataError(f"count must lie between 1 and {total - 1}, but is {count}.")
+            raise DataError(
+                f"count must lie between 1 and {total - 1}, but is {count}."
+            )
         t = self.t_train.numpy(force=True)
         labels, sizes = np.unique(t, return_counts=True)
         shares, remainders = np.divmod(count * sizes, total)
@@ -177,10 +188,14 @@ def augment(images: Tensor, shifts: Tensor, flips: Tensor, *, pad: int = 4) -> T
     i = torch.arange(height, device=images.device) + shifts[:, :1] - pad
     j = torch.arange(width, device=images.device)
     j = torch.where(flips[:, None], width - 1 - j, j) + shifts[:, 1:] - pad
-    source = i.clamp(0, height - 1)[:, :, None] * width + j.clamp(0, width - 1)[:, None, :]
+    source = (
+        i.clamp(0, height - 1)[:, :, None] * width + j.clamp(0, width - 1)[:, None, :]
+    )
     source = source.view(count, 1, -1).expand(-1, channels, -1)
     cropped = images.flatten(2).gather(2, source).view(images.shape)
-    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[:, None, :]
+    inside = ((i >= 0) & (i < height))[:, :, None] & ((j >= 0) & (j < width))[
+        :, None, :
+    ]
     return torch.where(inside[:, None], cropped, torch.zeros_like(cropped))
 
 
@@ -218,12 +233,16 @@ def load_mnist(folder: str | os.PathLike[str] | None = None) -> ImageData:
     home = data_folder(folder)
     tensors = []
     for name, (shape, sha256) in MNIST.items():
-        path = _find(home, "mnist", (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz"))
+        path = _find(
+            home, "mnist", (f"mnist/{name}", f"mnist/{name}.gz", name, f"{name}.gz")
+        )
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 content = file.read()
         except BROKEN as error:
-            raise DataError(f"{path} cannot be read ({error}); download it again.") from error
+            raise DataError(
+                f"{path} cannot be read ({error}); download it again."
+            ) from error
         _check(path, content, sha256)
         header = 16 if len(shape) > 1 else 8
         values = np.frombuffer(content, np.uint8, offset=header).reshape(shape)
@@ -279,7 +298,11 @@ BATCHES = {  # SHA-256 of the binary files; the last is for testing
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 BINARY = ("cifar-10-binary.tar.gz", "cifar-10-batches-bin")
-IMAGES = ("cifar10-png", "cifar10-jpeg", "cifar10")  # folders, or archives with these endings:
+IMAGES = (
+    "cifar10-png",
+    "cifar10-jpeg",
+    "cifar10",
+)  # folders, or archives with these endings:
 TARS = ("", ".tar", ".tar.xz", ".tar.gz")
 
 
@@ -300,9 +323,13 @@ def load_cifar10(
     images = tuple(name + ending for ending in TARS for name in IMAGES)
     path = _find(home, "cifar10", BINARY + images)
     try:
-        return _from_binary(path) if path.name in BINARY else _from_images(path, progress)
+        return (
+            _from_binary(path) if path.name in BINARY else _from_images(path, progress)
+        )
     except BROKEN as error:
-        raise DataError(f"{path} cannot be read ({error}); download it again.") from error
+        raise DataError(
+            f"{path} cannot be read ({error}); download it again."
+        ) from error
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -326,7 +353,9 @@ def _from_binary(path: Path) -> ImageData:
     for name, sha256 in BATCHES.items():
         content = contents.get(name, b"")
         _check(f"{path}: {name}", content, sha256)
-        records = np.frombuffer(content, np.uint8).reshape(-1, 3073)  # a label, then the pixels
+        records = np.frombuffer(content, np.uint8).reshape(
+            -1, 3073
+        )  # a label, then the pixels
         images.append(torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()))
         labels.append(torch.from_numpy(records[:, 0].astype(np.int64)))
     train = torch.cat(images[:-1]), torch.cat(labels[:-1])
@@ -372,7 +401,9 @@ def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, A
                     f"{path} has {len(members)} images in {part}/{label}, but CIFAR-10 has "
                     f"{COUNTS[part]}; get the complete set."
                 )
-            pixels[part] += [_pixels(pillow, members[name], formats) for name in sorted(members)]
+            pixels[part] += [
+                _pixels(pillow, members[name], formats) for name in sorted(members)
+            ]
             line.update(number)
     tensors = {}
     for part, count in COUNTS.items():
@@ -381,7 +412,9 @@ def _decoded(path: Path, progress: bool) -> tuple[dict[str, Tensor], dict[str, A
     kind = "JPEG" if "JPEG" in formats else "PNG"
     remark = f"decoded from {kind} images"
     if kind == "JPEG":
-        remark += "; the pixels are not the original ones: report results under this name"
+        remark += (
+            "; the pixels are not the original ones: report results under this name"
+        )
     return tensors, {"name": f"CIFAR-10 ({kind})", "remark": remark}
 
 

@@ -67,7 +67,10 @@ def double_moons(points: int = 8000, **options: Any) -> PlanarData:
         return lambda s: (shift + torch.cos(math.pi * s), torch.sin(math.pi * s))
 
     def lower(shift: float) -> Curve:
-        return lambda s: (shift + 1 - torch.cos(math.pi * s), 0.5 - torch.sin(math.pi * s))
+        return lambda s: (
+            shift + 1 - torch.cos(math.pi * s),
+            0.5 - torch.sin(math.pi * s),
+        )
 
     arcs = [(upper(0.0), 0), (lower(0.0), 1), (upper(2.0), 0), (lower(2.0), 1)]
     domain = ((-2.0, 5.0), (-1.0, 2.0))
@@ -76,7 +79,9 @@ def double_moons(points: int = 8000, **options: Any) -> PlanarData:
 
 def double_circles(points: int = 8000, **options: Any) -> PlanarData:
     """Rings of radius 1, 2, 3, 4 in the classes 0, 1, 0, 1, each run through twice."""
-    arcs = [(_ring(radius, 0.0), int(radius - 1) % 2) for radius in (1.0, 2.0, 3.0, 4.0)]
+    arcs = [
+        (_ring(radius, 0.0), int(radius - 1) % 2) for radius in (1.0, 2.0, 3.0, 4.0)
+    ]
     domain = ((-5.0, 5.0), (-5.0, 5.0))
     return _make("double_circles", arcs, 0.3, domain, points, **options)
 
@@ -132,5 +137,10 @@ def _make(
     device = torch.get_default_device() if device is None else device
     x = x[order].to(device=device, dtype=dtype or torch.get_default_dtype())
     t = torch.cat(ts)[order].to(device)
-    halves = x[::2].contiguous(), t[::2].contiguous(), x[1::2].contiguous(), t[1::2].contiguous()
+    halves = (
+        x[::2].contiguous(),
+        t[::2].contiguous(),
+        x[1::2].contiguous(),
+        t[1::2].contiguous(),
+    )
     return PlanarData(name, *halves, domain)

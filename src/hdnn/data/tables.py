@@ -29,17 +29,32 @@ from pandas.tseries.api import guess_datetime_format  # noqa: E402
 __all__ = ["Encoder", "Target", "class_weights", "hold_out", "read"]
 
 SAMPLE = 2**16  # bytes from which the form of a CSV file is guessed
-MISSING = ["?", "-", "na", "none", "NONE", "NAN", "NaT", "<na>"]  # besides pandas' own words
+MISSING = [
+    "?",
+    "-",
+    "na",
+    "none",
+    "NONE",
+    "NAN",
+    "NaT",
+    "<na>",
+]  # besides pandas' own words
 Series = Any  # of pandas, whose stubs are stricter than it is
 
 FEW = 20  # values: so few are categories, however seldom they repeat
 MOST = 255  # categories of a column
-HEAVY = 8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
+HEAVY = (
+    8.0  # standard deviations: a column with a value beyond this is scaled by its ranks
+)
 RANKS = 200  # quantiles that describe such a column
 HALF = 0.5  # the scale of inputs that are 0 or 1: their largest standard deviation
-IDENTIFIER = re.compile(r"(.*[_ .-])?(id|index|idx|key|nr|no|row|number)|unnamed.*|", re.IGNORECASE)
+IDENTIFIER = re.compile(
+    r"(.*[_ .-])?(id|index|idx|key|nr|no|row|number)|unnamed.*|", re.IGNORECASE
+)
 DRESSED = re.compile(r"[+-]?\s*[$€£¥]?\s*[+-]?\d[\d.,'\s]*\s*[$€£¥%]?")
-DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?|\d{1,2}[ -][A-Za-z]{3,9}[ -]\d{2,4}")
+DATE = re.compile(
+    r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}([T ].*)?|\d{1,2}[ -][A-Za-z]{3,9}[ -]\d{2,4}"
+)
 
 
 class CellTypeError(DataError, TypeError):
@@ -62,7 +77,9 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
     suffix = path.suffix.lower()
     choose("a table must be a file of a known kind; the ending", suffix, READERS)
     if not path.is_file():
-        raise DataError(f"{path} does not exist or is not a file; check its name and folder.")
+        raise DataError(
+            f"{path} does not exist or is not a file; check its name and folder."
+        )
     try:
         frame = READERS[suffix](path)
     except ImportError as error:
@@ -71,7 +88,9 @@ def read(path: str | os.PathLike[str]) -> pd.DataFrame:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read as a table: {reason[:200]}") from error
     if frame.empty:
-        raise DataError(f"{path} has no rows; a table needs names of columns, and rows below them.")
+        raise DataError(
+            f"{path} has no rows; a table needs names of columns, and rows below them."
+        )
     return frame
 
 
@@ -89,7 +108,11 @@ def _read_csv(path: Path) -> pd.DataFrame:
     if not lines:
         raise DataError(f"{path} is empty.")
     delimiter = _delimiter(lines)
-    cells = [cell.strip() for row in csv.reader(lines[1:], delimiter=delimiter) for cell in row]
+    cells = [
+        cell.strip()
+        for row in csv.reader(lines[1:], delimiter=delimiter)
+        for cell in row
+    ]
     comma = any(re.fullmatch(r"-?\d+,\d+", cell) for cell in cells)
     point = any(re.fullmatch(r"-?\d+\.\d+", cell) for cell in cells)
     frame = pd.read_csv(
@@ -102,7 +125,9 @@ def _read_csv(path: Path) -> pd.DataFrame:
         low_memory=False,
     )
     if all(re.fullmatch(r"-?[\d.]+", str(name)) for name in frame.columns):
-        raise DataError(f"{path} has numbers in its first line; it must name the columns.")
+        raise DataError(
+            f"{path} has numbers in its first line; it must name the columns."
+        )
     return frame
 
 
@@ -185,7 +210,9 @@ class Encoder:
                 raise DataError(f"column {name!r}, row {row}: the value is missing.")
             encoder._learn(str(name), series, name in categorical, weight)
         if not encoder.columns:
-            raise DataError("the table has no usable column: all are empty or constant.")
+            raise DataError(
+                "the table has no usable column: all are empty or constant."
+            )
         return encoder
 
     def _learn(
@@ -224,7 +251,9 @@ class Encoder:
                 "it looks like names or identifiers and is left out."
             )
         elif len(values) == 1 and not column["gaps"]:
-            self.notes.append(f"column {name!r} is the same in every row and is left out.")
+            self.notes.append(
+                f"column {name!r} is the same in every row and is left out."
+            )
         else:
             shares = [_mean(texts.to_numpy() == value, weight) for value in values]
             column |= {"kind": "category", "values": values, "shares": shares}
@@ -241,10 +270,14 @@ class Encoder:
             center = _mean(filled, weight)
             scale = _mean(np.square(filled - center), weight) ** 0.5
         if not np.isfinite(scale):
-            raise DataError(f"the numbers in column {name!r} are too large; rescale them.")
+            raise DataError(
+                f"the numbers in column {name!r} are too large; rescale them."
+            )
         constant = scale <= 1e-12 * abs(center)
         if constant and not column["gaps"]:
-            self.notes.append(f"column {name!r} is the same in every row and is left out.")
+            self.notes.append(
+                f"column {name!r} is the same in every row and is left out."
+            )
             return
         column |= {"fill": fill, "center": center, "scale": 1.0 if constant else scale}
         column["share"] = _mean(np.isnan(numbers), weight)
@@ -297,7 +330,11 @@ def _column(frame: pd.DataFrame, name: str) -> Series:
     if name in names:
         return frame.iloc[:, names.index(name)]
     near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(repr, names[:8]))}."
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"it has {', '.join(map(repr, names[:8]))}."
+    )
     raise DataError(f"the table has no column {name!r}; {hint}")
 
 
@@ -305,14 +342,18 @@ def _kind(name: str, series: Series) -> str:
     """'number', 'date' or 'category', from the type of a column and the texts in it."""
     if pd.api.types.is_bool_dtype(series) or pd.api.types.is_numeric_dtype(series):
         return "number"
-    if pd.api.types.is_datetime64_any_dtype(series) or isinstance(series.dtype, pd.PeriodDtype):
+    if pd.api.types.is_datetime64_any_dtype(series) or isinstance(
+        series.dtype, pd.PeriodDtype
+    ):
         return "date"
     present = series.dropna()
     sample = present.iloc[:: len(present) // 1000 + 1]
     texts = [str(value).strip() for value in sample]
     if all(isinstance(value, bool) for value in sample):
         return "number"
-    wrong = next((value for value in sample if isinstance(value, (list, dict, set, tuple))), None)
+    wrong = next(
+        (value for value in sample if isinstance(value, (list, dict, set, tuple))), None
+    )
     if wrong is not None:
         raise CellTypeError(
             f"column {name!r} holds a {type(wrong).__name__}, but a cell of this argument must be "
@@ -363,9 +404,14 @@ def _days(series: Series) -> np.ndarray:
         first = texts.dropna().iloc[0].strip()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it names dates that only one order fits
-            guesses = [guess_datetime_format(first, dayfirst=day) for day in (False, True)]
+            guesses = [
+                guess_datetime_format(first, dayfirst=day) for day in (False, True)
+            ]
         formats = ["ISO8601", *[guess for guess in guesses if guess]]
-        tries = [pd.to_datetime(texts, format=way, errors="coerce", utc=True) for way in formats]
+        tries = [
+            pd.to_datetime(texts, format=way, errors="coerce", utc=True)
+            for way in formats
+        ]
         series = min(tries, key=lambda dates: dates.isna().sum())
     if series.dt.tz is not None:
         series = series.dt.tz_convert("UTC").dt.tz_localize(None)
@@ -413,7 +459,10 @@ def _encode_numbers(column: Mapping[str, Any], series: Series) -> Iterable[np.nd
     assert numbers is not None
     gaps = np.isnan(numbers)
     if gaps.any() and not column["gaps"]:
-        _warn(column, f"{gaps.sum()} rows have no value, which is taken as {column['fill']:g}")
+        _warn(
+            column,
+            f"{gaps.sum()} rows have no value, which is taken as {column['fill']:g}",
+        )
     filled = np.where(gaps, column["fill"], numbers)
     if "ranks" in column:
         yield np.interp(filled, *column["ranks"])
@@ -423,13 +472,18 @@ def _encode_numbers(column: Mapping[str, Any], series: Series) -> Iterable[np.nd
         yield (gaps - column["share"]) / HALF
 
 
-def _encode_categories(column: Mapping[str, Any], series: Series) -> Iterable[np.ndarray]:
+def _encode_categories(
+    column: Mapping[str, Any], series: Series
+) -> Iterable[np.ndarray]:
     codes = pd.Index(column["values"]).get_indexer(_texts(series))
     gaps = series.isna().to_numpy()
     unknown = (codes < 0) & ~(gaps & column["gaps"])
     if unknown.any():
         value = str(series.iloc[int(unknown.argmax())])[:40]
-        _warn(column, f"{unknown.sum()} rows have a value that was not learned, such as {value!r}")
+        _warn(
+            column,
+            f"{unknown.sum()} rows have a value that was not learned, such as {value!r}",
+        )
     for code, share in enumerate(column["shares"]):
         yield ((codes == code) - share) / HALF
     if column["gaps"]:
@@ -544,11 +598,15 @@ def _sorted(texts: Iterable[str]) -> list[str]:
 # Rows and classes
 
 
-def hold_out(t: np.ndarray, fraction: float, seed: int, *, classes: bool) -> tuple[Any, Any]:
+def hold_out(
+    t: np.ndarray, fraction: float, seed: int, *, classes: bool
+) -> tuple[Any, Any]:
     """Row numbers to train on and to hold out; of each class alike, one row at least stays."""
     random = np.random.default_rng(seed)
     groups = (
-        [np.flatnonzero(t == label) for label in np.unique(t)] if classes else [np.arange(len(t))]
+        [np.flatnonzero(t == label) for label in np.unique(t)]
+        if classes
+        else [np.arange(len(t))]
     )
     train = []
     held = []
@@ -574,8 +632,12 @@ def class_weights(
         strangers = [name for name in weight if name not in classes]
         if strangers:
             shown = ", ".join(repr(label) for label in classes[:8])
-            raise OptionError(f"class_weight names {strangers[0]!r}, but the classes are {shown}.")
+            raise OptionError(
+                f"class_weight names {strangers[0]!r}, but the classes are {shown}."
+            )
         factors = np.array([weight.get(name, 1.0) for name in classes])
     if not (np.isfinite(factors).all() and factors.min() >= 0 and factors.any()):
-        raise OptionError(f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}.")
+        raise OptionError(
+            f"class_weight must be finite, >= 0 and not all 0, but got {weight!r}."
+        )
     return factors[labels]

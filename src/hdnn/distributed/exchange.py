@@ -122,7 +122,9 @@ class Messages:
             return
         entries = [_parsed(entry) for entry in self._collect(json.dumps(facts))]
         for rank, entry in enumerate(entries):
-            differing = [word for word in facts if entry.get(word) != entries[0].get(word)]
+            differing = [
+                word for word in facts if entry.get(word) != entries[0].get(word)
+            ]
             if differing:
                 raise OptionError(
                     f"{self.plan.name(rank)} has another {' and another '.join(differing)} than "
@@ -130,7 +132,8 @@ class Messages:
                 )
         one = torch.ones(1)
         self.swap(
-            dict.fromkeys(self.plan.peers, one), {peer: one.clone() for peer in self.plan.peers}
+            dict.fromkeys(self.plan.peers, one),
+            {peer: one.clone() for peer in self.plan.peers},
         )
 
     def _collect(self, entry: str) -> list[bytes]:
@@ -141,13 +144,17 @@ class Messages:
             self.store.set(keys[self.plan.rank], entry)
             with contextlib.suppress(dist.DistStoreError):
                 self.store.wait(keys, timedelta(seconds=self.timeout))
-            absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            absent = [
+                rank for rank, key in enumerate(keys) if not self.store.check([key])
+            ]
             if not absent:
                 entries = [self.store.get(key) for key in keys]
                 # Nobody may leave, and take the store along, before all have read.
                 self.store.set(f"read-{self.plan.rank}", "")
                 with contextlib.suppress(RuntimeError):
-                    self.store.wait([f"read-{rank}" for rank in range(len(keys))], PATIENCE)
+                    self.store.wait(
+                        [f"read-{rank}" for rank in range(len(keys))], PATIENCE
+                    )
                 return entries
         except RuntimeError as error:
             raise self.lost("the store is gone") from error
@@ -166,7 +173,9 @@ class Messages:
     def lost(self, text: str) -> LostError:
         """The error for a lost process; all processes name the one that was lost first."""
         reason = self.report(text).rstrip(".")
-        return LostError(f"the training stopped because {reason}; start it again with resume.")
+        return LostError(
+            f"the training stopped because {reason}; start it again with resume."
+        )
 
     def close(self) -> None:
         """Close all connections."""
@@ -189,10 +198,16 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     if size == 1:
         return Messages(plan)
     if dist.is_initialized():
-        raise OptionError("this process is in a process group already; destroy that first.")
+        raise OptionError(
+            "this process is in a process group already; destroy that first."
+        )
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # otherwise all connect to all
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # one machine: nothing leaves it
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(
+        size
+    ):  # one machine: nothing leaves it
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
+        )
     wait = timedelta(seconds=timeout)
     met: list[Any] = []
 
@@ -205,10 +220,18 @@ def connect(plan: Plan, timeout: float = 60.0) -> Messages:
     thread.start()
     thread.join(timeout)
     if not met:
-        address = ":".join(os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT"))
-        raise LostError(f"rendezvous of {size} processes at {address} failed in {timeout:g} s.")
-    store = PrefixStore(f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        address = ":".join(
+            os.environ.get(f"MASTER_{part}", "?") for part in ("ADDR", "PORT")
+        )
+        raise LostError(
+            f"rendezvous of {size} processes at {address} failed in {timeout:g} s."
+        )
+    store = PrefixStore(
+        f"hdnn-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", met[0]
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=wait
+    )
     return Messages(plan, store, timeout)
 
 
@@ -221,7 +244,9 @@ def _parsed(entry: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def exchange(x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False) -> Tensor:
+def exchange(
+    x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False
+) -> Tensor:
     """The own rows and those of neighbours; in reverse, what all processes add to the own rows.
 
     Each is the transpose of the other, and so its backward.
@@ -242,7 +267,9 @@ def exchange(x: Tensor, halo: Halo, messages: Messages, *, reverse: bool = False
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, halo: Halo, messages: Messages, reverse: bool
+    ) -> Tensor:
         ctx.settings = halo, messages, reverse
         batch = x.shape[1]
         if not reverse:
@@ -252,7 +279,10 @@ class _Exchange(torch.autograd.Function):
                 into[peer] = x.new_empty(last - first, batch)
             messages.swap(out, into)
             return torch.cat([x, *into.values()])
-        out = {peer: x[first:last].contiguous() for peer, (first, last) in halo.receive.items()}
+        out = {
+            peer: x[first:last].contiguous()
+            for peer, (first, last) in halo.receive.items()
+        }
         into = {peer: x.new_empty(len(rows), batch) for peer, rows in halo.send.items()}
         messages.swap(out, into)
         total = x[: halo.rows].clone(memory_format=torch.contiguous_format)

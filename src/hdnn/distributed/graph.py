@@ -77,16 +77,26 @@ class Graph:
         self.names = _checked_names(names)
         self.nodes = positive_int("nodes", len(self.names) if nodes is None else nodes)
         if self.nodes > MOST_NODES:
-            raise OptionError(f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}.")
+            raise OptionError(
+                f"a graph has up to {MOST_NODES} nodes, but there are {self.nodes}."
+            )
         if self.names and len(self.names) != self.nodes:
-            raise OptionError(f"there are {len(self.names)} names, but {self.nodes} nodes.")
+            raise OptionError(
+                f"there are {len(self.names)} names, but {self.nodes} nodes."
+            )
         alike = isinstance(sizes, int)
-        self.sizes = sparsity.node_sizes([sizes] * self.nodes if alike else sizes, self.nodes)
+        self.sizes = sparsity.node_sizes(
+            [sizes] * self.nodes if alike else sizes, self.nodes
+        )
         self.columns = self._columns(columns or {})
         self.S = None if edges is None else self._pairs("edges", edges)
-        self.T = [[i] for i in range(self.nodes)] if T is None else self._pattern("T", T)
+        self.T = (
+            [[i] for i in range(self.nodes)] if T is None else self._pattern("T", T)
+        )
         if sparsity.transposed(self.T) != self.T:
-            raise OptionError("T must be symmetric, because J is skew-symmetric; use T + T^T.")
+            raise OptionError(
+                "T must be symmetric, because J is skew-symmetric; use T + T^T."
+            )
         if R is not None:
             self.R = self._pattern("R", R)
         else:
@@ -104,7 +114,9 @@ class Graph:
             with open(path, "rb") as file:
                 table = tomllib.load(file)
         except OSError as error:
-            raise DataError(f"cannot read the graph {path}: {error.strerror}.") from error
+            raise DataError(
+                f"cannot read the graph {path}: {error.strerror}."
+            ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not valid TOML: {error}.") from error
         return cls.of(table, str(path))
@@ -114,9 +126,13 @@ class Graph:
         """The graph of a mapping with the keys of a file; errors name `where` it comes from."""
         strange = sorted(set(table) - set(KEYS))
         if strange:
-            raise OptionError(f"{where} has {strange[0]!r}, but only {', '.join(KEYS)} are known.")
+            raise OptionError(
+                f"{where} has {strange[0]!r}, but only {', '.join(KEYS)} are known."
+            )
         if "nodes" not in table and "names" not in table:
-            raise OptionError(f"{where} does not say how many nodes there are; add nodes = 8.")
+            raise OptionError(
+                f"{where} does not say how many nodes there are; add nodes = 8."
+            )
         try:
             return cls(**table)
         except HDNNError as error:
@@ -151,7 +167,10 @@ class Graph:
     def used(self) -> Links:
         """`R + R^T + T`: the links that carry messages."""
         back = sparsity.transposed(self.R)
-        return [sorted({*row, *b, *t}) for row, b, t in zip(self.R, back, self.T, strict=True)]
+        return [
+            sorted({*row, *b, *t})
+            for row, b, t in zip(self.R, back, self.T, strict=True)
+        ]
 
     @cached_property
     def talking(self) -> Links:
@@ -229,7 +248,11 @@ class Graph:
         """The number of a node that is given by number or by name."""
         if isinstance(node, str) and node in self._numbers:
             return self._numbers[node]
-        if isinstance(node, int) and not isinstance(node, bool) and 0 <= node < self.nodes:
+        if (
+            isinstance(node, int)
+            and not isinstance(node, bool)
+            and 0 <= node < self.nodes
+        ):
             return node
         names = f", or {', '.join(self.names[:8])}" if self.names else ""
         raise OptionError(
@@ -247,7 +270,9 @@ class Graph:
         rows = [{i} for i in range(self.nodes)]
         for pair in pairs:
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise OptionError(f"{key} must be pairs of nodes, but has {_shown(pair)}.")
+                raise OptionError(
+                    f"{key} must be pairs of nodes, but has {_shown(pair)}."
+                )
             i, k = (self._number(node, key) for node in pair)
             rows[i].add(k)
             rows[k].add(i)
@@ -266,13 +291,17 @@ class Graph:
             return self._pairs(key, value)
         links = sparsity.links_of(sparsity.binary(key, value))
         if any(i not in row for i, row in enumerate(links)):
-            raise OptionError(f"every node is its own neighbour: {key} needs ones on its diagonal.")
+            raise OptionError(
+                f"every node is its own neighbour: {key} needs ones on its diagonal."
+            )
         return links
 
     def _columns(self, given: Mapping[str, Any]) -> dict[str, int]:
         """The node of each column."""
         if not isinstance(given, Mapping):
-            raise OptionError(f'columns must be as in flow = "pump", but is {_shown(given)}.')
+            raise OptionError(
+                f'columns must be as in flow = "pump", but is {_shown(given)}.'
+            )
         columns: dict[str, int] = {}
         for key, value in given.items():
             node, owned = (key, value) if isinstance(value, list) else (value, [key])
@@ -280,7 +309,9 @@ class Graph:
                 node = int(node)
             for column in owned:
                 if column in columns:
-                    raise OptionError(f"columns gives {column!r} to two nodes; give it to one.")
+                    raise OptionError(
+                        f"columns gives {column!r} to two nodes; give it to one."
+                    )
                 columns[column] = self._number(node, "columns")
         return columns
 

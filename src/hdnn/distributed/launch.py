@@ -20,7 +20,9 @@ from hdnn.distributed.plan import Plan, partition
 from hdnn.distributed.train import train
 from hdnn.errors import HDNNError, OptionError
 
-FIRST_FAILURE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+FIRST_FAILURE = re.compile(
+    r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
 
 
 def launch(
@@ -45,7 +47,9 @@ def launch(
         OptionError: if a process ends with a mistake in its arguments or data.
         LostError: if a process is lost, and none of the restarts helps.
     """
-    plan = Plan(graph, partition(graph, graph.nodes if processes is None else processes))
+    plan = Plan(
+        graph, partition(graph, graph.nodes if processes is None else processes)
+    )
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={plan.size}", f"--max-restarts={restarts}", __file__]
     # No script may import modules from the current folder: it might have a torch.py.
@@ -88,7 +92,9 @@ def _fault(text: str, plan: Plan) -> HDNNError:
     failure = FIRST_FAILURE.search(text)
     if failure is not None and int(failure[2]) < 0:
         name = plan.name(int(failure[1]))
-        return LostError(f"{name} was killed by signal {-int(failure[2])}; start it again.")
+        return LostError(
+            f"{name} was killed by signal {-int(failure[2])}; start it again."
+        )
     if sentences:
         return LostError(sentences[0][1])
     return LostError(f"the processes failed: {text.strip().splitlines()[-1:]}")
@@ -108,7 +114,9 @@ def main() -> None:
     try:
         metrics = train(Graph.of(table), *arguments, tell=_print, **options)
     except HDNNError as error:
-        sys.stderr.write(f"hdnn {type(error).__name__}: {' '.join(str(error).split())}\n")
+        sys.stderr.write(
+            f"hdnn {type(error).__name__}: {' '.join(str(error).split())}\n"
+        )
         sys.stderr.flush()
         os._exit(1)  # gloo may wait forever for a connection that is being made
     if metrics:

@@ -50,7 +50,9 @@ class GraphForce(NamedTuple):
         halo = self.halo
         state = exchange(x.mT, halo, self.messages)
         batch = state.shape[1]
-        blocks = [self.K[group.first : group.last].view(group.shape) for group in halo.groups]
+        blocks = [
+            self.K[group.first : group.last].view(group.shape) for group in halo.groups
+        ]
         products = []
         for group, K in zip(halo.groups, blocks, strict=True):
             read = state.index_select(0, group.columns).view(len(K), -1, batch)
@@ -65,7 +67,9 @@ class GraphForce(NamedTuple):
 
     def _split(self, z: Tensor) -> tuple[Tensor, ...]:
         """The rows of each group."""
-        return z.split([nodes * rows for nodes, rows, _ in (g.shape for g in self.halo.groups)])
+        return z.split(
+            [nodes * rows for nodes, rows, _ in (g.shape for g in self.halo.groups)]
+        )
 
 
 def _turned(v: Tensor, halo: Halo) -> Tensor:
@@ -162,7 +166,9 @@ class GraphNetwork(nn.Module):
         for node, blocks in self._blocks():
             generator = torch.Generator().manual_seed((seed * 1_000_003 + node) % 2**63)
             for name, block in blocks.items():
-                drawn = torch.randn(block.shape, generator=generator, dtype=torch.float64)
+                drawn = torch.randn(
+                    block.shape, generator=generator, dtype=torch.float64
+                )
                 scale = gain * block.shape[-1] ** -0.5 if name.startswith("K") else 0.0
                 block.copy_(scale * drawn)
 

@@ -27,7 +27,9 @@ def partition(graph: Graph, parts: int) -> list[int]:
     """
     nodes = graph.nodes
     if positive_int("processes", parts) > nodes:
-        raise OptionError(f"{nodes} nodes cannot be shared by {parts} processes; use fewer.")
+        raise OptionError(
+            f"{nodes} nodes cannot be shared by {parts} processes; use fewer."
+        )
     if parts == nodes:
         return list(range(nodes))
     if parts > 1 and importlib.util.find_spec("pymetis"):
@@ -47,7 +49,9 @@ def _metis(graph: Graph, parts: int) -> list[int]:
     return [int(part) for part in owner]
 
 
-def _breadth_first(links: Sequence[Sequence[int]], root: int) -> tuple[list[int], dict[int, int]]:
+def _breadth_first(
+    links: Sequence[Sequence[int]], root: int
+) -> tuple[list[int], dict[int, int]]:
     """The nodes in order of their distance from the root, and the parent of each."""
     parents = {root: root}
     order = [root]
@@ -161,7 +165,9 @@ class Halo:
             for node in sorted(reads[peer]):
                 self._add(node)
             self.receive[peer] = (first, self.extended)
-        self.send = {peer: self.index(sorted(read_by[peer])) for peer in sorted(read_by)}
+        self.send = {
+            peer: self.index(sorted(read_by[peer])) for peer in sorted(read_by)
+        }
         self.groups = self._groups()
         self.entries = self.groups[-1].last
 

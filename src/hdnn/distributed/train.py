@@ -35,7 +35,9 @@ from hdnn.training.fit import Options
 from hdnn.training.output import Output
 from hdnn.training.recipes import cosine, rate_factor
 
-NEWTON = 256  # features, up to which the root solves the output layer for each minibatch
+NEWTON = (
+    256  # features, up to which the root solves the output layer for each minibatch
+)
 CHUNK = 4096  # samples that go through the network at once
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 DEFAULTS = {
@@ -130,7 +132,9 @@ def train(
     """
     graph.check()
     names = set(Settings.__dataclass_fields__)
-    settings = Settings(**{name: value for name, value in options.items() if name in names})
+    settings = Settings(
+        **{name: value for name, value in options.items() if name in names}
+    )
     choose("dtype", settings.dtype, DTYPES)
     others = {name: value for name, value in options.items() if name not in names}
     solver = "newton" if graph.features <= NEWTON else "joint"
@@ -158,7 +162,9 @@ def train(
 class Training:
     """One training, as one process sees it; all of its state is at the end of an epoch."""
 
-    def __init__(self, messages: Messages, data: str, settings: Settings, options: Options) -> None:
+    def __init__(
+        self, messages: Messages, data: str, settings: Settings, options: Options
+    ) -> None:
         self.start = time.perf_counter()
         self.messages = messages
         self.plan = messages.plan
@@ -180,9 +186,13 @@ class Training:
         self.positions = self.net.positions
         self.samples, classes = self.read(dtype)
         self.head = _head(self.graph.features, classes, settings.seed + 1, dtype)
-        self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
+        self.output = Output(
+            self.head, options.solver, options.ridge, options.learning_rate
+        )
         self.model = nn.ModuleDict({"net": self.net, "head": self.head})
-        groups = [{"params": [*self.net.parameters()], "weight_decay": options.weight_decay}]
+        groups = [
+            {"params": [*self.net.parameters()], "weight_decay": options.weight_decay}
+        ]
         self.joint = options.solver == "joint"
         if self.joint:
             self.block = nn.Linear(len(self.positions), self.head.outputs, dtype=dtype)
@@ -190,11 +200,15 @@ class Training:
                 {"weight": self.head.weight[:, self.positions], "bias": self.head.bias}
             )
             self.model["block"] = self.block
-            groups.append({"params": [*self.block.parameters()], "weight_decay": options.ridge})
+            groups.append(
+                {"params": [*self.block.parameters()], "weight_decay": options.ridge}
+            )
         self.optimizer = torch.optim.Adam(groups, lr=options.learning_rate, fused=True)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history: dict[str, list[float]] = {"loss": [], "accuracy": []}
-        self.results: list[tuple[float, float]] = []  # of the steps of this epoch, at the root
+        self.results: list[
+            tuple[float, float]
+        ] = []  # of the steps of this epoch, at the root
         self.epoch = 0
         self.place: Path | None = None
         messages.agree(self.facts())
@@ -223,16 +237,22 @@ class Training:
             for part in ("train", "test"):
                 x = getattr(points, f"x_{part}")
                 t = getattr(points, f"t_{part}")
-                nodes = [node_rows(self.graph, node, x, places) for node in self.plan.nodes]
+                nodes = [
+                    node_rows(self.graph, node, x, places) for node in self.plan.nodes
+                ]
                 samples[part] = Samples(self._joined(nodes), t, checkpoint.digest([t]))
             return samples, 2
         home = Path(self.data)
         if not home.is_dir():
             sets = ", ".join(planar.SETS)
-            raise DataError(f"{home} is neither one of {sets} nor a folder of node files.")
+            raise DataError(
+                f"{home} is neither one of {sets} nor a folder of node files."
+            )
         classes = io.read_json(home / "classes.json")
         if not isinstance(classes, int) or classes < 0 or classes == 1:
-            raise DataError(f"{home / 'classes.json'} must hold the number of classes, or 0.")
+            raise DataError(
+                f"{home / 'classes.json'} must hold the number of classes, or 0."
+            )
         for part in ("train", "test"):
             if part == "train" or (home / part).is_dir():
                 samples[part] = self._read(home / part, classes, dtype)
@@ -253,7 +273,9 @@ class Training:
                     f"{self.graph.label(node)}, without gaps; it has {tuple(x.shape)}."
                 )
             if nodes and len(x) != len(nodes[0]):
-                raise DataError(f"{path} has {len(x)} samples, but others have {len(nodes[0])}.")
+                raise DataError(
+                    f"{path} has {len(x)} samples, but others have {len(nodes[0])}."
+                )
             nodes.append(x.to(dtype))
             orders.add(checkpoint.digest([tensors.get("id")]))
         t = None
@@ -265,14 +287,22 @@ class Training:
             )
             orders.add(checkpoint.digest([tensors.get("id")]))
         if len(orders) > 1:
-            raise DataError(f"files in {home} have other samples, or another order, by their id.")
+            raise DataError(
+                f"files in {home} have other samples, or another order, by their id."
+            )
         return Samples(self._joined(nodes), t, orders.pop())
 
     def _joined(self, nodes: list[Tensor]) -> Tensor:
         """The own features, in the order of the network, from those of each node."""
-        features = [place for node in self.plan.nodes for place in node_features(self.graph, node)]
+        features = [
+            place
+            for node in self.plan.nodes
+            for place in node_features(self.graph, node)
+        ]
         column = {place: k for k, place in enumerate(features)}
-        return torch.cat(nodes, 1)[:, [column[place] for place in self.positions.tolist()]]
+        return torch.cat(nodes, 1)[
+            :, [column[place] for place in self.positions.tolist()]
+        ]
 
     # The loop
 
@@ -288,7 +318,9 @@ class Training:
             if state is not None:
                 saved[state.values["epoch"]] = state
         if saved and not resume:
-            raise CheckpointError(f"{folder} holds a training; resume it, or take another folder.")
+            raise CheckpointError(
+                f"{folder} holds a training; resume it, or take another folder."
+            )
         have = torch.zeros(self.options.epochs + 1)
         have[list(saved)] = 1
         common = (self.messages.total(have) == self.plan.size).nonzero()
@@ -319,7 +351,9 @@ class Training:
             if self.plan.is_root:
                 news: dict[str, Any] = {"epoch": self.epoch, "epochs": epochs}
                 for position, name in enumerate(("loss", "accuracy")):
-                    news[name] = math.fsum(result[position] for result in self.results) / batches
+                    news[name] = (
+                        math.fsum(result[position] for result in self.results) / batches
+                    )
                     self.history[name].append(news[name])
                 self.results = []
                 if tell is not None:
@@ -335,19 +369,25 @@ class Training:
         self.optimizer.zero_grad()
         y = self.net(samples.x[index])
         t = samples.t[index] if self.plan.is_root and samples.t is not None else None
-        y.backward(self.descend(y.detach(), t) if self.joint else self.solve(y.detach(), t))
+        y.backward(
+            self.descend(y.detach(), t) if self.joint else self.solve(y.detach(), t)
+        )
         alpha = options.smoothness
         if options.smoothing == "cosine":
             alpha *= cosine(done)
         if alpha and self.settings.layers > 1:
             (alpha * self.net.smoothness()).backward()
-        rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
+        rate = options.learning_rate * rate_factor(
+            done, steps, options.warmup, options.schedule
+        )
         trained = []
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             trained += group["params"]
         if options.clip is not None:
-            own = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+            own = nn.utils.get_total_norm(
+                [p.grad for p in trained if p.grad is not None]
+            )
             norm = self.messages.total(own.double().square().reshape(1)).sqrt()
             nn.utils.clip_grads_with_norm_(trained, options.clip, norm[0])
         self.optimizer.step()

@@ -34,12 +34,16 @@ class Definition:
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
 
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, y: Tensor, tensors: Tensors, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             out = self._run(y, tensors)
         return out, y.clone() if keep else None
 
-    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+    def backward(
+        self, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Tensor | None]:
         inputs = [saved, *tensors]
         leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
         with torch.enable_grad():
@@ -51,7 +55,9 @@ class Definition:
     def _run(self, y: Any, tensors: Any) -> Tensor:
         stack = self.stack
         forces = stack.forces(tensors)
-        return schemes.run(stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse)
+        return schemes.run(
+            stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse
+        )
 
 
 class Stored:
@@ -67,7 +73,9 @@ class Stored:
         key = (layers, undo)
         if key not in self.kernels:
             inverse = self.stack.inverse != undo
-            self.kernels[key] = self.make(replace(self.stack, layers=layers, inverse=inverse))
+            self.kernels[key] = self.make(
+                replace(self.stack, layers=layers, inverse=inverse)
+            )
         return self.kernels[key]
 
     def last(self, y: Tensor, tensors: Tensors) -> Tensor:
@@ -78,7 +86,9 @@ class Stored:
         """y_N, and what the backward pass needs besides y_0."""
         return self.kernel(self.stack.layers).forward(y, tensors, True)
 
-    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
+    def backward(
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Any]:
         """The gradients of y_0 and of all tensors."""
         return self.kernel(self.stack.layers).backward(saved, g, tensors)
 
@@ -137,7 +147,9 @@ class Checkpoint(Stored):
             y = kernel.forward(y, cut(tensors, span), False)[0]
         return y, saved
 
-    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
+    def backward(
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Any]:
         grads: list[Any] = [None] * len(tensors)
         starts = [y, *saved.unbind(0)]
         for span, start in reversed(list(zip(self.spans(), starts, strict=True))):
@@ -159,7 +171,9 @@ class Reversible(Stored):
         y_N = self.last(y, tensors)
         return y_N, y_N.clone()
 
-    def backward(self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Any]:
+    def backward(
+        self, y: Tensor, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Any]:
         grads: list[Any] = [None] * len(tensors)
         first, *others = self.spans()
         state = saved
@@ -209,7 +223,10 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
     """
     capturing = drift.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or bool(drift.isnan()):
-        return [None if g is None else torch.where(drift < WORTHLESS, g, torch.nan) for g in grads]
+        return [
+            None if g is None else torch.where(drift < WORTHLESS, g, torch.nan)
+            for g in grads
+        ]
     size = float(drift)
     if size <= torch.finfo(drift.dtype).eps ** 0.5:
         return grads
@@ -221,6 +238,8 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
     if size >= WORTHLESS:
         raise OptionError(f"{event}, so the gradients would be worthless; {advice}.")
     warnings.warn(
-        f"{event}, so the gradients are inexact; {advice}.", ReversalWarning, stacklevel=2
+        f"{event}, so the gradients are inexact; {advice}.",
+        ReversalWarning,
+        stacklevel=2,
     )
     return grads

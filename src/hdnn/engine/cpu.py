@@ -37,7 +37,9 @@ from hdnn.engine.memory import Stack, Tensors
 DTYPES = {torch.float32: numba.float32, torch.float64: numba.float64}
 LONGEST = 256  # samples in a tile: the longer, the rarer are the checks before a loop
 LANES = 16  # a tile is a multiple of this
-PARALLEL_FROM = 20_000_000  # products: below this, waking a thread costs more than it brings
+PARALLEL_FROM = (
+    20_000_000  # products: below this, waking a thread costs more than it brings
+)
 
 # Sums in any order, and fused products: what lets a loop over samples become vector instructions.
 inner = numba.njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
@@ -72,7 +74,9 @@ def claim(context, address):
 
     def generate(context, builder, signature, args):
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "seq_cst")
+        return builder.atomic_rmw(
+            "add", place, ir.Constant(ir.IntType(64), 1), "seq_cst"
+        )
 
     return numba.int64(address), generate
 
@@ -144,9 +148,16 @@ def python(name: str, lines: list[str]) -> Any:
 def pointwise(name: str, arrays: str, which: int) -> Any:
     """A function that fills the last array with sigma (0) or its slope (1), by number of sigma."""
     lines = [f"def {name}(code, {arrays}, rows, T):"]
-    lines += [f" {constant} = A.dtype.type({value!r})" for constant, value in CONSTANTS.items()]
+    lines += [
+        f" {constant} = A.dtype.type({value!r})"
+        for constant, value in CONSTANTS.items()
+    ]
     for code, sigma in enumerate(SIGMAS.values()):
-        lines += [f" if code == {code}:", "  for i in range(rows):", "   for t in range(T):"]
+        lines += [
+            f" if code == {code}:",
+            "  for i in range(rows):",
+            "   for t in range(T):",
+        ]
         lines += ["    x = A[i, t]", "    z = Z[i, t]" if which else "    pass"]
         lines.append(f"    {arrays[-1]}[i, t] = {sigma[which]}")
     return python(name, lines)
@@ -159,7 +170,9 @@ slope = pointwise("slope", "A, Z, D", 1)
 # Products, in blocks of rows and columns whose weights or sums stay in registers
 
 
-def unrolled(name: str, arguments: str, block: Callable[[int, int], Iterator[str]]) -> Any:
+def unrolled(
+    name: str, arguments: str, block: Callable[[int, int], Iterator[str]]
+) -> Any:
     """A function that runs a block over all rows, by twos, and all columns, by fours."""
     lines = [f"def {name}({arguments}, rows, columns, T):", " i = 0"]
     for R in (2, 1):
@@ -400,9 +413,13 @@ class Kernel:
         self.stack = stack
         m, R, M = stack.width, max(stack.rows), stack.steps
         self.tiles, self.length = tiling(stack.samples)
-        fractions = torch.tensor([fraction for _, _, fraction in stack.order], dtype=stack.dtype)
+        fractions = torch.tensor(
+            [fraction for _, _, fraction in stack.order], dtype=stack.dtype
+        )
         order = torch.tensor([step[:2] for step in stack.order], dtype=torch.int64)
-        self.order = torch.cat([order.flatten().view(torch.uint8), fractions.view(torch.uint8)])
+        self.order = torch.cat(
+            [order.flatten().view(torch.uint8), fractions.view(torch.uint8)]
+        )
         self.products = stack.samples * M * m * R
         self.room = (stack.features + 3 * R) * self.length
         code = list(SIGMAS).index(stack.sigma.name)
@@ -418,14 +435,18 @@ class Kernel:
         """Numbers that `forward` saves."""
         return saved_size(self.stack)
 
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, y: Tensor, tensors: Tensors, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
         saved = memory.empty(self.saved_size(), y.dtype) if keep else None
         out = torch.empty_like(y)
         self._run("forward", 2, y, out, saved, tensors, ())
         return out, saved
 
-    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+    def backward(
+        self, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         groups = self._groups(4)
         sums = torch.zeros(groups, self.stack.size, dtype=g.dtype)
@@ -452,14 +473,22 @@ class Kernel:
     ) -> None:
         groups = self._groups(factor)
         scratch = torch.empty(groups * self.room, dtype=x.dtype)
-        states = (x.data_ptr(), out.data_ptr(), 0 if saved is None else saved.data_ptr())
+        states = (
+            x.data_ptr(),
+            out.data_ptr(),
+            0 if saved is None else saved.data_ptr(),
+        )
         rows = (self.stack.rows[0], self.stack.rows[-1])
         args = [0, groups, self.tiles, *self.sizes]
         args += [scratch.data_ptr(), self.room * self.stack.dtype.itemsize, *states]
         args += [self.order.data_ptr(), tensors[0].data_ptr(), *rows]
         for k in range(1, len(tensors), 3):
             K, b, V = tensors[k : k + 3]
-            args += [K.data_ptr(), b.data_ptr(), K.data_ptr() if V is None else V.data_ptr()]
+            args += [
+                K.data_ptr(),
+                b.data_ptr(),
+                K.data_ptr() if V is None else V.data_ptr(),
+            ]
         args += [0] * (SUMS - len(args))
         args += where
         packed = array("q", args)
@@ -488,7 +517,9 @@ def compiled(name: str, dtype: torch.dtype) -> Any:
     with _compiling:
         try:
             return _compile(function, dtype, cache=True)
-        except Exception:  # files of the cache are damaged, or there is no folder for them
+        except (
+            Exception
+        ):  # files of the cache are damaged, or there is no folder for them
             try:
                 FunctionCache(function).flush()
                 return _compile(function, dtype, cache=True)
@@ -524,7 +555,9 @@ def start(kernel: Any, address: int, threads: int) -> None:
 def openmp() -> Any:
     """The function that starts PyTorch's own threads, which are awake already; None without."""
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        library = ctypes.CDLL(
+            str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")
+        )
         parallel = library.GOMP_parallel
     except (OSError, AttributeError):
         return None

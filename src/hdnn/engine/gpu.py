@@ -35,11 +35,18 @@ def sigma_of(x, ACT: constexpr, FAST: constexpr):  # pragma: kernel
     if ACT == "tanh":
         if FAST:  # relative error 2^-11, that of a tf32 operand
             z = tl.inline_asm_elementwise(
-                "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+                "tanh.approx.f32 $0, $1;",
+                "=r,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
             )
         else:  # exact to rounding also near 0, where subtracting large numbers would not be
             s = x * x
-            near = ((s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2) * s
+            near = (
+                (s * -5.70498872745e-3 + 2.06390887954e-2) * s - 5.37397155531e-2
+            ) * s
             near = x + x * (((near + 1.33314422036e-1) * s - 3.33332819422e-1) * s)
             z = tl.where(tl.abs(x) < 0.625, near, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
     elif ACT == "relu":
@@ -84,7 +91,9 @@ def slope_of(x, z, ACT: constexpr):  # pragma: kernel
 
 @triton.jit
 def rounded(x, PREC: constexpr):  # pragma: kernel
-    if PREC == "tf32":  # the tensor cores cut off the last 13 bits, which would always shrink x
+    if (
+        PREC == "tf32"
+    ):  # the tensor cores cut off the last 13 bits, which would always shrink x
         x = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
     elif PREC == "bf16":
         x = x.to(tl.bfloat16)
@@ -131,7 +140,17 @@ def times(z, V, acc, PREC: constexpr):  # pragma: kernel
 
 @triton.jit
 def load_weights(
-    K, b, V, j, block, r, m, SAME: constexpr, PREC: constexpr, BR: constexpr, BM: constexpr
+    K,
+    b,
+    V,
+    j,
+    block,
+    r,
+    m,
+    SAME: constexpr,
+    PREC: constexpr,
+    BR: constexpr,
+    BM: constexpr,
 ):  # pragma: kernel
     """A block of rows of the weights of layer j."""
     i = block * BR + tl.arange(0, BR)
@@ -154,12 +173,16 @@ def weights_of(
 ):  # fmt: skip  # pragma: kernel
     """The same for the e-th step of a layer."""
     if (READS >> e) & 1:
-        return load_weights(K_1, b_1, V_1, j, block, r_1, m, (SAME >> 1) & 1, PREC, BR, BM)
+        return load_weights(
+            K_1, b_1, V_1, j, block, r_1, m, (SAME >> 1) & 1, PREC, BR, BM
+        )
     return load_weights(K_0, b_0, V_0, j, block, r_0, m, SAME & 1, PREC, BR, BM)
 
 
 @triton.jit
-def forces_of(source, K, b, c, ACT: constexpr, PREC: constexpr, FAST: constexpr):  # pragma: kernel
+def forces_of(
+    source, K, b, c, ACT: constexpr, PREC: constexpr, FAST: constexpr
+):  # pragma: kernel
     """C sigma(source K^T + b)."""
     bias = tl.zeros((source.shape[0], K.shape[0]), tl.float32) + b[None, :]
     return c * sigma_of(times_transposed(source, K, bias, PREC), ACT, FAST)
@@ -303,7 +326,23 @@ def backward_kernel(
             g_q = tl.load(g + at + m, mask=inside, other=0.0)
         j = zero if INVERSE else zero + N - 1
         K, b, V = weights_of(
-            E - 1, j, 0, K_0, b_0, V_0, K_1, b_1, V_1, r_0, r_1, m, READS, SAME, PREC, BR, BM
+            E - 1,
+            j,
+            0,
+            K_0,
+            b_0,
+            V_0,
+            K_1,
+            b_1,
+            V_1,
+            r_0,
+            r_1,
+            m,
+            READS,
+            SAME,
+            PREC,
+            BR,
+            BM,
         )
         step = (zero + N * E - 1) * B
         source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
@@ -316,7 +355,9 @@ def backward_kernel(
                     j = tl.minimum(j + 1, N - 1) if INVERSE else tl.maximum(j - 1, 0)
                 source = source_next
                 step = tl.maximum(zero + N * E - 2 - (depth * E + E - 1 - e), 0) * B
-                source_next = tl.load(kept + (step + row) * m + k, mask=inside, other=0.0)
+                source_next = tl.load(
+                    kept + (step + row) * m + k, mask=inside, other=0.0
+                )
                 g_source = g_p
                 g_target = g_p
                 if HALVES:
@@ -374,7 +415,9 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tiling(width: int, rows: int, precision: str, backward: bool) -> tuple[int, int, int]:
+def tiling(
+    width: int, rows: int, precision: str, backward: bool
+) -> tuple[int, int, int]:
     """Samples a tile, rows of K a block, and warps a program; measured on an H200."""
     BM = padded(width)
     exact = precision in ("ieee", "tf32x3")
@@ -399,7 +442,9 @@ def saved_size(stack: Stack) -> int:
 class Kernel:
     """A stack on the GPU."""
 
-    def __init__(self, stack: Stack, precision: str = "ieee", deterministic: bool = False) -> None:
+    def __init__(
+        self, stack: Stack, precision: str = "ieee", deterministic: bool = False
+    ) -> None:
         self.stack = stack
         self.deterministic = deterministic
         moves = list(stack.scheme.ordered(stack.inverse))
@@ -411,7 +456,10 @@ class Kernel:
         fast = precision in ("tf32", "bf16") and not interpreted()
         if interpreted():
             names = {"bf16": "emulated", "tf32": "ieee"}
-            precision, weights = names.get(precision, precision), names.get(weights, weights)
+            precision, weights = (
+                names.get(precision, precision),
+                names.get(weights, weights),
+            )
         self.constants = {
             "ACT": stack.sigma.name,
             "PREC": precision,
@@ -426,12 +474,20 @@ class Kernel:
             "INVERSE": stack.inverse,
             "BM": padded(stack.width),
         }
-        self.sizes = (stack.samples, stack.layers, stack.width, stack.rows[0], stack.rows[-1])
+        self.sizes = (
+            stack.samples,
+            stack.layers,
+            stack.width,
+            stack.rows[0],
+            stack.rows[-1],
+        )
 
     def _bits(self, output: str) -> int:
         return sum((each == output) << i for i, each in enumerate(self.stack.outputs))
 
-    def _launch(self, kernel: Any, grid: int, args: tuple[Any, ...], **options: Any) -> None:
+    def _launch(
+        self, kernel: Any, grid: int, args: tuple[Any, ...], **options: Any
+    ) -> None:
         constants = self.constants | options
         names = {*kernel.arg_names, "num_warps", "num_stages"}
         constants = {name: value for name, value in constants.items() if name in names}
@@ -454,7 +510,9 @@ class Kernel:
             "num_stages": 1,
         }
 
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, y: Tensor, tensors: Tensors, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
         kept = y.new_empty(saved_size(self.stack)) if keep else None
         if self.stack.samples == 0 or self.stack.layers == 0:
@@ -466,7 +524,9 @@ class Kernel:
         self._launch(forward_kernel, tiles, args, KEEP=keep, **options)
         return out, kept
 
-    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+    def backward(
+        self, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         stack = self.stack
         tiles, options = self._tiles(True)
@@ -479,7 +539,16 @@ class Kernel:
         out = torch.empty_like(g)
         dh, *places = [g if t is None else t for t in stack.gradients(sums[0])]
         grads = (dh, *places[:3], *places[-3:])
-        args = (saved, g, out, *self._weights(tensors), *grads, *self.sizes, tiles, stack.size)
+        args = (
+            saved,
+            g,
+            out,
+            *self._weights(tensors),
+            *grads,
+            *self.sizes,
+            tiles,
+            stack.size,
+        )
         options["ATOMIC"] = not self.deterministic
         self._launch(backward_kernel, programs, args, **options)
         total = sums.sum(0) if self.deterministic else sums[0]

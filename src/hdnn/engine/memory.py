@@ -33,7 +33,9 @@ class Stack:
     samples: int
     features: int
     rows: tuple[int, ...]  # hidden units of each force
-    outputs: tuple[str, ...]  # V of each force: "same" (K), "fixed" (no gradient) or "learned"
+    outputs: tuple[
+        str, ...
+    ]  # V of each force: "same" (K), "fixed" (no gradient) or "learned"
     dtype: torch.dtype
     device: torch.device
     learned: bool = False  # the steps h need a gradient
@@ -54,12 +56,16 @@ class Stack:
         if self.inverse:
             layers = reversed(layers)
         moves = list(self.scheme.ordered(self.inverse))
-        return [(half, layer, fraction) for layer in layers for half, _, fraction in moves]
+        return [
+            (half, layer, fraction) for layer in layers for half, _, fraction in moves
+        ]
 
     @cached_property
     def places(self) -> list[tuple[int, tuple[int, ...]] | None]:
         """Where the gradient of each tensor begins in one buffer, and its shape."""
-        shapes: list[tuple[int, ...] | None] = [(self.layers,) if self.learned else None]
+        shapes: list[tuple[int, ...] | None] = [
+            (self.layers,) if self.learned else None
+        ]
         for r, output in zip(self.rows, self.outputs, strict=True):
             K = (self.layers, r, self.width)
             shapes += [K, (self.layers, r), K if output == "learned" else None]
@@ -85,7 +91,11 @@ class Stack:
                 views.append(None)
             else:
                 start, shape = place
-                strides = (shape[1] * shape[2], shape[2], 1) if len(shape) == 3 else (shape[-1], 1)
+                strides = (
+                    (shape[1] * shape[2], shape[2], 1)
+                    if len(shape) == 3
+                    else (shape[-1], 1)
+                )
                 views.append(buffer.as_strided(shape, strides[-len(shape) :], start))
         return views
 

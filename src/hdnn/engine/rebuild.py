@@ -35,7 +35,9 @@ BACKPROPS = ("stored", "checkpoint", "reversible")
 GRID = 2.0**40
 LIMIT = 2.0**23  # the largest state on the grid: 2^63 multiples
 COARSE = 1e-3  # relative rounding to the grid that gives a warning
-WORTHLESS = 0.1  # relative error of a rebuilt state, or of a move that is computed again
+WORTHLESS = (
+    0.1  # relative error of a rebuilt state, or of a move that is computed again
+)
 DIFFERENT = 0.01  # such an error of a move that gives a warning
 SAMPLE = 256  # entries by which a move is recognised
 ADVICE = 'take state="fixed", whose reversal is exact, or backprop="checkpoint"'
@@ -44,7 +46,10 @@ REASONS = (
     "it is not deterministic, counts its calls, draws from a generator of its own, or its "
     "arguments changed"
 )
-PLAIN = (Tensor, nn.Parameter)  # others, as those of `fully_shard`, come and go by themselves
+PLAIN = (
+    Tensor,
+    nn.Parameter,
+)  # others, as those of `fully_shard`, come and go by themselves
 
 
 class Move(NamedTuple):
@@ -78,7 +83,10 @@ def halves_of(y: Tensor, dim: int, *, fixed: bool) -> list[Half]:
     if not fixed:
         return halves
     exact = [_to_grid(half.value) for half in halves]
-    return [Half(_on_grid(h.value, e, y.dtype), e) for h, e in zip(halves, exact, strict=True)]
+    return [
+        Half(_on_grid(h.value, e, y.dtype), e)
+        for h, e in zip(halves, exact, strict=True)
+    ]
 
 
 def _to_grid(x: Tensor) -> Tensor:
@@ -98,7 +106,9 @@ def check_grid(y: Tensor, y_N: Tensor) -> None:
         return
     if not y.numel():
         return
-    largest, finite = torch.stack([y.detach().abs().max().double(), y_N.isfinite().all()]).tolist()
+    largest, finite = torch.stack(
+        [y.detach().abs().max().double(), y_N.isfinite().all()]
+    ).tolist()
     if not finite:
         raise OptionError(
             f'the state left the fixed-point grid: state="fixed" holds +-{LIMIT:.4g} only, and no '
@@ -117,14 +127,25 @@ def check_grid(y: Tensor, y_N: Tensor) -> None:
 
 
 def run(
-    halves: list[Half], moves: Sequence[Move], args: Any, options: Any, backprop: str = "stored"
+    halves: list[Half],
+    moves: Sequence[Move],
+    args: Any,
+    options: Any,
+    backprop: str = "stored",
 ) -> list[Half]:
     """The halves after all moves; `backprop` is "stored", "checkpoint" or "reversible"."""
     if backprop == "stored" or not torch.is_grad_enabled():
         return _stored(halves, moves, args, options)
-    if torch.compiler.is_compiling():  # a compiler would save other tensors the second time
+    if (
+        torch.compiler.is_compiling()
+    ):  # a compiler would save other tensors the second time
         return eagerly(run, halves, moves, args, options, backprop)
-    if recording.depth or transformed() or halves[0].value.is_meta or any(map(_is_lazy, moves)):
+    if (
+        recording.depth
+        or transformed()
+        or halves[0].value.is_meta
+        or any(map(_is_lazy, moves))
+    ):
         return _stored(halves, moves, args, options)
     # Memory of its own: the state may be changed in place before the backward pass.
     halves = [Half(half.value.clone(), half.exact) for half in halves]
@@ -138,24 +159,34 @@ def run(
     return Rebuild(moves, args, options).forward(halves)
 
 
-def _stored(halves: list[Half], moves: Sequence[Move], args: Any, options: Any) -> list[Half]:
+def _stored(
+    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
+) -> list[Half]:
     halves = list(halves)
     for move in moves:
-        step = _evaluate(move, halves[move.source].value, halves[move.target], args, options)
+        step = _evaluate(
+            move, halves[move.source].value, halves[move.target], args, options
+        )
         halves[move.target] = halves[move.target].moved(step)
     return halves
 
 
-def undo(halves: list[Half], moves: Sequence[Move], args: Any, options: Any) -> list[Half]:
+def undo(
+    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
+) -> list[Half]:
     """The halves before all moves."""
     halves = list(halves)
     for move in reversed(moves):
-        step = _evaluate(move, halves[move.source].value, halves[move.target], args, options)
+        step = _evaluate(
+            move, halves[move.source].value, halves[move.target], args, options
+        )
         halves[move.target] = halves[move.target].moved(step, -1)
     return halves
 
 
-def _checkpointed(halves: list[Half], moves: Sequence[Move], args: Any, options: Any) -> list[Half]:
+def _checkpointed(
+    halves: list[Half], moves: Sequence[Move], args: Any, options: Any
+) -> list[Half]:
     """The halves after all moves, of which about sqrt(N) states are stored."""
     size = math.isqrt(len(moves)) or 1
     for first in range(0, len(moves), size):
@@ -171,18 +202,26 @@ def _checkpointed(halves: list[Half], moves: Sequence[Move], args: Any, options:
         contexts: Any = lambda moment=moment: (nullcontext(), moment)  # noqa: E731
         tensors = [tensor for half in halves for tensor in half]
         halves = checkpoint(  # pyright: ignore[reportAssignmentType]
-            again, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            again,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
         )
         moment.done()
     return halves
 
 
-def _evaluate(move: Move, source: Tensor, target: Half, args: Any, options: Any) -> Tensor:
+def _evaluate(
+    move: Move, source: Tensor, target: Half, args: Any, options: Any
+) -> Tensor:
     """The result of a move's function, with the shape of its target."""
     if torch.compiler.is_compiling():
         step = move.function(source, *args, **options)
     else:
-        source = source.clone() if source.is_inference() else source  # which has no version
+        source = (
+            source.clone() if source.is_inference() else source
+        )  # which has no version
         version = _version(source)
         step = move.function(source, *args, **options)
         if _version(source) != version:
@@ -223,11 +262,21 @@ class Moment:
         roots = [root for root in roots if isinstance(root, nn.Module)]
         modules = {module: None for root in roots for module in root.modules()}
         self.modes = [(module, module.training) for module in modules]
-        self.weights = [entry for module in modules for entry in _entries(module._parameters)]
-        self.buffers = [entry for module in modules for entry in _entries(module._buffers)]
+        self.weights = [
+            entry for module in modules for entry in _entries(module._parameters)
+        ]
+        self.buffers = [
+            entry for module in modules for entry in _entries(module._buffers)
+        ]
         # Batch normalisation does not mark its statistics as changed.
-        norms = [module for module in modules if getattr(module, "track_running_stats", False)]
-        self.counted = [entry for module in norms for entry in _entries(module._buffers)]
+        norms = [
+            module
+            for module in modules
+            if getattr(module, "track_running_stats", False)
+        ]
+        self.counted = [
+            entry for module in norms for entry in _entries(module._buffers)
+        ]
         self.stacks: list[ExitStack] = []
 
     def done(self) -> None:
@@ -359,7 +408,9 @@ class Rebuild:
         self.read: set[int] = set()  # numbers of rebuilt tensors that were read
         self.first = -1  # the first move with anything to rebuild
         self.next = -1  # the move that is undone next
-        self.doubts: list[tuple[str, Tensor]] = []  # relative errors of moves, "" for the state
+        self.doubts: list[
+            tuple[str, Tensor]
+        ] = []  # relative errors of moves, "" for the state
         self.lock = threading.RLock()  # several threads may go back at once
 
     def forward(self, halves: list[Half]) -> list[Half]:
@@ -370,7 +421,9 @@ class Rebuild:
             if k and torch.equal(moment.random, self.steps[-1].moment.random):
                 moment.random = self.steps[-1].moment.random  # many take no memory
             values = self.values[k] = {}
-            hooks = saved_tensors_hooks(partial(_pack, values, None), partial(self._unpack, k))
+            hooks = saved_tensors_hooks(
+                partial(_pack, values, None), partial(self._unpack, k)
+            )
             with recording, hooks:
                 result = _evaluate(move, source, target, self.args, self.options)
             moment.done()
@@ -428,7 +481,9 @@ class Rebuild:
         target = self.halves[move.target]
         values: dict[int, Tensor] = {}
         versions: list[int] = []
-        hooks = saved_tensors_hooks(partial(_pack, values, versions), values.__getitem__)
+        hooks = saved_tensors_hooks(
+            partial(_pack, values, versions), values.__getitem__
+        )
         with step.moment, recording, hooks:
             source = source.detach().requires_grad_(step.needs_grad)
             result = _evaluate(move, source, target, self.args, self.options)
@@ -464,9 +519,13 @@ class Rebuild:
         if name:
             noticeable = DIFFERENT
             rounding = "rounding has grown, or " if self.end[0].exact is None else ""
-            reason = f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
+            reason = (
+                f"{name} {OTHERWISE}, but was off by {error:.2g}: {rounding}{REASONS}"
+            )
         if error >= WORTHLESS:
-            raise OptionError(f"{reason}, so the gradients would be worthless; {ADVICE}.")
+            raise OptionError(
+                f"{reason}, so the gradients would be worthless; {ADVICE}."
+            )
         if final and error > noticeable:
             text = f"{reason}, so the gradients are inexact; {ADVICE}."
             warnings.warn(text, ReversalWarning, stacklevel=2)
@@ -477,7 +536,9 @@ def drift_of(y: Tensor, rebuilt: Tensor, end: Tensor) -> Tensor:
 
     Each sample is judged by its own size; a sample of zeros by its size at the end.
     """
-    rows = [x.reshape(1, -1) if x.ndim < 2 else x.flatten(1) for x in (rebuilt - y, y, end)]
+    rows = [
+        x.reshape(1, -1) if x.ndim < 2 else x.flatten(1) for x in (rebuilt - y, y, end)
+    ]
     error, size, last = (torch.linalg.vector_norm(x, dim=1) for x in rows)
     ratio = error / torch.where(size > 0, size, last)
     ratio = torch.where(error == 0, 0.0, ratio)

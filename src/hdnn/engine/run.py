@@ -33,8 +33,13 @@ DTYPES = {
 }
 HALF = (torch.bfloat16, torch.float16)  # converted to float32 on the way in, and back
 PLAIN = (Tensor, nn.Parameter)
-EXTRAS = {"cpu": ("numba", "fast"), "cuda": ("triton", "gpu")}  # what compiles, and its extra
-INSTALLED = {name: importlib.util.find_spec(name) is not None for name, _ in EXTRAS.values()}
+EXTRAS = {
+    "cpu": ("numba", "fast"),
+    "cuda": ("triton", "gpu"),
+}  # what compiles, and its extra
+INSTALLED = {
+    name: importlib.util.find_spec(name) is not None for name, _ in EXTRAS.values()
+}
 WIDEST = 192  # features of a state on the CPU; beyond, the plain loop is as fast
 SHARE = 32  # stored states take at most this part of the memory: one in so many
 REMEMBERED = 1024
@@ -79,7 +84,9 @@ def run(
         torch.Size([5, 4])
     """
     if trajectory:
-        return schemes.run(scheme, y, forces, h, sigma, trajectory=True, inverse=inverse)
+        return schemes.run(
+            scheme, y, forces, h, sigma, trajectory=True, inverse=inverse
+        )
     call = Call(scheme, y, forces, h, sigma, inverse)
     if torch.compiler.is_compiling():
         return _traced(call, engine, backprop)
@@ -108,7 +115,16 @@ class Call(NamedTuple):
 def _key(settings: Settings, call: Call) -> tuple[Any, ...]:
     """All that decides how a call runs."""
     scheme, y, forces, h, sigma, inverse = call
-    key = [settings, id(scheme), id(sigma), inverse, y.__class__, y.shape, y.dtype, y.device]
+    key = [
+        settings,
+        id(scheme),
+        id(sigma),
+        inverse,
+        y.__class__,
+        y.shape,
+        y.dtype,
+        y.device,
+    ]
     for force in forces:
         for t in force:
             if t is None:
@@ -137,7 +153,11 @@ class Plan:
         self.dtype = torch.float32 if fused and y.dtype in HALF else y.dtype
         half = self.dtype != y.dtype
         self.convert = fused and (half or torch.is_autocast_enabled(y.device.type))
-        self.h = None if isinstance(h, Tensor) else self._constant(h, len(forces[0].K), y.device)
+        self.h = (
+            None
+            if isinstance(h, Tensor)
+            else self._constant(h, len(forces[0].K), y.device)
+        )
         self.method = None
         if fused or settings.backprop in ("checkpoint", "reversible"):
             precision = matmul_precision(settings, y.dtype)
@@ -145,7 +165,9 @@ class Plan:
             self.method = method(describe(call, self.dtype), fused, settings)
 
     def _constant(self, h: float, layers: int, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # a later call may save it for its backward pass
+        with torch.inference_mode(
+            False
+        ):  # a later call may save it for its backward pass
             return torch.full((layers,), h, dtype=self.dtype, device=device)
 
     def __call__(self, y: Tensor, forces: Sequence[Force], h: float | Tensor) -> Tensor:
@@ -181,7 +203,9 @@ def _apply(method: Stored, y: Tensor, tensors: list[Any]) -> Tensor:
     except RuntimeError as error:
         if "setup_context" not in str(error):
             raise
-        return definition(method.stack, y, *tensors)  # inside a transform of other tensors
+        return definition(
+            method.stack, y, *tensors
+        )  # inside a transform of other tensors
 
 
 def all_in_memory(y: Tensor, tensors: Sequence[Tensor | None]) -> bool:
@@ -216,9 +240,13 @@ def is_fused(engine: str, call: Call) -> bool:
         empty = y.numel() == 0 or call.forces[0].K.numel() == 0
         return reason is None and not (missing or wide or empty)
     if missing:
-        raise MissingExtraError(f"engine=\"fused\" needs {module}: pip install 'hdnn[{extra}]'.")
+        raise MissingExtraError(
+            f"engine=\"fused\" needs {module}: pip install 'hdnn[{extra}]'."
+        )
     if reason is not None:
-        raise OptionError(f'engine="fused" cannot run here: {reason}; use engine="auto".')
+        raise OptionError(
+            f'engine="fused" cannot run here: {reason}; use engine="auto".'
+        )
     return True
 
 
@@ -346,14 +374,22 @@ class StackFunction(torch.autograd.Function):
 def definition(stack: Stack, y: Any, *tensors: Any) -> Tensor:
     """y_N by the plain loop, for tensors as kernels take them."""
     forces = stack.forces(tensors)
-    return schemes.run(stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse)
+    return schemes.run(
+        stack.scheme, y, forces, tensors[0], stack.sigma, inverse=stack.inverse
+    )
 
 
 def gradients(
-    method: Stored, y: Tensor, saved: Tensor, g: Tensor, tensors: Sequence[Tensor | None]
+    method: Stored,
+    y: Tensor,
+    saved: Tensor,
+    g: Tensor,
+    tensors: Sequence[Tensor | None],
 ) -> Sequence[Any]:
     """The gradients of y_0 and of all tensors, from that of y_N."""
-    if torch.is_grad_enabled() or not all_in_memory(g, ()):  # second derivatives, many at once
+    if torch.is_grad_enabled() or not all_in_memory(
+        g, ()
+    ):  # second derivatives, many at once
         present = [t is not None for t in tensors]
 
         def function(y: Tensor, *values: Tensor) -> Tensor:
@@ -420,7 +456,9 @@ def _described(
     for kind in kinds:
         tensors += [next(rest), next(rest), None if kind == "same" else next(rest)]
         rows.append(tensors[-2].shape[1])  # pyright: ignore[reportOptionalMemberAccess]
-    pairs = tuple([(int(half), part) for half, part in zip(moves[::2], moves[1::2], strict=True)])
+    pairs = tuple(
+        [(int(half), part) for half, part in zip(moves[::2], moves[1::2], strict=True)]
+    )
     stack = Stack(
         scheme=Scheme("compiled", 0, pairs, halves),
         sigma=activations.get(sigma),

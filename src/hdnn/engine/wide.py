@@ -31,7 +31,17 @@ WASTED = 64  # graphs that were recorded and never replayed, after which none is
 
 @triton.jit
 def value_kernel(
-    a, b, z, h, fraction, B, r, ACT: constexpr, FAST: constexpr, BB: constexpr, BR: constexpr
+    a,
+    b,
+    z,
+    h,
+    fraction,
+    B,
+    r,
+    ACT: constexpr,
+    FAST: constexpr,
+    BB: constexpr,
+    BR: constexpr,
 ):  # pragma: kernel
     """a = a + b, and z = c sigma(a)."""
     row = tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB)[:, None]
@@ -79,7 +89,9 @@ def saved_size(stack: Stack) -> int:
 class Kernel:
     """A stack as matrix products."""
 
-    def __init__(self, stack: Stack, precision: str = "ieee", deterministic: bool = False) -> None:
+    def __init__(
+        self, stack: Stack, precision: str = "ieee", deterministic: bool = False
+    ) -> None:
         self.stack = stack
         self.precision = precision
         self.parts = 2 if stack.scheme.halves else 1
@@ -88,7 +100,9 @@ class Kernel:
         self.how = {"ACT": stack.sigma.name, "FAST": fast, "BB": ROWS, "BR": COLUMNS}
         self.replay = Replay()
 
-    def forward(self, y: Tensor, tensors: Tensors, keep: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, y: Tensor, tensors: Tensors, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
         saved = y.new_empty(saved_size(self.stack)) if keep else None
         out = torch.empty_like(y)
@@ -114,7 +128,9 @@ class Kernel:
         self._run("forward" if keep else "last", launch, used)
         return out, saved
 
-    def backward(self, saved: Tensor, g: Tensor, tensors: Tensors) -> list[Tensor | None]:
+    def backward(
+        self, saved: Tensor, g: Tensor, tensors: Tensors
+    ) -> list[Tensor | None]:
         """The gradients of y_0 and of all tensors, from that of y_N."""
         stack = self.stack
         out = torch.empty_like(g)
@@ -141,7 +157,16 @@ class Kernel:
                 total = sums.view(-1)[: tiles * stack.rows[half]].view(tiles, -1)
                 g_target = gs[self._moved(half)]
                 self._product(g_target, V[j].mT, t)
-                args = (self._view(inner[s], half), t, slope, value, h[j:], fraction, total, dots)
+                args = (
+                    self._view(inner[s], half),
+                    t,
+                    slope,
+                    value,
+                    h[j:],
+                    fraction,
+                    total,
+                    dots,
+                )
                 self._pointwise(slope_kernel, half, *args)
                 self._add(dK[j], slope.mT, states[sources[s]], dK[j])  # pyright: ignore[reportOptionalSubscript]
                 into = dK if stack.outputs[half] == "same" else dV
@@ -183,7 +208,9 @@ class Kernel:
         return saved[:size].view(-1, B, m), saved[size:].view(stack.steps, B * R)
 
     def _new(self, y: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return y.new_empty(count, self.stack.samples * max(self.stack.rows), dtype=dtype)
+        return y.new_empty(
+            count, self.stack.samples * max(self.stack.rows), dtype=dtype
+        )
 
     def _view(self, flat: Tensor, half: int) -> Tensor:
         """The matrix (B, r) at the beginning of a buffer."""
@@ -240,7 +267,9 @@ class Replay:
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
         self.wasted = 0
 
-    def __call__(self, name: str, launch: Callable[[], None], used: list[Tensor]) -> None:
+    def __call__(
+        self, name: str, launch: Callable[[], None], used: list[Tensor]
+    ) -> None:
         if torch.cuda.is_current_stream_capturing():
             launch()
             return

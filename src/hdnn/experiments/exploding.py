@@ -56,7 +56,9 @@ def figure(options: Any) -> dict[str, Any]:
     for gamma in GAMMAS:
         t = torch.arange(0, SPAN / gamma, 0.5, dtype=torch.float64)
         perturbed[gamma] = t, counterexample.finite_growth(first, t, gamma)[:, 0]
-    layers = {load: counterexample.layer_growth(H, math.sqrt(load / H)) for load in LOADS}
+    layers = {
+        load: counterexample.layer_growth(H, math.sqrt(load / H)) for load in LOADS
+    }
     curves = [row.pop("curve") for row in rows]
     picture = draw(starts, curves[0], rows[0]["exact slope"], perturbed, layers)
     diameter = float(counterexample.diameter(first))
@@ -100,16 +102,30 @@ def draw(
 
     t, sizes = growth
     line.plot(t, sizes, color=STYLES[0]["color"], label="norm")
-    line.plot(t, slope * t, color=STYLES[1]["color"], linestyle="--", label=f"{slope:.3f} $t$")
+    line.plot(
+        t, slope * t, color=STYLES[1]["color"], linestyle="--", label=f"{slope:.3f} $t$"
+    )
     level_one(line)
     finish(
-        line, 2, xlim=(0, 80), ylim=(0, 40), xlabel="$t$", title="Gradients grow linearly in $t$"
+        line,
+        2,
+        xlim=(0, 80),
+        ylim=(0, 40),
+        xlabel="$t$",
+        title="Gradients grow linearly in $t$",
     )
 
     for style, (gamma, (t, sizes)) in zip(STYLES, perturbed.items(), strict=False):
         colour = style["color"]
         finite.plot(t[1:], sizes[1:], color=colour, label=rf"$\gamma$ = {gamma:g}")
-    finish(finite, 3, xscale="log", yscale="log", xlabel="$t$", title="Finite perturbations")
+    finish(
+        finite,
+        3,
+        xscale="log",
+        yscale="log",
+        xlabel="$t$",
+        title="Finite perturbations",
+    )
 
     for style, (load, values) in zip(STYLES, layers.items(), strict=False):
         stacks.plot(values.sizes, color=style["color"], label=f"$h k^2$ = {load:g}")
@@ -123,7 +139,12 @@ def page(result: dict[str, Any]) -> str:
     linear_rows = []
     for row in result["linear"]:
         off = abs(row["period"] / row["exact period"] - 1)
-        start = [row["start"], f"{row['eps']:g}", f"{row['energy']:.4f}", f"{row['period']:.10f}"]
+        start = [
+            row["start"],
+            f"{row['eps']:g}",
+            f"{row['energy']:.4f}",
+            f"{row['period']:.10f}",
+        ]
         linear_rows.append(
             [*start, f"{off:.1e}", f"{row['slope']:.4f}", f"{row['exact slope']:.4f}"]
         )
@@ -132,7 +153,9 @@ def page(result: dict[str, Any]) -> str:
     for row in result["exponential"]:
         bound = "none" if row["bound"] is None else f"{row['bound']:.4g}"
         rates = [f"{row['rate']:.7f}", f"{row['exact']:.7f}"]
-        growth_rows.append([f"{row['h k^2']:g}", *rates, f"{row['largest']:.4g}", bound])
+        growth_rows.append(
+            [f"{row['h k^2']:g}", *rates, f"{row['largest']:.4g}", bound]
+        )
     linear_head = ["start", "eps", "H", "period", "off by", "slope", "closed form"]
     finite_head = ["gamma", "largest", "D / gamma"]
     growth_head = ["h k^2", "rate", "closed form", "largest norm", "bound"]

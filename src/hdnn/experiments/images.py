@@ -41,7 +41,9 @@ def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job
         rates = tuple((epoch, factor) for epoch, factor in job["recipe"]["rates"])
         recipe = ImageRecipe(**{**job["recipe"], "rates": rates})
         left = end - time.monotonic()
-        history = fit_images(model, data, recipe, folder=folder, resume=True, seconds=left)
+        history = fit_images(
+            model, data, recipe, folder=folder, resume=True, seconds=left
+        )
         if len(history.loss) < recipe.epochs:
             raise KeyboardInterrupt  # the minutes are over
         if job["seed"] == 0:
@@ -60,9 +62,14 @@ def run_images(jobs: list[Job], data: ImageData, options: Any) -> list[tuple[Job
     return runner.run_jobs(jobs, work, options.runs)
 
 
-def job_of(data: str, network: str, seed: int, epochs: int, by: str, **settings: Any) -> Job:
+def job_of(
+    data: str, network: str, seed: int, epochs: int, by: str, **settings: Any
+) -> Job:
     recipe = recipes.image_recipe(data, network, epochs=epochs, seed=seed, by=by)
-    settings = {**recipes.image_settings(data, network, epochs=epochs, by=by), **settings}
+    settings = {
+        **recipes.image_settings(data, network, epochs=epochs, by=by),
+        **settings,
+    }
     return {
         "data": data,
         "network": network,
@@ -75,7 +82,9 @@ def job_of(data: str, network: str, seed: int, epochs: int, by: str, **settings:
 
 def network_of(job: Job) -> Any:
     """The network of a job, with the weights that its training begins with."""
-    return recipes.image_network(job["data"], job["network"], seed=job["seed"], **job["settings"])
+    return recipes.image_network(
+        job["data"], job["network"], seed=job["seed"], **job["settings"]
+    )
 
 
 def row_of(results: list[Job]) -> dict[str, Any]:
@@ -128,10 +137,20 @@ def table_three(options: Any) -> dict[str, Any]:
     with engine.use(precision="tf32"):
         results = run_images(jobs, data, options)
     table = []
-    for (by, network, layers), group in runner.grouped(results, "by", "network", "layers").items():
+    for (by, network, layers), group in runner.grouped(
+        results, "by", "network", "layers"
+    ).items():
         paper = TABLE_III.get(("h1" if network == "h2" else network, layers))
-        row = {"by": by, "network": network, "layers": layers, "paper": paper, **row_of(group)}
-        row["reached"] = runner.reached(row["test"]["mean"], paper[1] if paper else CONVOLUTION)
+        row = {
+            "by": by,
+            "network": network,
+            "layers": layers,
+            "paper": paper,
+            **row_of(group),
+        }
+        row["reached"] = runner.reached(
+            row["test"]["mean"], paper[1] if paper else CONVOLUTION
+        )
         table.append(row)
     return {"seeds": options.seeds, "epochs": options.epochs, "rows": table}
 
@@ -169,7 +188,10 @@ TITLES = {
     "alexnet": "AlexNet",
 }
 TABLE_IV = {"resnet56": 93.68, "h1": 92.27, "h1_paper": 92.27, "alexnet": 91.55}
-RESNETS = ("resnet56", "resnet56_drop")  # the others are compared with the better of these
+RESNETS = (
+    "resnet56",
+    "resnet56_drop",
+)  # the others are compared with the better of these
 
 
 def table_four(options: Any) -> dict[str, Any]:
@@ -178,7 +200,9 @@ def table_four(options: Any) -> dict[str, Any]:
         if network == "resnet56_drop" and options.epochs < recipes.LONG:
             continue  # the others have no drop either
         seeds = range(options.seeds)
-        jobs += [job_of("cifar10", network, seed, options.epochs, "ours") for seed in seeds]
+        jobs += [
+            job_of("cifar10", network, seed, options.epochs, "ours") for seed in seeds
+        ]
     data = load_cifar10().to(options.device)
     results = run_images(jobs, data, options)
     rows = []
@@ -200,7 +224,9 @@ def draw_curves(rows: list[dict[str, Any]]) -> Any:
         epochs = range(1, curves.shape[1] + 1)
         mean = curves.mean(0).tolist()
         line = {"color": style["color"], "linestyle": style["linestyle"]}
-        ax.plot(epochs, mean, **line, label=f"{TITLES[row['network']]}: {mean[-1]:.2f}%")
+        ax.plot(
+            epochs, mean, **line, label=f"{TITLES[row['network']]}: {mean[-1]:.2f}%"
+        )
         low = curves.amin(0).tolist()
         high = curves.amax(0).tolist()
         ax.fill_between(epochs, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -219,9 +245,22 @@ def page_four(result: dict[str, Any]) -> str:
         lead = ""
         if resnets and row["network"] in ("h1", "h2"):
             lead = f"{test['mean'] - max(resnets):+.2f}"
-        name = [TITLES[row["network"]], f"{row['parameters']:,}", row["epochs"], test["seeds"]]
+        name = [
+            TITLES[row["network"]],
+            f"{row['parameters']:,}",
+            row["epochs"],
+            test["seeds"],
+        ]
         rows.append([*name, text, lead, row["paper"] or ""])
-    head = ["network", "parameters", "epochs", "seeds", "test", "above ResNet-56", "the paper's"]
+    head = [
+        "network",
+        "parameters",
+        "epochs",
+        "seeds",
+        "test",
+        "above ResNet-56",
+        "the paper's",
+    ]
     remark = f" The images: {result['remark']}." if result["remark"] else ""
     page = [
         f"# Table IV: {result['data']}",
@@ -259,7 +298,9 @@ def entering(model: nn.Module, submodules: list[nn.Module], x: Tensor) -> list[T
     states: list[Tensor] = []
     hooks = []
     for submodule in submodules:
-        hook = submodule.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+        hook = submodule.register_forward_pre_hook(
+            lambda _, inputs: states.append(inputs[0])
+        )
         hooks.append(hook)
     model(x)
     for hook in hooks:
@@ -269,7 +310,9 @@ def entering(model: nn.Module, submodules: list[nn.Module], x: Tensor) -> list[T
 
 def figure_cifar(options: Any) -> dict[str, Any]:
     data = load_cifar10()
-    x = data.normalised(data.images_test[: options.images], torch.float64).to(options.device)
+    x = data.normalised(data.images_test[: options.images], torch.float64).to(
+        options.device
+    )
     rows = []
     for name in ("h1", "h2", "resnet56"):
         weights, about = io.load_tensors(Path(options.weights) / f"{name}.safetensors")
@@ -286,11 +329,21 @@ def figure_cifar(options: Any) -> dict[str, Any]:
                 extremes = unit_extremes(unit, y, steps=options.steps)
             row = {"network": name, "stage": number, "layers": len(extremes.layers)}
             row |= {"promised": unit is not None and bool(unit.guarantee().holds)}
-            row |= {"largest": extremes.largest.tolist(), "smallest": extremes.smallest.tolist()}
+            row |= {
+                "largest": extremes.largest.tolist(),
+                "smallest": extremes.smallest.tolist(),
+            }
             rows.append({**row, "missed": extremes.missed})
-    picture = runner.save_figure(draw_extremes(rows), options.out / f"{options.name}.png")
+    picture = runner.save_figure(
+        draw_extremes(rows), options.out / f"{options.name}.png"
+    )
     device = runner.machine(options.device)
-    return {"images": options.images, "device": device, "picture": picture, "rows": rows}
+    return {
+        "images": options.images,
+        "device": device,
+        "picture": picture,
+        "rows": rows,
+    }
 
 
 def draw_extremes(rows: list[dict[str, Any]]) -> Any:
@@ -322,7 +375,9 @@ def page_cifar(result: dict[str, Any]) -> str:
         smallest = min(map(min, row["smallest"]))
         promise = "yes" if row["promised"] else "no"
         name = [TITLES[row["network"]], row["stage"], row["layers"], promise]
-        rows.append([*name, f"{largest:.4g}", f"{smallest:.4g}", f"{100 * row['missed']:.1f}%"])
+        rows.append(
+            [*name, f"{largest:.4g}", f"{smallest:.4g}", f"{100 * row['missed']:.1f}%"]
+        )
     head = ["network", "stage", "N", "norm >= 1 promised", "norm, least over j"]
     head += ["smallest value", "within"]
     page = [

@@ -44,7 +44,9 @@ def train(job: Job, x: Tensor, t: Tensor) -> hdnn.Model:
         return model
     generator = torch.Generator().manual_seed(job["seed"])
     near = x.repeat(job["copies"], 1)
-    near += job["moved"] * (2 * torch.rand(near.shape, generator=generator, dtype=x.dtype) - 1)
+    near += job["moved"] * (
+        2 * torch.rand(near.shape, generator=generator, dtype=x.dtype) - 1
+    )
     labels = t.repeat(job["copies"])
     best = None
     least = torch.inf
@@ -147,14 +149,29 @@ def network(job: Job, seed: int) -> hdnn.Model:
     return hdnn.Model(hdnn.Augment(2, 4), net, hdnn.SigmoidHead(4, generator=generator))
 
 
-def job_one(network: str, data: str, layers: int, seed: int, T: float | None = None) -> Job:
+def job_one(
+    network: str, data: str, layers: int, seed: int, T: float | None = None
+) -> Job:
     """One training of Table I: by our recipe, or by the paper's with this T."""
     paper = TABLE_I[data, layers][NETWORKS.index(network)]
-    job: Job = {"network": network, "data": data, "layers": layers, "seed": seed, "paper": paper}
+    job: Job = {
+        "network": network,
+        "data": data,
+        "layers": layers,
+        "seed": seed,
+        "paper": paper,
+    }
     if T is not None:
         return {**job, "T": T, "options": PAPER}
-    depth = round(0.8 * (layers / 8) ** 0.25, 3)  # deep networks do better with more time
-    return {**job, "T": depth, "options": {**OURS, "epochs": EPOCHS[data]}, **MOVED[data]}
+    depth = round(
+        0.8 * (layers / 8) ** 0.25, 3
+    )  # deep networks do better with more time
+    return {
+        **job,
+        "T": depth,
+        "options": {**OURS, "epochs": EPOCHS[data]},
+        **MOVED[data],
+    }
 
 
 def places() -> list[tuple[str, str, int]]:
@@ -171,7 +188,9 @@ def ranked(scores: dict[float, list[float]]) -> list[float]:
     return sorted(scores, key=quality, reverse=True)
 
 
-def jobs_of_cell(cell: tuple[str, str, int], times: list[float], seeds: range) -> list[Job]:
+def jobs_of_cell(
+    cell: tuple[str, str, int], times: list[float], seeds: range
+) -> list[Job]:
     """Trainings with each T, tested on points that are held out."""
     jobs = [job_one(*cell, seed, T) for T in times for seed in seeds]
     return [{**job, "validation": True} for job in jobs]
@@ -186,7 +205,9 @@ def choose_T(options: Any) -> dict[tuple[str, str, int], float]:
         jobs = []
         for cell in places():
             jobs += jobs_of_cell(cell, ranked(scores[cell])[:count], seeds)
-        for job, result in runner.run_jobs(jobs, measure, options.runs, options.processes):
+        for job, result in runner.run_jobs(
+            jobs, measure, options.runs, options.processes
+        ):
             cell = (job["network"], job["data"], job["layers"])
             scores[cell][job["T"]].append(result["accuracy"])
     return {cell: ranked(scores[cell])[0] for cell in places()}
@@ -205,12 +226,23 @@ def table_one(options: Any) -> dict[str, Any]:
 
 
 def page_one(result: dict[str, Any]) -> str:
-    page = ["# Table I: planar sets", "", f"`{result['command']}`, {result['seeds']} seeds.", ""]
+    page = [
+        "# Table I: planar sets",
+        "",
+        f"`{result['command']}`, {result['seeds']} seeds.",
+        "",
+    ]
     for recipe, rows in result["recipes"].items():
         # The paper does not say whether its figures are means or best.
         what = "mean" if recipe == "ours" else "best"
         title = "Our recipe" if recipe == "ours" else "The paper's recipe"
-        page += [f"## {title}", "", runner.counted(rows, what), ABOUT.format(", T", what), ""]
+        page += [
+            f"## {title}",
+            "",
+            runner.counted(rows, what),
+            ABOUT.format(", T", what),
+            "",
+        ]
         page += [*runner.grid(rows, "network", what), ""]
     return "\n".join(page)
 
@@ -244,7 +276,9 @@ VARIANTS = {
     "masked, full K": "general layer on the ring, 112 parameters a layer",
     "centralised, full K": "general layer, 272 parameters a layer",
 }
-BETWEEN = 0.2  # factor of the blocks of a full K through which one row sees both p and q
+BETWEEN = (
+    0.2  # factor of the blocks of a full K through which one row sees both p and q
+)
 
 
 def ring(steps: int = 1) -> Tensor:
@@ -258,7 +292,9 @@ def ring_network(variant: str, layers: int, seed: int) -> hdnn.Model:
     generator = torch.Generator().manual_seed(seed)
     full = variant.endswith("full K")
     options: dict[str, Any] = {"step": 0.5, "generator": generator}
-    if variant.startswith("masked"):  # a masked layer uses links within two steps in all
+    if variant.startswith(
+        "masked"
+    ):  # a masked layer uses links within two steps in all
         options["sparsity"] = hdnn.Sparsity(ring(), S=None if full else ring(steps=2))
     net: Any = (hdnn.ImplicitH2 if full else hdnn.H2)(2 * NODES, layers, **options)
     with torch.no_grad():
@@ -292,7 +328,9 @@ def table_two(options: Any) -> dict[str, Any]:
     jobs = []
     for data, layers in TABLE_II:
         for variant in options.variants:
-            jobs += [job_two(variant, data, layers, seed) for seed in range(options.seeds)]
+            jobs += [
+                job_two(variant, data, layers, seed) for seed in range(options.seeds)
+            ]
     results = runner.run_jobs(jobs, measure, options.runs, options.processes)
     return {"seeds": options.seeds, "rows": cells(results, "variant", "data", "layers")}
 
@@ -318,7 +356,9 @@ def regions(options: Any, title: str, jobs: list[Job]) -> dict[str, Any]:
         model = train(job, data.x_train, data.t_train)
         right = accuracy(model, data.x_test, data.t_test)
         ax = decision_regions(model, data)
-        ax.set_title(f"{job['data'].replace('_', ' ')}, {job['layers']} layers: {right:.2f}%")
+        ax.set_title(
+            f"{job['data'].replace('_', ' ')}, {job['layers']} layers: {right:.2f}%"
+        )
         name = f"{options.name}-{job['data']}.png"
         pictures[runner.save_figure(ax.figure, options.out / name)] = right
     return {"title": title, "seed": options.seed, "pictures": pictures}
@@ -362,7 +402,9 @@ def watch(kind: str, layers: int, change: Job, options: Any) -> tuple[Any, Job]:
     monitor = GradientMonitor(x=data.x_test, every=options.every, samples=SAMPLES)
     recipe = {**PAPER, "epochs": 30, "seed": options.seed, "progress": False, **change}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GradientWarning)  # that is what the figure is about
+        warnings.simplefilter(
+            "ignore", GradientWarning
+        )  # that is what the figure is about
         fit(model, data.x_train, data.t_train, callbacks=[monitor], **recipe)
     result = {
         "accuracy": accuracy(model, data.x_test, data.t_test),
@@ -395,7 +437,9 @@ def page_gradients(result: dict[str, Any]) -> str:
     rows = []
     for name, values in result["networks"].items():
         norms = [values[key] for key in ("smallest", "largest", "smallest_of_mean")]
-        texts = [f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}" for norm in norms]
+        texts = [
+            f"{norm:.15g}" if abs(norm - 1) < 1e-3 else f"{norm:.4g}" for norm in norms
+        ]
         rows.append([name, f"{values['accuracy']:.2f}%", *texts])
     page = [
         "# Gradients through a training",
@@ -425,7 +469,10 @@ EXPERIMENTS = {
         page_two,
     ),
     "fig-planar": Experiment(
-        "The decision regions of two H1 networks.", {"seed": 0}, figure_planar, page_regions
+        "The decision regions of two H1 networks.",
+        {"seed": 0},
+        figure_planar,
+        page_regions,
     ),
     "fig-distributed": Experiment(
         "The decision regions of two H2 networks on a ring.",

@@ -60,14 +60,18 @@ def run(name: str, experiment: Experiment, argv: list[str]) -> int:
 
 
 def _parse(name: str, experiment: Experiment, argv: list[str]) -> Any:
-    parser = argparse.ArgumentParser(f"hdnn reproduce {name}", description=experiment.about)
+    parser = argparse.ArgumentParser(
+        f"hdnn reproduce {name}", description=experiment.about
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/reproduced"))
     parser.add_argument("--runs", type=Path, default=Path("runs") / name)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     for option, default in experiment.defaults.items():
         if isinstance(default, list):
-            parser.add_argument(f"--{option}", nargs="+", choices=default, default=default)
+            parser.add_argument(
+                f"--{option}", nargs="+", choices=default, default=default
+            )
         else:
             parser.add_argument(f"--{option}", type=type(default), default=default)
     options = parser.parse_args(argv)
@@ -100,7 +104,10 @@ def run_jobs(
     path = folder / "results.jsonl"
     results = _read(path)
     missing = [job for job in jobs if _key(job) not in results]
-    with path.open("a", encoding="utf-8") as file, Progress("training", len(missing)) as line:
+    with (
+        path.open("a", encoding="utf-8") as file,
+        Progress("training", len(missing)) as line,
+    ):
         for done, (job, result) in enumerate(_each(missing, work, processes), 1):
             results[_key(job)] = result
             file.write(json.dumps({"job": job, "result": result}) + "\n")
@@ -109,7 +116,9 @@ def run_jobs(
     return [(job, results[_key(job)]) for job in jobs]
 
 
-def _each(jobs: list[Job], work: Callable[[Job], Job], processes: int) -> Iterable[tuple[Job, Job]]:
+def _each(
+    jobs: list[Job], work: Callable[[Job], Job], processes: int
+) -> Iterable[tuple[Job, Job]]:
     processes = min(processes, len(jobs))
     if processes <= 1:
         for job in jobs:
@@ -117,7 +126,9 @@ def _each(jobs: list[Job], work: Callable[[Job], Job], processes: int) -> Iterab
         return
     context = torch.multiprocessing.get_context("spawn")
     # One thread each: the processes already fill the cores.
-    with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with context.Pool(
+        processes, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         yield from zip(jobs, pool.imap(work, jobs), strict=True)
 
 
@@ -134,13 +145,17 @@ def _read(path: Path) -> dict[str, Job]:
             results[_key(entry["job"])] = entry["result"]
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
-                raise DataError(f"{path}, line {number}, is damaged; remove it.") from error
+                raise DataError(
+                    f"{path}, line {number}, is damaged; remove it."
+                ) from error
             # a run that was killed while it wrote
             io.write_atomically(path, "".join(f"{good}\n" for good in lines[:-1]))
     return results
 
 
-def grouped(results: Iterable[tuple[Job, Job]], *keys: str) -> dict[tuple[Any, ...], list[Job]]:
+def grouped(
+    results: Iterable[tuple[Job, Job]], *keys: str
+) -> dict[tuple[Any, ...], list[Job]]:
     """The results of jobs that agree in these keys, by their values."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job, result in results:

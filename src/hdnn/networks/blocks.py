@@ -20,8 +20,12 @@ from hdnn.engine.rebuild import Half, Move
 from hdnn.errors import OptionError, ShapeError, choose, positive_float
 from hdnn.networks.network import Guarantee
 
-VOLUME = "each layer is made of shears, det = 1, so the product of all singular values is 1"
-GRADIENTS = "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
+VOLUME = (
+    "each layer is made of shears, det = 1, so the product of all singular values is 1"
+)
+GRADIENTS = (
+    "each layer is made of shears by gradients of energies: it is symplectic, det = 1"
+)
 SCOPE = (
     "at any depth, for any modules and any weights; it is about the whole matrix dy_N/dy_j, not "
     "about one pair of tokens, pixels or nodes"
@@ -68,15 +72,21 @@ class Layers(nn.Module):
             *args: what the forward pass was given.
             **options: what the forward pass was given.
         """
-        return self._joined(y, rebuild.undo(self._halves(y), self.moves(), args, options))
+        return self._joined(
+            y, rebuild.undo(self._halves(y), self.moves(), args, options)
+        )
 
     def _halves(self, y: Tensor) -> list[Half]:
         name = type(self).__name__
         if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise ShapeError(f"{name} takes a state of floating-point numbers, but got {kind}.")
+            raise ShapeError(
+                f"{name} takes a state of floating-point numbers, but got {kind}."
+            )
         if not -y.ndim <= self.dim < y.ndim:
-            raise ShapeError(f"there is no axis {self.dim} in a state of shape {tuple(y.shape)}.")
+            raise ShapeError(
+                f"there is no axis {self.dim} in a state of shape {tuple(y.shape)}."
+            )
         if y.shape[self.dim] % 2:
             raise ShapeError(
                 f"{name} splits the state into (p, q) along axis {self.dim}, so its size there "
@@ -85,7 +95,9 @@ class Layers(nn.Module):
             )
         fixed = self.state == "fixed"
         if fixed and y.is_complex():
-            raise ShapeError('state="fixed" is for real numbers; take state="float" for complex y.')
+            raise ShapeError(
+                'state="fixed" is for real numbers; take state="float" for complex y.'
+            )
         return rebuild.halves_of(y, self.dim, fixed=fixed)
 
     def _joined(self, y: Tensor, halves: list[Half]) -> Tensor:
@@ -105,13 +117,17 @@ class Layers(nn.Module):
     def guarantee(self) -> Guarantee:
         """Whether `norm(dy_N/dy_j) >= 1` is a theorem, and why."""
         base = next(
-            kind for kind in (Coupling, Leapfrog, Reversible, Layers) if isinstance(self, kind)
+            kind
+            for kind in (Coupling, Leapfrog, Reversible, Layers)
+            if isinstance(self, kind)
         )
         names = overridden(self, base)
         if names or base is Layers:
             name = type(self).__name__
             why = f"nothing is known of {name}, which has its own {', '.join(names) or 'moves'}"
-            return Guarantee(False, "none", f"{why}; if something is, give it a guarantee()")
+            return Guarantee(
+                False, "none", f"{why}; if something is, give it a guarantee()"
+            )
         return Guarantee(True, GRADIENTS if self.symplectic else VOLUME, SCOPE)
 
     def form(self) -> str:
@@ -144,7 +160,9 @@ class Coupling(Layers):
         True
     """
 
-    def __init__(self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1) -> None:
+    def __init__(
+        self, F: nn.Module | None, G: nn.Module | None = None, *, dim: int = -1
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.F = checked_module("F", F, optional=True)
@@ -187,7 +205,10 @@ class Leapfrog(Layers):
         self.h = positive_float("h", h)
 
     def moves(self) -> list[Move]:
-        return [Move(1, 0, self._kick, "F", self.F), Move(0, 1, self._drift, "the drift h p")]
+        return [
+            Move(1, 0, self._kick, "F", self.F),
+            Move(0, 1, self._drift, "the drift h p"),
+        ]
 
     def fields(self) -> list[Any]:
         return [self.F]
@@ -268,7 +289,10 @@ def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         E = total(alias)
         gradient = None
         if E.requires_grad:
-            options: dict[str, Any] = {"create_graph": create_graph, "allow_unused": True}
+            options: dict[str, Any] = {
+                "create_graph": create_graph,
+                "allow_unused": True,
+            }
             (gradient,) = torch.autograd.grad(E, alias, **options)
     if gradient is None:
         raise OptionError(
@@ -280,9 +304,17 @@ def _gradient(total: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _checked_energy(energy: Any, x: Tensor) -> Tensor:
     samples = max(1, math.prod(x.shape[:-1]))
-    if isinstance(energy, Tensor) and energy.is_floating_point() and energy.numel() <= samples:
+    if (
+        isinstance(energy, Tensor)
+        and energy.is_floating_point()
+        and energy.numel() <= samples
+    ):
         return energy
-    shape = f"{tuple(energy.shape)}, {energy.dtype}" if isinstance(energy, Tensor) else energy
+    shape = (
+        f"{tuple(energy.shape)}, {energy.dtype}"
+        if isinstance(energy, Tensor)
+        else energy
+    )
     raise ShapeError(
         f"an energy must be one real number, or one for each sample, but it is {shape} for a half "
         f"state of shape {tuple(x.shape)}."
@@ -327,7 +359,11 @@ class Reversible(Layers):
     """
 
     def __init__(
-        self, blocks: Iterable[nn.Module], *, backprop: str = "auto", state: str = "float"
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        backprop: str = "auto",
+        state: str = "float",
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -354,7 +390,10 @@ class Reversible(Layers):
                     f"block {j} is sharded, but a stack calls the modules of its blocks and not "
                     "the blocks; shard each F and G, as in fully_shard(block.F), or the stack."
                 )
-            moves += [move._replace(name=f"{move.name} of block {j}") for move in block.moves()]
+            moves += [
+                move._replace(name=f"{move.name} of block {j}")
+                for move in block.moves()
+            ]
         return moves
 
     def fields(self) -> list[Any]:
@@ -395,9 +434,8 @@ class Reversible(Layers):
         return f"Reversible({len(self)} blocks: {kinds})"
 
     def extra_repr(self) -> str:
-        return (
-            f'{len(self)} blocks, dim={self.dim}, backprop="{self.backprop}", state="{self.state}"'
-        )
+        options = f'backprop="{self.backprop}", state="{self.state}"'
+        return f"{len(self)} blocks, dim={self.dim}, {options}"
 
 
 def overridden(module: nn.Module, base: type) -> list[str]:
@@ -405,7 +443,9 @@ def overridden(module: nn.Module, base: type) -> list[str]:
     names = ("__call__", "forward", "moves", "fields", "_kick", "_drift")
     methods = [name for name in names if hasattr(base, name)]
     mine = [name for name in methods if name in vars(module)]
-    return mine + [n for n in methods if getattr(type(module), n) is not getattr(base, n)]
+    return mine + [
+        n for n in methods if getattr(type(module), n) is not getattr(base, n)
+    ]
 
 
 def checked_module(name: str, module: Any, *, optional: bool = False) -> Any:

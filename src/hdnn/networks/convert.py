@@ -82,7 +82,9 @@ def to_reversible(
         layers = [Leapfrog(branches(block), h=h) for block in blocks]
         stack = LeapfrogStack(Reversible(layers, backprop=backprop, state=state))
         if isinstance(owner, nn.TransformerEncoder):
-            owner.use_nested_tensor = False  # which only stacks of PyTorch's own layers can take
+            owner.use_nested_tensor = (
+                False  # which only stacks of PyTorch's own layers can take
+            )
         container = nn.ModuleList([stack])
         if isinstance(blocks, nn.Sequential):
             container = nn.Sequential(stack)
@@ -121,7 +123,10 @@ class LeapfrogStack(nn.Module):
             *args: go to all blocks: masks, positions and the like.
             **options: go to all blocks.
         """
-        if self.net.backprop in ("reversible", "checkpoint") and torch.is_grad_enabled():
+        if (
+            self.net.backprop in ("reversible", "checkpoint")
+            and torch.is_grad_enabled()
+        ):
             args = tuple(map(_without_cache, args))
             options = {name: _without_cache(value) for name, value in options.items()}
         y = self.net(torch.cat([torch.zeros_like(x), x], -1), *args, **options)
@@ -159,7 +164,9 @@ class EncoderBranches(Branches):
         is_causal: bool = False,
     ) -> Tensor:
         block = self.block
-        a = block._sa_block(block.norm1(q), src_mask, src_key_padding_mask, is_causal=is_causal)
+        a = block._sa_block(
+            block.norm1(q), src_mask, src_key_padding_mask, is_causal=is_causal
+        )
         return a + block._ff_block(block.norm2(q + a))
 
 
@@ -196,7 +203,9 @@ class GPT2Branches(Branches):
 
 def _blocks_of(owner: nn.Module) -> tuple[str, type[Branches]] | None:
     """The attribute under which a module holds residual blocks, and the sums of such blocks."""
-    names = {f"{cls.__module__.split('.')[0]}.{cls.__name__}" for cls in type(owner).__mro__}
+    names = {
+        f"{cls.__module__.split('.')[0]}.{cls.__name__}" for cls in type(owner).__mro__
+    }
     if isinstance(owner, nn.TransformerEncoder):
         _check_blocks(owner, owner.layers, _encoder_layer_reason)
         return "layers", EncoderBranches
@@ -224,7 +233,9 @@ def _encoder_layer_reason(layer: Any) -> str | None:
     if getattr(type(layer), "forward", None) is not nn.TransformerEncoderLayer.forward:
         return f"{type(layer).__name__} has a forward of its own"
     if not layer.norm_first:
-        return "they normalise after each sum (norm_first=False), so they are not x + F(x)"
+        return (
+            "they normalise after each sum (norm_first=False), so they are not x + F(x)"
+        )
     return None
 
 
@@ -258,4 +269,6 @@ def _rename(blocks: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
     for name in list(state):
         match = re.fullmatch(re.escape(prefix) + r"(\d+)\.(?!net\.)(.*)", name)
         if match:
-            state[f"{prefix}0.net.blocks.{match[1]}.F.block.{match[2]}"] = state.pop(name)
+            state[f"{prefix}0.net.blocks.{match[1]}.F.block.{match[2]}"] = state.pop(
+                name
+            )

@@ -75,7 +75,9 @@ class MS2(Network):
     def field(self) -> dict[str, Tensor]:
         """`J = K^-T`: needs an invertible K, hence an even n."""
         if self.features % 2:  # then K is singular, which rounding would hide
-            self._refuse("has no J for an odd number of features: a skew K is singular then.")
+            self._refuse(
+                "has no J for an odd number of features: a skew K is singular then."
+            )
         K, b = self.stacks()
         return {"J": _inverse(K.mT), "K": K, "b": b}
 
@@ -176,5 +178,7 @@ def _off_diagonal(A: Tensor, B: Tensor) -> Tensor:
 def _inverse(K: Tensor) -> Tensor:
     inverse, info = torch.linalg.inv_ex(K)
     if bool(info.any()):
-        raise OptionError(f"J does not exist: K is singular in layer {int(info.argmax())}.")
+        raise OptionError(
+            f"J does not exist: K is singular in layer {int(info.argmax())}."
+        )
     return inverse

@@ -93,14 +93,18 @@ class HamiltonianNet(Network):
         max_iter: int | None = None,
         **options: Unpack[Options],
     ) -> None:
-        scheme = schemes.INTEGRATORS[choose("integrator", integrator, schemes.INTEGRATORS)]
+        scheme = schemes.INTEGRATORS[
+            choose("integrator", integrator, schemes.INTEGRATORS)
+        ]
         self.newton = _newton(scheme, tol, max_iter)
         if self.newton:
             scheme = replace(scheme, **self.newton)
         name, other = ("X", "J") if scheme.paired else ("J", "X")
         links = {"X": (X, learn_X), "J": (J, learn_J)}
         if links[other][0] is not None or links[other][1]:
-            raise OptionError(f"integrator {integrator!r} takes {name} and learn_{name} only.")
+            raise OptionError(
+                f"integrator {integrator!r} takes {name} and learn_{name} only."
+            )
         self.stacked = ("K_p", "K_q", "b_p", "b_q") if scheme.halves else ("K", "b")
         super().__init__(features, layers, scheme=scheme, **options)
         self.integrator = integrator
@@ -121,7 +125,11 @@ class HamiltonianNet(Network):
 
     def _checked(self, name: str, matrix: Tensor, size: int) -> Tensor:
         shapes = ((size, size), (self.layers, size, size))
-        if not isinstance(matrix, Tensor) or matrix.is_complex() or matrix.shape not in shapes:
+        if (
+            not isinstance(matrix, Tensor)
+            or matrix.is_complex()
+            or matrix.shape not in shapes
+        ):
             raise ShapeError(
                 f"{name} must be a real tensor of shape {shapes[0]} for {self.features} features, "
                 f"or {shapes[1]} for one a layer, but got {getattr(matrix, 'shape', matrix)}."
@@ -129,7 +137,9 @@ class HamiltonianNet(Network):
         dtype = next(self.parameters()).dtype
         matrix = matrix.detach().to("cpu", dtype)
         if not bool(matrix.isfinite().all()):
-            raise OptionError(f"{name} has an entry that is NaN or infinite in {dtype}.")
+            raise OptionError(
+                f"{name} has an entry that is NaN or infinite in {dtype}."
+            )
         defect = (matrix + matrix.mT).abs().amax((-2, -1))
         rounding = 8 * torch.finfo(dtype).eps * matrix.abs().amax((-2, -1))
         if name == "J" and not bool((defect <= rounding).all()):
@@ -145,7 +155,9 @@ class HamiltonianNet(Network):
         if name == "J":
             value = functional.from_X(value)
         if matrix is not None:
-            value = self._checked(name, matrix, self.features if name == "J" else len(value))
+            value = self._checked(
+                name, matrix, self.features if name == "J" else len(value)
+            )
         free = torch.ones_like(value, dtype=torch.bool)
         if self.sparsity is not None:
             self.sparsity = self._with_T(self.sparsity, name, value)
@@ -206,7 +218,9 @@ class HamiltonianNet(Network):
         """The patterns with a T that fits X or J, checked against this network."""
         stored = 1 if self.tied else self.layers
         if sparsity.R.ndim == 3 and len(sparsity.R) != stored:
-            raise OptionError(f"R is for {len(sparsity.R)} layers, but {stored} have weights.")
+            raise OptionError(
+                f"R is for {len(sparsity.R)} layers, but {stored} have weights."
+            )
         if sparsity.S is not None and self.implicit:
             raise OptionError(
                 f"an implicit layer ({self.integrator}) couples all nodes that are linked at all, "
@@ -317,7 +331,9 @@ class HamiltonianNet(Network):
             config["integrator"] = self.integrator
         learn = "learn_X" if self.scheme.paired else "learn_J"
         config[learn] = getattr(self, learn)
-        config["sparsity"] = None if self.sparsity is None else self.sparsity.to_config()
+        config["sparsity"] = (
+            None if self.sparsity is None else self.sparsity.to_config()
+        )
         return {**config, **self.newton}
 
     def constants(self) -> dict[str, Tensor]:
@@ -327,7 +343,9 @@ class HamiltonianNet(Network):
     def _refined_config(self, k: int) -> dict[str, Any]:
         config = super()._refined_config(k)
         if self.sparsity is not None and self.sparsity.R.ndim == 3 and not self.tied:
-            config["sparsity"]["R"] = self.sparsity.R.repeat_interleave(k, 0).int().tolist()
+            config["sparsity"]["R"] = (
+                self.sparsity.R.repeat_interleave(k, 0).int().tolist()
+            )
         return config
 
     def extra_repr(self) -> str:
@@ -357,7 +375,9 @@ class H1(HamiltonianNet):
         (True, False)
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[HamiltonianOptions]
+    ) -> None:
         super().__init__(features, layers, "forward_euler", **options)
 
 
@@ -383,7 +403,9 @@ class H2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[HamiltonianOptions]
+    ) -> None:
         super().__init__(features, layers, "semi_implicit_euler", **options)
 
 
@@ -407,7 +429,9 @@ class ImplicitH2(HamiltonianNet):
         True
     """
 
-    def __init__(self, features: int, layers: int, **options: Unpack[HamiltonianOptions]) -> None:
+    def __init__(
+        self, features: int, layers: int, **options: Unpack[HamiltonianOptions]
+    ) -> None:
         super().__init__(features, layers, "semi_implicit_euler_full", **options)
 
 

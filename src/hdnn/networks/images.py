@@ -134,7 +134,9 @@ class HamiltonianUnit(nn.Module):
         self.backprop = choose("backprop", backprop, ("auto", *rebuild.BACKPROPS))
         self.drop = _probabilities(drop, self.layers)
         self.init = choose("init", init, ("scaled", "paper"))
-        self.halves = ("q", "p") if network == "h2" else ("",)  # whose weights each move reads
+        self.halves = (
+            ("q", "p") if network == "h2" else ("",)
+        )  # whose weights each move reads
         self.sparsity = sparsity
         self._check_options()
         self._add_weights(dtype, device)
@@ -151,7 +153,9 @@ class HamiltonianUnit(nn.Module):
                 f"{self.groups} groups."
             )
         if self.kernel % 2 == 0:
-            raise ShapeError(f"kernel must be odd, to have a middle, but got {self.kernel}.")
+            raise ShapeError(
+                f"kernel must be odd, to have a middle, but got {self.kernel}."
+            )
         if self.network == "h1" and self.backprop == "reversible":
             raise OptionError(
                 'an H1 layer has no explicit inverse; backprop="reversible" is for h2, take '
@@ -186,13 +190,17 @@ class HamiltonianUnit(nn.Module):
                 self._add(named("K", half), torch.empty(self._shape, **options))
             else:
                 count = self._free_entries().expand(self._shape).sum()
-                self._add(named("K", half) + "_free", torch.empty(int(count), **options))
+                self._add(
+                    named("K", half) + "_free", torch.empty(int(count), **options)
+                )
             self._add(named("b", half), torch.empty(N, width, **options))
             if self.normed:
                 self._add(named("gamma", half), torch.empty(N, width, **options))
                 self._add(named("beta", half), torch.empty(N, width, **options))
                 for name in ("mean", "var"):
-                    self.register_buffer(named(name, half), torch.empty(N, width, **options))
+                    self.register_buffer(
+                        named(name, half), torch.empty(N, width, **options)
+                    )
 
     def _add(self, name: str, tensor: Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor))
@@ -232,7 +240,9 @@ class HamiltonianUnit(nn.Module):
         if self.after is not None:
             self.after.reset_parameters()
 
-    def _start(self, tensor: Tensor, kind: str, generator: torch.Generator | None) -> None:
+    def _start(
+        self, tensor: Tensor, kind: str, generator: torch.Generator | None
+    ) -> None:
         """Give a tensor its first values."""
         if kind == "K" or (kind == "b" and self.init == "paper"):
             scale = 1.0 if self.init == "paper" else math.prod(self._shape[2:]) ** -0.5
@@ -259,12 +269,14 @@ class HamiltonianUnit(nn.Module):
         jumps = 0.0
         for half in self.halves:
             for name in ("K", "b"):
-                jumps = jumps + self.weight(named(name, half)).diff(dim=0).square().flatten(1).sum(
-                    1
-                )
+                jumps = jumps + self.weight(named(name, half)).diff(
+                    dim=0
+                ).square().flatten(1).sum(1)
         assert isinstance(jumps, Tensor)
         if isinstance(self.step, tuple):
-            jumps = torch.stack([h * x for h, x in zip(self.step[1:], jumps, strict=True)])
+            jumps = torch.stack(
+                [h * x for h, x in zip(self.step[1:], jumps, strict=True)]
+            )
             return 0.5 * jumps.sum()
         return 0.5 * self.step * jumps.sum()
 
@@ -310,7 +322,9 @@ class HamiltonianUnit(nn.Module):
         """
         return self.run_layers(y, slice(j, j + 1 or None))
 
-    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+    def run_layers(
+        self, y: Tensor, layers: slice, *, trajectory: bool = False
+    ) -> Tensor:
         """The state after some layers, or all states from the first of them on.
 
         Args:
@@ -341,13 +355,19 @@ class HamiltonianUnit(nn.Module):
         """
         if self.network == "h1" or self.after is not None:
             reason = (
-                "H1 has no explicit inverse" if self.network == "h1" else "norm='after' has none"
+                "H1 has no explicit inverse"
+                if self.network == "h1"
+                else "norm='after' has none"
             )
-            raise OptionError(f"{reason}; take network='h2' with norm 'none' or 'inside'.")
+            raise OptionError(
+                f"{reason}; take network='h2' with norm 'none' or 'inside'."
+            )
         self._check_images(y)
         dtype = self._working_dtype(y)
         with torch.autocast(y.device.type, enabled=False):
-            return self._joined(y, rebuild.undo(self._halves(y), self._moves(dtype), (), {}))
+            return self._joined(
+                y, rebuild.undo(self._halves(y), self._moves(dtype), (), {})
+            )
 
     def _halves(self, y: Tensor) -> list[Half]:
         return [Half(half) for half in y.to(self._wide).chunk(len(self.halves), 1)]
@@ -381,8 +401,12 @@ class HamiltonianUnit(nn.Module):
             factor = None if factors is None else factors[j]
             for target in range(count):
                 half = self.halves[target]
-                function = partial(self._force, j, half, shears[target][j], factor, counts)
-                moves.append(Move(count - 1 - target, target, function, f"layer {j}", self))
+                function = partial(
+                    self._force, j, half, shears[target][j], factor, counts
+                )
+                moves.append(
+                    Move(count - 1 - target, target, function, f"layer {j}", self)
+                )
         return moves
 
     def _shears(self, half: str, dtype: torch.dtype) -> list[Shear]:
@@ -390,19 +414,35 @@ class HamiltonianUnit(nn.Module):
         K = self.weight(named("K", half))
         sign = -1 if half == "q" else 1
         if isinstance(self.step, tuple):
-            B = torch.stack([sign * h * K_j for h, K_j in zip(self.step, K, strict=True)])
+            B = torch.stack(
+                [sign * h * K_j for h, K_j in zip(self.step, K, strict=True)]
+            )
         else:
             B = (sign * self.step) * K
-        if self.network == "h1" and self.groups == 1:  # J swaps the halves of what comes out
+        if (
+            self.network == "h1" and self.groups == 1
+        ):  # J swaps the halves of what comes out
             B_p, B_q = B.chunk(2, 2)
             B = torch.cat([-B_q, B_p], 2)
         stacks = [K.to(dtype), self.weight(named("b", half)).to(dtype), B.to(dtype)]
         if self.normed:
-            stacks += [self.weight(named("gamma", half)), self.weight(named("beta", half))]
-        return [Shear(*tensors) for tensors in zip(*(t.unbind(0) for t in stacks), strict=True)]
+            stacks += [
+                self.weight(named("gamma", half)),
+                self.weight(named("beta", half)),
+            ]
+        return [
+            Shear(*tensors)
+            for tensors in zip(*(t.unbind(0) for t in stacks), strict=True)
+        ]
 
     def _force(
-        self, j: int, half: str, shear: Shear, factor: Tensor | None, counts: bool, s: Tensor
+        self,
+        j: int,
+        half: str,
+        shear: Shear,
+        factor: Tensor | None,
+        counts: bool,
+        s: Tensor,
     ) -> Tensor:
         """B^T sigma(A s + a), times J if that is not in B."""
         options: dict[str, Any] = {"padding": self.padding, "groups": self.groups}
@@ -412,7 +452,9 @@ class HamiltonianUnit(nn.Module):
             if counts or not self.training:
                 mean = self.get_buffer(named("mean", half))
                 running = (mean[j], self.get_buffer(named("var", half))[j])
-            x = F.batch_norm(x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS)
+            x = F.batch_norm(
+                x, *running, shear.gamma, shear.beta, self.training, MOMENTUM, EPS
+            )
         z = activations.get(self.activation)(x)
         f = F.conv_transpose2d(z, shear.B, **options)
         if self.network == "h1" and self.groups > 1:
@@ -425,10 +467,15 @@ class HamiltonianUnit(nn.Module):
         if not (self.training and any(self.drop)):
             return None
         draws = torch.rand(self.layers, len(y), 1, 1, 1, device=y.device).unbind(0)
-        return [(u >= p).to(self._wide) / (1 - p) for u, p in zip(draws, self.drop, strict=True)]
+        return [
+            (u >= p).to(self._wide) / (1 - p)
+            for u, p in zip(draws, self.drop, strict=True)
+        ]
 
     def _chosen_backprop(self, y: Tensor) -> str:
-        if torch.compiler.is_compiling():  # which does not see the settings, and saves less itself
+        if (
+            torch.compiler.is_compiling()
+        ):  # which does not see the settings, and saves less itself
             return "stored" if self.backprop == "auto" else self.backprop
         backprop = current().backprop if self.backprop == "auto" else self.backprop
         if backprop == "reversible" and self.network == "h1":
@@ -436,7 +483,9 @@ class HamiltonianUnit(nn.Module):
         if backprop == "auto":
             images = 4 if self.normed else 3  # that autograd saves in a layer
             size = images * self.layers * y.numel() * y.dtype.itemsize
-            backprop = "stored" if size <= rebuild.memory_of(y.device) / 32 else "checkpoint"
+            backprop = (
+                "stored" if size <= rebuild.memory_of(y.device) / 32 else "checkpoint"
+            )
         return backprop
 
     @property
@@ -490,20 +539,28 @@ class HamiltonianUnit(nn.Module):
             reason = f"at any depth, because {self.activation} never decreases"
             promise = Guarantee(True, EXPANDING, reason)
         if promise.holds and self.after is not None:
-            promise = replace(promise, why=f"{promise.why}, for the unit before its normalisation")
+            promise = replace(
+                promise, why=f"{promise.why}, for the unit before its normalisation"
+            )
         return promise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # model.to(memory_format=torch.channels_last) handles tensors of 4 axes alone.
         def each(t: Tensor) -> Tensor:
-            return fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
+            return (
+                fn(t.flatten(0, 1)).unflatten(0, t.shape[:2]) if t.ndim == 5 else fn(t)
+            )
 
         return super()._apply(each, recurse)
 
     def extra_repr(self) -> str:
         facts = [self.network, f"{self.channels} channels", f"{self.layers} layers"]
         facts += [f"kernel {self.kernel}", self.activation]
-        facts.append(f"h = {self.step:.4g}" if isinstance(self.step, float) else "h for each layer")
+        facts.append(
+            f"h = {self.step:.4g}"
+            if isinstance(self.step, float)
+            else "h for each layer"
+        )
         if self.groups > 1:
             facts.append(f"{self.groups} groups")
         if self.free is not None:
@@ -525,14 +582,18 @@ def named(name: str, half: str) -> str:
 def _step_size(step: Any, T: float | None, layers: int) -> float | tuple[float, ...]:
     """The step h: as given, one a layer, or T/N."""
     if step is not None and T is not None:
-        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
+        raise OptionError(
+            f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}."
+        )
     if step is None:
         return positive_float("T", DEFAULT_T if T is None else T) / layers
     if isinstance(step, Tensor):
         step = step.tolist()
     if isinstance(step, (list, tuple)):
         if len(step) != layers:
-            raise OptionError(f"step has {len(step)} entries for {layers} layers; give one each.")
+            raise OptionError(
+                f"step has {len(step)} entries for {layers} layers; give one each."
+            )
         return tuple(positive_float("step", h) for h in step)
     return positive_float("step", step)
 

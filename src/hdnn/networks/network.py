@@ -26,10 +26,22 @@ ALWAYS = "at any depth, for any weights and any activation"
 
 # What decides what a network computes: a subclass with its own has no guarantee but its own.
 COMPUTES = (
-    *("__call__", "__getattr__", "__getattribute__", "_call_impl", "forward", "trajectory"),
+    *(
+        "__call__",
+        "__getattr__",
+        "__getattribute__",
+        "_call_impl",
+        "forward",
+        "trajectory",
+    ),
     *("layer", "run_layers", "inverse", "forces", "stacks", "weight", "h"),
 )
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 OURS = ("hdnn", "torch", "builtins")
 
 
@@ -109,7 +121,9 @@ class Network(nn.Module):
         Layer(2 of 8: K_p (2, 2), K_q (2, 2), b_p (2,), b_q (2,), h = 0.3)
     """
 
-    stacked: tuple[str, ...] = ()  # the weights that each layer has, in the order they are drawn
+    stacked: tuple[
+        str, ...
+    ] = ()  # the weights that each layer has, in the order they are drawn
     forward_euler = False
     certified_at = "rows"
 
@@ -147,7 +161,9 @@ class Network(nn.Module):
         self.learn_step = learn_step
         if tied and learn_step and isinstance(self.step, tuple):
             self._refuse("tied layers learn one step; give a single step or T.")
-        self._shapes: dict[str, torch.Size] = {}  # of the matrices stored by their free entries
+        self._shapes: dict[
+            str, torch.Size
+        ] = {}  # of the matrices stored by their free entries
         self._skew: set[str] = set()
         like = torch.empty(0, dtype=dtype, device=device)
         if not like.is_floating_point():
@@ -169,7 +185,9 @@ class Network(nn.Module):
             )
         return self.features // 2
 
-    def _first(self, name: str, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    def _first(
+        self, name: str, generator: torch.Generator | None, device: torch.device
+    ) -> Tensor:
         """First values of a stack of weights."""
         r = self._half() if self.scheme.halves else self.features
         N = 1 if self.tied else self.layers
@@ -178,17 +196,27 @@ class Network(nn.Module):
             return torch.zeros(shape, device=device)
         # Drawn in float32 whatever the dtype, so that a seed gives the same network in all of them.
         where = device if generator is None else generator.device
-        draw = torch.randn(shape, generator=generator, dtype=torch.float32, device=where)
+        draw = torch.randn(
+            shape, generator=generator, dtype=torch.float32, device=where
+        )
         return draw if self.init == "paper" else draw * self.features**-0.5
 
     def _first_log_h(self) -> Tensor:
         # log h is learned: a step stays positive whatever happens to it.
-        steps = self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+        steps = (
+            self.step if isinstance(self.step, tuple) else (self.step,) * self.layers
+        )
         logs = [math.log(h) for h in steps]
         return torch.tensor(logs[:1] if self.tied else logs, dtype=torch.float64)
 
     def _keep_free(
-        self, name: str, value: Tensor, free: Tensor, *, skew: bool = False, learn: bool = True
+        self,
+        name: str,
+        value: Tensor,
+        free: Tensor,
+        *,
+        skew: bool = False,
+        learn: bool = True,
     ) -> None:
         """Store matrices by their free entries, `name_free`; `weight` fills in the others."""
         like = next(self.parameters())
@@ -279,7 +307,9 @@ class Network(nn.Module):
     def steps(self) -> Tensor:
         """The steps of all layers: `(N,)`."""
         weight = next(self.parameters())
-        return torch.as_tensor(self.h, dtype=weight.dtype, device=weight.device).expand(self.layers)
+        return torch.as_tensor(self.h, dtype=weight.dtype, device=weight.device).expand(
+            self.layers
+        )
 
     @property
     def T(self) -> float:
@@ -306,7 +336,9 @@ class Network(nn.Module):
     def inverse(self, y: Tensor, *, trajectory: bool = False) -> Tensor:
         """The first state from the last, exact up to rounding; or all states, in forward order."""
         if not self.invertible:
-            self._refuse("has no explicit inverse; H2, MS1, MS3, Verlet, .. networks have.")
+            self._refuse(
+                "has no explicit inverse; H2, MS1, MS3, Verlet, .. networks have."
+            )
         return self._run(y, trajectory=trajectory, inverse=True)
 
     def layer(self, y: Tensor, j: int) -> Tensor:
@@ -314,7 +346,9 @@ class Network(nn.Module):
         j = range(self.layers)[j]
         return self._run(y, slice(j, j + 1))
 
-    def run_layers(self, y: Tensor, layers: slice, *, trajectory: bool = False) -> Tensor:
+    def run_layers(
+        self, y: Tensor, layers: slice, *, trajectory: bool = False
+    ) -> Tensor:
         """The state after some layers alone, or all states from the first of them on.
 
         Args:
@@ -385,7 +419,9 @@ class Network(nn.Module):
         """
         reason = unknown_reason(self)
         if reason is not None:
-            return Guarantee(False, "none", f"nothing is known of this network: {reason}")
+            return Guarantee(
+                False, "none", f"nothing is known of this network: {reason}"
+            )
         if self.symplectic:
             return Guarantee(True, SYMPLECTIC, ALWAYS)
         if self.scheme.halves:
@@ -416,16 +452,22 @@ class Network(nn.Module):
         pairs = zip(states[:-1], numbers, strict=True)
         return torch.stack([_differentiated(self, y, j) for y, j in pairs])
 
-    def inverse_jacobians(self, states: Tensor, layers: slice = slice(None)) -> Tensor | None:
+    def inverse_jacobians(
+        self, states: Tensor, layers: slice = slice(None)
+    ) -> Tensor | None:
         """The inverses of `layer_jacobians`, by undoing each move; None where that cannot be."""
         if not self.scheme.halves or unknown_reason(self) is not None:
             return None
         return self._jacobians(states, layers, inverse=True)
 
-    def _jacobians(self, states: Tensor, layers: slice, inverse: bool = False) -> Tensor:
+    def _jacobians(
+        self, states: Tensor, layers: slice, inverse: bool = False
+    ) -> Tensor:
         forces = _sliced(self.forces(), layers)
         h = self.steps()[layers].to(states) if hasattr(self, "h") else 1.0
-        return schemes.jacobians(self.scheme, states, forces, h, self.sigma, inverse=inverse)
+        return schemes.jacobians(
+            self.scheme, states, forces, h, self.sigma, inverse=inverse
+        )
 
     def shear_norms(self) -> Tensor:
         """The bounds `|A| / S` of all shears `I + A` of all layers, move by move."""
@@ -434,9 +476,14 @@ class Network(nn.Module):
                 "has no gradient budget: its layers are not shears, as those of H2, MS1, MS3, "
                 "Verlet and Yoshida are."
             )
-        norms = [spectral_norm(force.K) * spectral_norm(force.output) for force in self.forces()]
+        norms = [
+            spectral_norm(force.K) * spectral_norm(force.output)
+            for force in self.forces()
+        ]
         h = self.steps()
-        return torch.cat([abs(part) * h * norms[half] for half, part in self.scheme.moves])
+        return torch.cat(
+            [abs(part) * h * norms[half] for half, part in self.scheme.moves]
+        )
 
     def field(self) -> dict[str, Tensor]:
         """J, K `(N, r, n)` and b `(N, r)` of the ODE `y' = J K^T sigma(K y + b)`."""
@@ -450,14 +497,20 @@ class Network(nn.Module):
     def field_rates(self) -> Tensor:
         """A bound on the derivative of the field in each layer: `S |K_j|^2 |J_j|`, `(N,)`."""
         field = self.field()
-        return self.sigma.S * spectral_norm(field["K"]).square() * spectral_norm(field["J"])
+        return (
+            self.sigma.S
+            * spectral_norm(field["K"]).square()
+            * spectral_norm(field["J"])
+        )
 
     def smoothness(self) -> Tensor:
         """The regulariser R_K, small where weights change little from layer to layer.
 
         h/2 sum_{j=1}^{N-1} |K_j - K_{j-1}|_F^2 + |b_j - b_{j-1}|^2
         """
-        jumps = sum(stack.diff(dim=0).square().flatten(1).sum(1) for stack in self._smooth())
+        jumps = sum(
+            stack.diff(dim=0).square().flatten(1).sum(1) for stack in self._smooth()
+        )
         return 0.5 * (self.steps()[1:] * jumps).sum()
 
     def _smooth(self) -> list[Tensor]:
@@ -475,7 +528,9 @@ class Network(nn.Module):
             "tied": self.tied,
         }
         if hasattr(self, "h"):
-            config["step"] = list(self.step) if isinstance(self.step, tuple) else self.step
+            config["step"] = (
+                list(self.step) if isinstance(self.step, tuple) else self.step
+            )
             config["learn_step"] = self.learn_step
         return config
 
@@ -492,7 +547,11 @@ class Network(nn.Module):
             options[name] = value.repeat_interleave(k, 0) if value.ndim == 3 else value
         kind: Any = parametrize.type_before_parametrizations(self)
         # All that it draws is overwritten: spare the global generator.
-        options |= {"generator": torch.Generator(), "dtype": weight.dtype, "device": weight.device}
+        options |= {
+            "generator": torch.Generator(),
+            "dtype": weight.dtype,
+            "device": weight.device,
+        }
         fine = kind(**options, engine=self.engine, backprop=self.backprop)
         for name in self.stacked:
             value = self.weight(name).detach()
@@ -591,7 +650,10 @@ class Layers:
     def __repr__(self) -> str:
         if self.index is None:
             return f"Layers({list(self.numbers)} of {self.net!r})"
-        parts = [f"{name} {tuple(getattr(self, name).shape)}" for name in self.net.names_by_layer()]
+        parts = [
+            f"{name} {tuple(getattr(self, name).shape)}"
+            for name in self.net.names_by_layer()
+        ]
         if hasattr(self.net, "h"):
             parts.append(f"h = {float(self.h):.4g}")
         return f"Layer({self.index} of {self.net.layers}: {', '.join(parts)})"
@@ -616,7 +678,11 @@ def _differentiated(net: Network, y: Tensor, j: int) -> Tensor:
     columns = []
     for entry in end.unbind(-1):
         (grad,) = torch.autograd.grad(
-            entry.sum(), start, retain_graph=True, allow_unused=True, materialize_grads=True
+            entry.sum(),
+            start,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
         columns.append(grad)
     return torch.stack(columns, -1)
@@ -627,7 +693,9 @@ def _step_size(
 ) -> float | tuple[float, ...]:
     """h from h itself, one a layer, or T with h = T/N."""
     if step is not None and T is not None:
-        raise OptionError(f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}.")
+        raise OptionError(
+            f"give step (h) or T, where h = T/N, but not both: {step=}, {T=}."
+        )
     if step is None:
         return positive_float("T", DEFAULT_T if T is None else T) / layers
     if isinstance(step, Tensor) and step.requires_grad:
@@ -640,5 +708,7 @@ def _step_size(
     if not isinstance(step, Sequence):
         return positive_float("step", step)
     if len(step) != layers:
-        raise OptionError(f"step has {len(step)} entries for {layers} layers; give one each.")
+        raise OptionError(
+            f"step has {len(step)} entries for {layers} layers; give one each."
+        )
     return tuple(positive_float("step", h) for h in step)

@@ -108,7 +108,9 @@ def training_history(
         ax.set_yscale("log")
     ax.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore
     ax.grid(alpha=0.3)
-    return finish(ax, 2, xlabel="epoch", ylabel="mean over minibatches", title="Training")
+    return finish(
+        ax, 2, xlabel="epoch", ylabel="mean over minibatches", title="Training"
+    )
 
 
 def _epochs(ax: Axes, values: Sequence[float], **style: Any) -> None:
@@ -199,7 +201,11 @@ def _norm_curves(curves: Mapping[str, list[Any]], samples: int, ax: Axes) -> Axe
 
 
 def gradient_surface(
-    monitor: GradientMonitor, ax: Axes | None = None, *, name: str = "smallest", low: float = 1e-8
+    monitor: GradientMonitor,
+    ax: Axes | None = None,
+    *,
+    name: str = "smallest",
+    low: float = 1e-8,
 ) -> Axes:
     """Draw norm(dy_N/dy_j) through a training, as colours over steps and layers.
 
@@ -272,12 +278,16 @@ def diagnosis_gains(diagnosis: Diagnosis, ax: Axes | None = None) -> Axes:
     level_one(ax)
     for fault in diagnosis.faults:
         if fault.layer in names:
-            ax.axvline(names.index(fault.layer), color=ORANGE, linewidth=4, alpha=0.4, zorder=0)
+            ax.axvline(
+                names.index(fault.layer), color=ORANGE, linewidth=4, alpha=0.4, zorder=0
+            )
     ax.set_yscale("log")
     ticks = range(0, len(names), max(1, -(-len(names) // 12)))
     labels = [names[j][-24:] for j in ticks]
     ax.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=7)
-    ax.set(ylabel="size", title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ..."))
+    ax.set(
+        ylabel="size", title=textwrap.shorten(diagnosis.summary, 90, placeholder=" ...")
+    )
     ax.legend(frameon=False, fontsize=8)
     return ax
 
@@ -304,7 +314,10 @@ def convergence(results: Mapping[str, Convergence], ax: Axes | None = None) -> A
         ax.plot(result.steps, result.errors, **style, lw=1.4, markersize=5, label=label)
         if math.isfinite(result.order):
             start = result.steps[0]
-            slope = [result.errors[0] * (h / start) ** round(result.order) for h in result.steps]
+            slope = [
+                result.errors[0] * (h / start) ** round(result.order)
+                for h in result.steps
+            ]
             ax.plot(result.steps, slope, color=BLACK, lw=0.8, linestyle=":", zorder=1)
     ax.set(xscale="log", yscale="log", title="Layers against the flow of their ODE")
     ax.grid(alpha=0.3)

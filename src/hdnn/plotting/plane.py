@@ -39,7 +39,12 @@ GREY = "#8C8C8C"
 
 
 def decision_regions(
-    model: Model, data: PlanarData, ax: Axes | None = None, *, points: int = 1000, grid: int = 300
+    model: Model,
+    data: PlanarData,
+    ax: Axes | None = None,
+    *,
+    points: int = 1000,
+    grid: int = 300,
 ) -> Axes:
     """Colour the plane by the class that a model predicts, with test points on it.
 
@@ -67,7 +72,9 @@ def decision_regions(
     # Probabilities, not labels: the boundary between grid points is then smooth.
     probability = model.predict_proba(plane)[:, 1].reshape(grid, grid).T.cpu().double()
     colours = [colour for colour, _ in CLASSES]
-    ax.contourf(xs, ys, probability, levels=[-0.5, 0.5, 1.5], colors=colours, alpha=0.25)
+    ax.contourf(
+        xs, ys, probability, levels=[-0.5, 0.5, 1.5], colors=colours, alpha=0.25
+    )
     if probability.min() < 0.5 < probability.max():
         ax.contour(xs, ys, probability, levels=[0.5], colors=BLACK, linewidths=0.8)
     x = data.x_test[:points]
@@ -123,10 +130,17 @@ def trajectories(
             ax.plot(x.tolist(), y.tolist(), color=colour, lw=0.6, alpha=0.5)
             name = "$y_N$" if labels is None else f"$y_N$, class {label}"
             ax.scatter(
-                x[-1].tolist(), y[-1].tolist(), s=14, color=colour, marker=marker, label=name
+                x[-1].tolist(),
+                y[-1].tolist(),
+                s=14,
+                color=colour,
+                marker=marker,
+                label=name,
             )
     title = f"States through {len(paths) - 1} layers"
-    return finish(ax, 2, xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$", title=title)
+    return finish(
+        ax, 2, xlabel=f"$y_{{{a + 1}}}$", ylabel=f"$y_{{{b + 1}}}$", title=title
+    )
 
 
 def phase_portrait(
@@ -153,12 +167,20 @@ def phase_portrait(
         ['inner', 'outer']
     """
     if states.ndim != 3 or states.shape[-1] != 2:
-        raise ShapeError(f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}.")
+        raise ShapeError(
+            f"states must be (k, B, 2), B orbits, but got {tuple(states.shape)}."
+        )
     ax = axes_or_new(ax, 4.6, 4.8)
     states = states.detach().cpu().double()
     for i, orbit in enumerate(states.unbind(1)):
         name = f"orbit {i + 1}" if names is None else names[i]
-        ax.plot(*orbit.T.tolist(), **STYLES[i % len(STYLES)], markevery=[0], lw=1.5, label=name)
+        ax.plot(
+            *orbit.T.tolist(),
+            **STYLES[i % len(STYLES)],
+            markevery=[0],
+            lw=1.5,
+            label=name,
+        )
     if energy is not None:
         reach = 1.15 * float(states.abs().max())
         side = torch.linspace(-reach, reach, 121, dtype=torch.float64)
@@ -168,7 +190,11 @@ def phase_portrait(
 
 
 def agent_paths(
-    paths: Tensor, targets: Tensor | None = None, ax: Axes | None = None, *, distance: float = 0.0
+    paths: Tensor,
+    targets: Tensor | None = None,
+    ax: Axes | None = None,
+    *,
+    distance: float = 0.0,
 ) -> Axes:
     """Draw the paths of agents in the plane, with a disc at the end of each.
 
@@ -182,7 +208,9 @@ def agent_paths(
         distance: below which two agents collide; 0 if they cannot.
     """
     if paths.ndim != 3 or paths.shape[-1] != 2:
-        raise ShapeError(f"paths must be (steps + 1, N, 2), but are {tuple(paths.shape)}.")
+        raise ShapeError(
+            f"paths must be (steps + 1, N, 2), but are {tuple(paths.shape)}."
+        )
     ax = axes_or_new(ax, 4.8, 4.8)
     patches = require("matplotlib.patches", extra="plot")
     q = paths.detach().cpu().double()
@@ -194,15 +222,21 @@ def agent_paths(
         colour = AGENT_COLOURS[i % len(AGENT_COLOURS)]
         ax.plot(*q[:, i].T, color=colour, linewidth=1.2, alpha=0.7)
         if targets is not None:
-            ax.plot(*targets[i].cpu(), "+", color=colour, markersize=10, markeredgewidth=1.8)
+            ax.plot(
+                *targets[i].cpu(), "+", color=colour, markersize=10, markeredgewidth=1.8
+            )
         end = tuple(q[-1, i].tolist())
-        disc = patches.Circle(end, (distance or 0.2) / 2, color=colour, alpha=0.85, zorder=3)
+        disc = patches.Circle(
+            end, (distance or 0.2) / 2, color=colour, alpha=0.85, zorder=3
+        )
         ax.add_patch(disc)
         if count <= NUMBERED:
             ax.annotate(f"{i}", end, ha="center", va="center", fontsize=7, zorder=4)
         if near[:, i].any():
             place = tuple(q[int(near[:, i].int().argmax()), i].tolist())
-            ax.add_patch(patches.Circle(place, distance / 2, fill=False, edgecolor=BLACK))
+            ax.add_patch(
+                patches.Circle(place, distance / 2, fill=False, edgecolor=BLACK)
+            )
     collisions = int(near.any(0).sum())
     ax.set_aspect("equal")
     ax.autoscale_view()
@@ -244,7 +278,9 @@ def graph_picture(
         ax.set_title(title, fontsize=11)
         if pattern is dependency and S is not None:
             outside = int((pattern & ~S).sum())
-            ax.set_xlabel(f"{outside} not in $S$: not local" if outside else "all in $S$: local")
+            ax.set_xlabel(
+                f"{outside} not in $S$: not local" if outside else "all in $S$: local"
+            )
     return figure
 
 
@@ -270,7 +306,9 @@ def _draw_links(ax: Axes, links: np.ndarray, solid: np.ndarray) -> None:
     ax.plot(x, y, "o", markersize=size, markerfacecolor="white", markeredgecolor=BLACK)
     if count <= NUMBERED:
         for i, spot in enumerate(spots):
-            ax.annotate(f"{i}", tuple(spot), ha="center", va="center", fontsize=size / 2)
+            ax.annotate(
+                f"{i}", tuple(spot), ha="center", va="center", fontsize=size / 2
+            )
     ax.set_aspect("equal")
     ax.set_axis_off()
     ax.set_title(f"{count} node{'s' * (count != 1)}")

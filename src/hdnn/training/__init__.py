@@ -1,7 +1,13 @@
 """Training: one loop, its history and callbacks, checkpoints, and image training."""
 
 from hdnn.training.callbacks import Callback as Callback  # the type of what `fit` calls
-from hdnn.training.callbacks import EarlyStopping, History, Moment, TensorBoard, WellPosed
+from hdnn.training.callbacks import (
+    EarlyStopping,
+    History,
+    Moment,
+    TensorBoard,
+    WellPosed,
+)
 from hdnn.training.fit import Options, fit, fit_multilevel
 from hdnn.training.images import fit_images
 from hdnn.training.parallel import DataParallel, Group

@@ -58,7 +58,11 @@ class History:
 
     def curves(self) -> dict[str, list[float]]:
         """All lists that have an entry for each epoch, by name."""
-        return {name: values for name, values in vars(self).items() if isinstance(values, list)}
+        return {
+            name: values
+            for name, values in vars(self).items()
+            if isinstance(values, list)
+        }
 
     def text(self) -> str:
         """The last epoch, for a line of progress."""
@@ -147,7 +151,9 @@ class EarlyStopping:
         2
     """
 
-    def __init__(self, patience: int = 10, monitor: str = "loss", minimum: float = 0.0) -> None:
+    def __init__(
+        self, patience: int = 10, monitor: str = "loss", minimum: float = 0.0
+    ) -> None:
         self.patience = positive_int("patience", patience)
         self.monitor = choose("monitor", monitor, MONITORS)
         self.minimum = minimum

@@ -35,17 +35,23 @@ class Saved(NamedTuple):
         return members
 
 
-def open_folder(folder: str | Path | None, resume: bool, stack: ExitStack) -> Path | None:
+def open_folder(
+    folder: str | Path | None, resume: bool, stack: ExitStack
+) -> Path | None:
     """Make and lock the folder of a training; one that holds a training is not overwritten."""
     if folder is None:
         if resume:
-            raise CheckpointError("resume needs the folder of the training to go on with.")
+            raise CheckpointError(
+                "resume needs the folder of the training to go on with."
+            )
         return None
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"cannot make the folder {place}: {error.strerror}.") from error
+        raise CheckpointError(
+            f"cannot make the folder {place}: {error.strerror}."
+        ) from error
     stack.enter_context(io.lock(place))
     if not resume and (place / NAME).exists():
         raise CheckpointError(
@@ -62,7 +68,9 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
             total.update(b"none")
         else:
             total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            total.update(
+                tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+            )
     return total.hexdigest()
 
 
@@ -107,7 +115,9 @@ def read(place: Path, identity: Mapping[str, Any]) -> Saved | None:
         return None
     tensors, metadata = io.load_tensors(path)
     if "identity" not in metadata:
-        raise CheckpointError(f"{path} does not hold a training, but something else of hdnn.")
+        raise CheckpointError(
+            f"{path} does not hold a training, but something else of hdnn."
+        )
     before = metadata["identity"]
     now = json.loads(json.dumps(dict(identity)))
     for name in {**before, **now}:

@@ -26,7 +26,15 @@ from hdnn.progress import Progress
 from hdnn.training import checkpoint
 from hdnn.training.callbacks import Callback, EarlyStopping, History, Moment, WellPosed
 from hdnn.training.hidden import Adam, Passes, Smoothness, clip_norm
-from hdnn.training.output import SOLVERS, Batch, Output, assign, evaluate, features, weights_of
+from hdnn.training.output import (
+    SOLVERS,
+    Batch,
+    Output,
+    assign,
+    evaluate,
+    features,
+    weights_of,
+)
 from hdnn.training.parallel import Group
 from hdnn.training.recipes import cosine, rate_factor
 
@@ -82,10 +90,19 @@ class Options:
         choose("schedule", self.schedule, ("cosine", "constant"))
         choose("smoothing", self.smoothing, ("cosine", "constant"))
         choose("solver", self.solver, SOLVERS)
-        for name in ("learning_rate", "warmup", "weight_decay", "ridge", "smoothness", "tol"):
+        for name in (
+            "learning_rate",
+            "warmup",
+            "weight_decay",
+            "ridge",
+            "smoothness",
+            "tol",
+        ):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise OptionError(f"{name} must be a finite number >= 0, but got {value!r}.")
+                raise OptionError(
+                    f"{name} must be a finite number >= 0, but got {value!r}."
+                )
         if self.learning_rate == 0 or self.clip == 0 or self.warmup >= 1:
             raise OptionError("learning_rate and clip must be > 0, and warmup below 1.")
         if self.solver == "newton" and self.ridge == 0:
@@ -152,7 +169,9 @@ def fit(
     if validation is not None:
         held_out = [*validation, None][:3]
         check_data(model, *held_out, prefix="validation ")
-    training = _Training(model, (x, t, weight), held_out, settings, callbacks, group or Group())
+    training = _Training(
+        model, (x, t, weight), held_out, settings, callbacks, group or Group()
+    )
     small = settings.batch * model.net.features <= SMALL and x.device.type == "cpu"
     with ExitStack() as stack:
         place = None
@@ -160,7 +179,11 @@ def fit(
             place = checkpoint.open_folder(folder, resume, stack)
         if small:
             stack.enter_context(one_thread())
-        line = stack.enter_context(Progress("epoch", settings.epochs)) if progress else None
+        line = (
+            stack.enter_context(Progress("epoch", settings.epochs))
+            if progress
+            else None
+        )
         return training.run(place, line)
 
 
@@ -188,7 +211,9 @@ class _Training:
         self.optimizer = self._optimizer()
         self.passes = Passes(model.net)
         self.smoothness = Smoothness(model.net, self.trained)
-        self.output = Output(self.head, options.solver, options.ridge, options.learning_rate)
+        self.output = Output(
+            self.head, options.solver, options.ridge, options.learning_rate
+        )
         self.batches = math.ceil(len(self.y_0) / options.batch)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.history = History()
@@ -278,11 +303,15 @@ class _Training:
     def minibatches(self) -> Iterable[Batch]:
         """All samples in a new order."""
         size = self.options.batch
-        order = torch.randperm(len(self.y_0), generator=self.generator).to(self.y_0.device)
+        order = torch.randperm(len(self.y_0), generator=self.generator).to(
+            self.y_0.device
+        )
         weights: Iterable[Any] = itertools.repeat(None, self.batches)
         if self.weight is not None:
             weights = self.weight[order].split(size)
-        return zip(self.y_0[order].split(size), self.t[order].split(size), weights, strict=True)
+        return zip(
+            self.y_0[order].split(size), self.t[order].split(size), weights, strict=True
+        )
 
     def step(self, epoch: int, k: int, batch: Batch) -> Moment:
         """Solve the output layer for a minibatch, then descend in the hidden layers."""
@@ -294,7 +323,9 @@ class _Training:
             p.grad = None
         y = self.passes.forward(self.group.split(y_0))
         seen = bool(self.callbacks) or k == self.batches - 1
-        outcome = self.output.solve((self.group.gather(y, len(y_0)), t, weight), write=seen)
+        outcome = self.output.solve(
+            (self.group.gather(y, len(y_0)), t, weight), write=seen
+        )
         if not math.isfinite(outcome.loss):
             raise self.diverged(epoch, y_0)
         if self.hidden:
@@ -304,7 +335,9 @@ class _Training:
         if options.smoothing == "cosine":
             alpha *= cosine(done)
         gradients = self.smoothness.gradients(alpha)
-        rate = options.learning_rate * rate_factor(done, steps, options.warmup, options.schedule)
+        rate = options.learning_rate * rate_factor(
+            done, steps, options.warmup, options.schedule
+        )
         norm = math.nan
         if options.clip is not None or seen:
             norm = clip_norm(gradients, options.clip)
@@ -349,7 +382,10 @@ class _Training:
         history = self.history
         history.validation_loss.append(scores.loss)
         history.validation_score.append(scores.score)
-        if not history.best_epoch or scores.loss < history.validation_loss[history.best_epoch - 1]:
+        if (
+            not history.best_epoch
+            or scores.loss < history.validation_loss[history.best_epoch - 1]
+        ):
             history.best_epoch = len(history.loss)
             if self.options.patience is not None:
                 self.best = copy.deepcopy(self.model.state_dict())
@@ -366,7 +402,9 @@ class _Training:
                 raise self.diverged(len(self.history.loss), None, f"the weight {name}")
         self.finished = True
 
-    def diverged(self, epoch: int, y_0: Tensor | None, what: str = "the loss") -> ConvergenceError:
+    def diverged(
+        self, epoch: int, y_0: Tensor | None, what: str = "the loss"
+    ) -> ConvergenceError:
         """The error of a training that has diverged, with the layer where it first shows."""
         where = ""
         if y_0 is not None:
@@ -399,7 +437,9 @@ class _Training:
             state = checkpoint.read(place, self.key) or state
         state = self.group.broadcast(state)
         if state.values:
-            checkpoint.restore(state, self.model, self.optimizer, self.generator, self.callbacks)
+            checkpoint.restore(
+                state, self.model, self.optimizer, self.generator, self.callbacks
+            )
             self.history = History(**state.values["history"])
             self.finished = state.values["finished"]
             self.best = state.group("best")
@@ -434,7 +474,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_data(model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = "") -> None:
+def check_data(
+    model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix: str = ""
+) -> None:
     """Refuse data that a model cannot be trained on; `prefix` stands before their names."""
     head = getattr(model, "head", None)
     if not isinstance(head, (RegressionHead, SigmoidHead, SoftmaxHead)):
@@ -451,12 +493,18 @@ def check_data(model: Model, x: Tensor, t: Tensor, weight: Tensor | None, prefix
     classes = not isinstance(head, RegressionHead)
     shape = (len(x),) if classes else (len(x), head.outputs)
     if x.ndim != 2 or x.shape[1] != model.inputs or not len(x):
-        raise DataError(f"{prefix}x must be (B, {model.inputs}), but is {tuple(x.shape)}.")
+        raise DataError(
+            f"{prefix}x must be (B, {model.inputs}), but is {tuple(x.shape)}."
+        )
     if t.numel() != math.prod(shape) or len(t) != len(x):
         raise DataError(f"{prefix}t must be {shape}, but is {tuple(t.shape)}.")
     if not bool(x.isfinite().all() and t.isfinite().all()):
-        raise DataError(f"{prefix}x or t has NaN or infinite values; remove or replace them.")
-    if classes and (t.is_floating_point() or t.min() < 0 or t.max() >= max(head.outputs, 2)):
+        raise DataError(
+            f"{prefix}x or t has NaN or infinite values; remove or replace them."
+        )
+    if classes and (
+        t.is_floating_point() or t.min() < 0 or t.max() >= max(head.outputs, 2)
+    ):
         raise DataError(
             f"{prefix}t must be whole-number labels from 0 to {max(head.outputs, 2) - 1}, but is "
             f"{t.dtype} from {t.min()} to {t.max()}."
@@ -527,6 +575,8 @@ def fit_multilevel(
             model = Model(copy.deepcopy(model.augment), net, copy.deepcopy(model.head))
         place = None if folder is None else Path(folder) / f"level-{level}"
         level_seed = seed + 1_000_003 * level
-        history = fit(model, x, t, epochs=count, seed=level_seed, folder=place, **options)
+        history = fit(
+            model, x, t, epochs=count, seed=level_seed, folder=place, **options
+        )
         histories.append(history)
     return model, histories

@@ -33,7 +33,9 @@ class Passes:
     def __init__(self, net: Any) -> None:
         self.net = net
         plain = getattr(net.forward, "__func__", None) is Network.forward
-        self.direct = plain and isinstance(getattr(net, "h", None), float) and not _hooked(net)
+        self.direct = (
+            plain and isinstance(getattr(net, "h", None), float) and not _hooked(net)
+        )
         self.direct = self.direct and bool(net.scheme.moves)
         self.plans: dict[int, Plan] = {}  # by number of samples
         self.last: tuple[Any, ...] = ()  # the last forward pass
@@ -60,8 +62,12 @@ class Passes:
 
     def _plan(self, y_0: Tensor, forces: Sequence[Force]) -> Plan:
         net = self.net
-        choices = [None if name == "auto" else name for name in (net.engine, net.backprop)]
-        plan = Plan(current(*choices), Call(net.scheme, y_0, forces, net.h, net.sigma, False))
+        choices = [
+            None if name == "auto" else name for name in (net.engine, net.backprop)
+        ]
+        plan = Plan(
+            current(*choices), Call(net.scheme, y_0, forces, net.h, net.sigma, False)
+        )
         self.plans[len(y_0)] = plan
         return plan
 
@@ -107,7 +113,9 @@ class Smoothness:
     def _measured(self) -> list[tuple[int, Any, float]] | None:
         try:
             probe = copy.deepcopy(self.net).double().requires_grad_()
-        except RuntimeError:  # weights that PyTorch computes, as after pruning, have no copy
+        except (
+            RuntimeError
+        ):  # weights that PyTorch computes, as after pruning, have no copy
             return None
         weights = list(probe.parameters())
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +124,9 @@ class Smoothness:
         gradients = torch.autograd.grad(probe.smoothness(), weights, allow_unused=True)
         places = {p: k for k, p in enumerate(self.trained)}
         factors = []
-        for mine, p, gradient in zip(self.net.parameters(), weights, gradients, strict=True):
+        for mine, p, gradient in zip(
+            self.net.parameters(), weights, gradients, strict=True
+        ):
             p = p.detach()
             if gradient is None or len(p) < 2:
                 return None
@@ -160,7 +170,9 @@ class Adam:
     added to its gradient, times its decay.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decays: Sequence[float]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], decays: Sequence[float]
+    ) -> None:
         self.values = [numbers(p) for p in parameters]
         self.sizes = [p.numel() for p in parameters]
         self.decays = decays
@@ -172,11 +184,17 @@ class Adam:
     def step(self, gradients: Sequence[Any], rate: float) -> None:
         self.count += 1
         pieces = []
-        for gradient, values, decay in zip(gradients, self.values, self.decays, strict=True):
+        for gradient, values, decay in zip(
+            gradients, self.values, self.decays, strict=True
+        ):
             if decay:
                 gradient = gradient + decay * values
             pieces.append(gradient.reshape(-1))
-        g: Any = np.concatenate(pieces) if isinstance(self.m, np.ndarray) else torch.cat(pieces)
+        g: Any = (
+            np.concatenate(pieces)
+            if isinstance(self.m, np.ndarray)
+            else torch.cat(pieces)
+        )
         self.m *= 0.9
         self.m += 0.1 * g
         g *= g
@@ -223,7 +241,12 @@ def clip_norm(gradients: Sequence[Any], most: float | None) -> float:
 
 def _hooked(net: nn.Module) -> bool:
     """True if a network or its parameters have hooks, which a direct call would skip."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    names = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    )
     names += ("_post_accumulate_grad_hooks",)
     owners = [net, *net.parameters()]
     return any(getattr(owner, name, None) for owner in owners for name in names)

@@ -65,10 +65,16 @@ def fit_images(
     start = time.monotonic()
     with ExitStack() as stack:
         place = checkpoint.open_folder(folder, resume, stack)
-        line = stack.enter_context(Progress("epoch", recipe.epochs)) if progress else None
+        line = (
+            stack.enter_context(Progress("epoch", recipe.epochs)) if progress else None
+        )
         training.open(place)
         stop = False
-        while not stop and training.epoch < recipe.epochs and time.monotonic() - start < seconds:
+        while (
+            not stop
+            and training.epoch < recipe.epochs
+            and time.monotonic() - start < seconds
+        ):
             stop = training.run_epoch()
             training.save(place)
             if line is not None:
@@ -81,7 +87,11 @@ class _ImageTraining:
     """One call of `fit_images`."""
 
     def __init__(
-        self, model: nn.Module, data: ImageData, recipe: ImageRecipe, callbacks: list[Callback]
+        self,
+        model: nn.Module,
+        data: ImageData,
+        recipe: ImageRecipe,
+        callbacks: list[Callback],
     ) -> None:
         self.model = model
         self.recipe = recipe
@@ -89,7 +99,9 @@ class _ImageTraining:
         self.device = next(model.parameters()).device
         self.cuda = self.device.type == "cuda"
         self.data = data.to(self.device)
-        self.batches = len(data.t_train) // recipe.batch  # the remainder waits for the next epoch
+        self.batches = (
+            len(data.t_train) // recipe.batch
+        )  # the remainder waits for the next epoch
         if not self.batches:
             raise OptionError(
                 f"a minibatch of {recipe.batch} images is larger than the set of "
@@ -122,7 +134,9 @@ class _ImageTraining:
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": recipe.weight_decay}]
         groups.append({"params": others, "weight_decay": 0.0})
-        rate: Any = torch.tensor(recipe.learning_rate, device=self.device) if self.cuda else 0.0
+        rate: Any = (
+            torch.tensor(recipe.learning_rate, device=self.device) if self.cuda else 0.0
+        )
         if recipe.optimizer == "adam":
             return torch.optim.Adam(groups, lr=rate, fused=True, capturable=self.cuda)
         options = {"momentum": recipe.momentum, "nesterov": recipe.nesterov}
@@ -164,8 +178,12 @@ class _ImageTraining:
 
     def record(self) -> Callable[[], None]:
         """Warm up, then record a step; weights and moments stay as they are."""
-        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        moments = [v.clone() for slots in self.optimizer.state.values() for v in slots.values()]
+        weights = {
+            name: tensor.clone() for name, tensor in self.model.state_dict().items()
+        }
+        moments = [
+            v.clone() for slots in self.optimizer.state.values() for v in slots.values()
+        ]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
@@ -225,7 +243,9 @@ class _ImageTraining:
         rows = (self.batches, recipe.batch)
         generator = torch.Generator(self.device).manual_seed(seed)
         count = self.batches * recipe.batch
-        order = torch.randperm(len(self.data.t_train), generator=generator, device=self.device)
+        order = torch.randperm(
+            len(self.data.t_train), generator=generator, device=self.device
+        )
         shifts, flips = draw(count, generator, pad=recipe.pad, flip=recipe.flip)
         self.order.copy_(order[:count].view(rows))
         self.shifts.copy_(shifts.view(*rows, 2))
@@ -237,12 +257,16 @@ class _ImageTraining:
 
     def test(self) -> None:
         """Add the accuracy and loss on the test images to the history."""
-        scores = image_scores(self.net, self.data, self.data.images_test, self.recipe.bf16)
+        scores = image_scores(
+            self.net, self.data, self.data.images_test, self.recipe.bf16
+        )
         t = self.data.t_test.cpu()
         history = self.history
         history.validation_score.append(float((scores.argmax(1) == t).double().mean()))
         history.validation_loss.append(float(nn.functional.cross_entropy(scores, t)))
-        history.best_epoch = 1 + history.validation_loss.index(min(history.validation_loss))
+        history.best_epoch = 1 + history.validation_loss.index(
+            min(history.validation_loss)
+        )
 
     def call(self) -> bool:
         history = self.history
@@ -283,7 +307,10 @@ class _ImageTraining:
         if saved is None:
             return
         checkpoint.restore(saved, self.model, self.optimizer, None, self.callbacks)
-        for p, slots in self.optimizer.state.items():  # in the layout of the weights again
+        for (
+            p,
+            slots,
+        ) in self.optimizer.state.items():  # in the layout of the weights again
             for name, value in slots.items():
                 if value.shape == p.shape:
                     slots[name] = torch.empty_like(p).copy_(value)
@@ -298,7 +325,9 @@ class _ImageTraining:
 
 
 @torch.no_grad()
-def image_scores(model: nn.Module, data: ImageData, images: Tensor, bf16: bool = False) -> Tensor:
+def image_scores(
+    model: nn.Module, data: ImageData, images: Tensor, bf16: bool = False
+) -> Tensor:
     """The scores of images in bytes, in evaluation mode, on the CPU."""
     device = next(model.parameters()).device
     model.eval()

@@ -19,7 +19,9 @@ from torch import Tensor
 from hdnn.heads import RegressionHead, SigmoidHead, SoftmaxHead
 
 Head = RegressionHead | SigmoidHead | SoftmaxHead
-Batch = tuple[Tensor, Tensor, Tensor | None]  # features, targets, weights of the samples
+Batch = tuple[
+    Tensor, Tensor, Tensor | None
+]  # features, targets, weights of the samples
 
 SOLVERS = ("newton", "adam", "joint")
 # For a minibatch, from zero: the next one has another optimum anyway.
@@ -112,7 +114,9 @@ class OutputProblem:
             return A.T @ (A * (curvature * self.share))
         H = np.zeros((c, d, c, d))
         for i in range(c):
-            curvature = np.full_like(P[:, :1], 2 / c) if self.regression else P[:, i : i + 1]
+            curvature = (
+                np.full_like(P[:, :1], 2 / c) if self.regression else P[:, i : i + 1]
+            )
             H[i, :, i] = A.T @ (A * (curvature * self.share))
         H = H.reshape(c * d, c * d)
         if self.softmax:  # diag(P) - P P^T
@@ -142,7 +146,11 @@ class OutputProblem:
         spread = ((self.T - mean) ** 2 * self.share).sum(0)
         error = ((self.T - S) ** 2 * self.share).sum(0)
         differ = spread > 0
-        return float((1 - error[differ] / spread[differ]).mean()) if differ.any() else math.nan
+        return (
+            float((1 - error[differ] / spread[differ]).mean())
+            if differ.any()
+            else math.nan
+        )
 
 
 class Output:
@@ -183,7 +191,10 @@ class Output:
     def refit(self, batch: Batch, size: int, generator: torch.Generator) -> None:
         """Fit the output layer to all data; Adam does so in minibatches of this size."""
         if self.solver == "newton":
-            assign(self.head, newton(OutputProblem(self.head, batch), self.ridge, REFIT_STEPS))
+            assign(
+                self.head,
+                newton(OutputProblem(self.head, batch), self.ridge, REFIT_STEPS),
+            )
         elif self.solver == "adam":
             assign(self.head, self._adam(self._minibatches(batch, size, generator)))
 
@@ -209,7 +220,9 @@ class Output:
             g += self.ridge * W
             m *= 0.9
             m += g
-            v += 0.001 * (g * g - v)  # NaN once squares overflow: then the training has diverged
+            v += 0.001 * (
+                g * g - v
+            )  # NaN once squares overflow: then the training has diverged
             scale = math.sqrt(1 - 0.999**count)
             m_hat = m / (np.sqrt(v) + 1e-8 * scale)
             m_hat *= 0.1 * self.rate * scale / (1 - 0.9**count)
@@ -226,9 +239,13 @@ class Output:
         """
         problem = OutputProblem(self.head, batch)
         A = problem.A
-        ridge = 2 * self.ridge  # no gradient may be zero but for rounding: Adam would magnify it
+        ridge = (
+            2 * self.ridge
+        )  # no gradient may be zero but for rounding: Adam would magnify it
         H = problem.curvature() * (A * problem.share).T @ A
-        H += np.eye(len(H)) * (ridge + 1e-9 * H.diagonal().mean())  # some features may be zero
+        H += np.eye(len(H)) * (
+            ridge + 1e-9 * H.diagonal().mean()
+        )  # some features may be zero
         inverse = np.linalg.inv(H)
         W = np.zeros((self.head.outputs, len(H)))
         for _ in range(START_STEPS):

@@ -89,7 +89,9 @@ def table(inputs: int, rows: float, *, features: int | None = None) -> dict[str,
     }
 
 
-def begin(model: Model, x: Tensor, t: Tensor, ridge: float, weight: Tensor | None = None) -> None:
+def begin(
+    model: Model, x: Tensor, t: Tensor, ridge: float, weight: Tensor | None = None
+) -> None:
     """Let joint training of a new model begin with a fair output layer; see `Output.start`."""
     WellPosed().limit_coupling(model)
     y = last_states(model.features, x)
@@ -152,7 +154,9 @@ class ImageRecipe:
         choose("optimizer", self.optimizer, ("sgd", "adam"))
         for name in ("learning_rate", "weight_decay", "smoothness", "power"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise OptionError(f"{name} must be >= 0, but got {getattr(self, name)!r}.")
+                raise OptionError(
+                    f"{name} must be >= 0, but got {getattr(self, name)!r}."
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields as JSON has them."""
@@ -210,7 +214,12 @@ MNIST: dict[str, dict[str, Settings]] = {
 
 LONG = 100  # epochs, from which a training fits all of its images
 DROP = 0.3  # in long trainings, how often the last layer is left out
-_STAR: Settings = {"step": 0.5, "activation": "gelu", "norm": "after", "stem_norm": True}
+_STAR: Settings = {
+    "step": 0.5,
+    "activation": "gelu",
+    "norm": "after",
+    "stem_norm": True,
+}
 _H1: Settings = {"network": "h1", **_STAR}
 _H2: Settings = {
     "network": "h2",
@@ -245,12 +254,23 @@ CIFAR: dict[str, Settings] = {
     "h1_paper": _PAPER_CIFAR,
     "alexnet": {"learning_rate": 0.05, "clip": 1.0},
 }
-PAPER_DROPS = ((0.0, 1.0), (0.75, 0.1), (0.875, 0.01), (0.9375, 0.001))  # of the learning rate
+PAPER_DROPS = (
+    (0.0, 1.0),
+    (0.75, 0.1),
+    (0.875, 0.01),
+    (0.9375, 0.001),
+)  # of the learning rate
 NETWORKS = {"mnist": tuple(MNIST["ours"]), "cifar10": tuple(CIFAR)}
 
 
 def image_recipe(
-    data: str, network: str, *, epochs: int = 40, seed: int = 0, by: str = "ours", **options: Any
+    data: str,
+    network: str,
+    *,
+    epochs: int = 40,
+    seed: int = 0,
+    by: str = "ours",
+    **options: Any,
 ) -> ImageRecipe:
     """The recipe for a network on "mnist" or "cifar10"; `options` take the place of its fields.
 
@@ -280,7 +300,9 @@ def image_recipe(
     return ImageRecipe(**{**settings, **options})
 
 
-def image_settings(data: str, network: str, *, epochs: int = 40, by: str = "ours") -> Settings:
+def image_settings(
+    data: str, network: str, *, epochs: int = 40, by: str = "ours"
+) -> Settings:
     """The default options of a network's Hamiltonian layers, as `image_network` takes them."""
     if data == "mnist":
         if network in ("none", "conv"):
@@ -291,7 +313,9 @@ def image_settings(data: str, network: str, *, epochs: int = 40, by: str = "ours
     return dict(stars.get(network, STARS.get(network, {})))
 
 
-def image_network(data: str, network: str, *, seed: int = 0, **settings: Any) -> ImageModel:
+def image_network(
+    data: str, network: str, *, seed: int = 0, **settings: Any
+) -> ImageModel:
     """A network for "mnist" or "cifar10", with weights from its seed.
 
     Args:
@@ -308,7 +332,9 @@ def image_network(data: str, network: str, *, seed: int = 0, **settings: Any) ->
                 return models.mnist_conv("h1", norm="after")
             if network == "none":
                 return models.mnist_net(None, 0)
-            return models.mnist_net(network, **{**image_settings(data, network), **settings})
+            return models.mnist_net(
+                network, **{**image_settings(data, network), **settings}
+            )
         if network in STARS:
             return models.hdnn_star(**{**image_settings(data, network), **settings})
         if network == "alexnet":

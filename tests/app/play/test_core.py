@@ -41,20 +41,31 @@ def test_hdnn_loads_a_download_and_computes_the_same(results, name):
     model = hdnn.io.load(folder / f"{name}.safetensors")
     x = values["x"].reshape(-1, 2)
     probabilities = model.head.probabilities(model(x))[:, 1].detach()
-    torch.testing.assert_close(probabilities, values["probabilities"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        probabilities, values["probabilities"], rtol=0, atol=1e-12
+    )
     net = model.net
     y = values["Y"].reshape(-1, 4).requires_grad_()
     end = net(y)
     torch.testing.assert_close(end.T.flatten(), values["end"], rtol=1e-12, atol=1e-12)
     end.sum().backward()
-    torch.testing.assert_close(y.grad.T.flatten(), values["start"], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        y.grad.T.flatten(), values["start"], rtol=1e-11, atol=1e-11
+    )
     for weight, gradient in found[name]["weights"].items():
         expected = net.get_parameter(weight).grad.flatten()
         torch.testing.assert_close(
-            torch.tensor(gradient, dtype=torch.float64), expected, rtol=1e-10, atol=1e-10
+            torch.tensor(gradient, dtype=torch.float64),
+            expected,
+            rtol=1e-10,
+            atol=1e-10,
         )
-    norms = hdnn.analysis.norms(hdnn.analysis.backward_sensitivity(net, y.detach()))[:-1]
-    torch.testing.assert_close(values["norms"].view(5, -1), norms, rtol=1e-9, atol=1e-12)
+    norms = hdnn.analysis.norms(hdnn.analysis.backward_sensitivity(net, y.detach()))[
+        :-1
+    ]
+    torch.testing.assert_close(
+        values["norms"].view(5, -1), norms, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_h2_learns_the_swiss_roll_and_gradients_of_the_mlp_vanish(results):
@@ -68,11 +79,15 @@ def test_a_file_of_hdnn_opens_and_a_damaged_one_is_refused(tmp_path):
     model = hdnn.Model(hdnn.Augment(2, 4), hdnn.H2(4, 3), hdnn.SigmoidHead(4))
     hdnn.io.save(model, tmp_path / "good.safetensors")
     content = (tmp_path / "good.safetensors").read_bytes()
-    (tmp_path / "flipped.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (tmp_path / "flipped.safetensors").write_bytes(
+        content[:-1] + bytes([content[-1] ^ 1])
+    )
     (tmp_path / "cut.safetensors").write_bytes(content[:-3])
     many = hdnn.Model(hdnn.Augment(3, 4), hdnn.H2(4, 3), hdnn.SigmoidHead(4))
     hdnn.io.save(many, tmp_path / "many.safetensors")
-    implicit = hdnn.Model(hdnn.Augment(2, 4), hdnn.ImplicitH2(4, 3), hdnn.SigmoidHead(4))
+    implicit = hdnn.Model(
+        hdnn.Augment(2, 4), hdnn.ImplicitH2(4, 3), hdnn.SigmoidHead(4)
+    )
     hdnn.io.save(implicit, tmp_path / "implicit.safetensors")
     script = tmp_path / "open.mjs"
     script.write_text(f"""

@@ -50,7 +50,9 @@ def test_the_page_is_served_on_the_loopback_only(server):
 
 def test_a_client_that_sends_nothing_is_given_up(server, monkeypatch):
     monkeypatch.setattr(play.PageHandler, "timeout", 0.2)
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as client:
+    with socket.create_connection(
+        ("127.0.0.1", server.server_port), timeout=10
+    ) as client:
         start = time.monotonic()
         client.sendall(b"GET / HT")
         assert client.recv(100) == b""
@@ -86,7 +88,9 @@ def drop(page, name: str, text: str) -> None:
         data.items.add(new File([text], name));
         return data;
     }"""
-    page.dispatch_event("body", "drop", {"dataTransfer": page.evaluate_handle(made, [name, text])})
+    page.dispatch_event(
+        "body", "drop", {"dataTransfer": page.evaluate_handle(made, [name, text])}
+    )
 
 
 @needs_chromium
@@ -122,7 +126,9 @@ def test_a_download_gives_the_same_answers_in_python(visit, tmp_path):
     edge = 1.2 * 1.08
     x = torch.tensor([[-edge / 2, edge / 2]], dtype=torch.float64)
     probability = float(model.head.probabilities(model(x)).detach()[0, 1])
-    assert float(shown[1]) == pytest.approx(100 * probability, abs=3)  # of a cell nearby
+    assert float(shown[1]) == pytest.approx(
+        100 * probability, abs=3
+    )  # of a cell nearby
     page.set_input_files("#file", str(path))
     wait_for_text(page, "#notice", "as it was saved")
 
