@@ -128,7 +128,9 @@ def test_what_other_programs_print_is_shown_too(tmp_path: Path):
 
 def test_cells_run_in_an_empty_folder_and_can_show_their_source(tmp_path: Path):
     function = "def f():\n    return 1\n"
-    code = f"import inspect, os\n\n{function}\nprint(os.listdir(), inspect.getsource(f))"
+    code = (
+        f"import inspect, os\n\n{function}\nprint(os.listdir(), inspect.getsource(f))"
+    )
     ran = tutorials.run(written(tmp_path, f"Words.\n\n{CELL.format(code)}"))
     assert ran.cells[0]["printed"] == "[] def f():\n    return 1\n\n"
 
