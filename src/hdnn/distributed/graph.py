@@ -20,7 +20,6 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any
 
@@ -88,6 +87,9 @@ class Graph:
         self.sizes = sparsity.node_sizes(
             [sizes] * self.nodes if alike else sizes, self.nodes
         )
+        # The first feature of each node, in a half of the state of all nodes.
+        self.first = [0, *accumulate(self.sizes)]
+        self._numbers = {name: number for number, name in enumerate(self.names)}
         self.columns = self._columns(columns or {})
         self.S = None if edges is None else self._pairs("edges", edges)
         self.T = (
@@ -101,6 +103,20 @@ class Graph:
             self.R = self._pattern("R", R)
         else:
             self.R = self._designed()
+        # R + R^T + T: the links that carry messages.
+        self.used = [
+            sorted({*row, *back, *own})
+            for row, back, own in zip(
+                self.R, sparsity.transposed(self.R), self.T, strict=True
+            )
+        ]
+
+    @property
+    def talking(self) -> Links:
+        """The links in use, or the edges if links in use do not join all nodes that edges join."""
+        if self.S is not None and len(sparsity.groups(self.used)) > 1:
+            return [sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)]
+        return self.used
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Graph:
@@ -157,27 +173,6 @@ class Graph:
     def features(self) -> int:
         """n, of all nodes together."""
         return 2 * sum(self.sizes)
-
-    @cached_property
-    def first(self) -> list[int]:
-        """The first feature of each node, in a half of the state of all nodes."""
-        return [0, *accumulate(self.sizes)]
-
-    @cached_property
-    def used(self) -> Links:
-        """`R + R^T + T`: the links that carry messages."""
-        back = sparsity.transposed(self.R)
-        return [
-            sorted({*row, *b, *t})
-            for row, b, t in zip(self.R, back, self.T, strict=True)
-        ]
-
-    @cached_property
-    def talking(self) -> Links:
-        """The links in use, or the edges if links in use do not join all nodes that edges join."""
-        if self.S is not None and len(sparsity.groups(self.used)) > 1:
-            return [sorted({*a, *b}) for a, b in zip(self.used, self.S, strict=True)]
-        return self.used
 
     def breaches(self, most: int = 1000) -> list[Breach]:
         """Pairs of nodes that updates need and the edges lack, up to so many of them."""
@@ -258,10 +253,6 @@ class Graph:
         raise OptionError(
             f"{where} has {_shown(node)}, but nodes are 0 to {self.nodes - 1}{names}."
         )
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
 
     def _pairs(self, key: str, pairs: Any) -> Links:
         """The neighbours that undirected links make, each node with itself."""

@@ -77,7 +77,7 @@ class Stack:
                 start += -(-math.prod(shape) // 32) * 32  # aligned
         return places
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Numbers in the buffer of all gradients."""
         start, shape = [place for place in self.places if place is not None][-1]
