@@ -126,14 +126,6 @@ class Certificate:
         return tuple(facts)
 
     @property
-    def broken(self) -> tuple[str, ...]:  # until app and plotting are rewritten
-        return self.violations
-
-    @property
-    def unknown(self) -> str:  # until app and plotting are rewritten
-        return self.trouble
-
-    @property
     def status(self) -> str:
         """In a word: "holds", "violated", "not known" or "not guaranteed"."""
         if self.violations:

@@ -430,16 +430,13 @@ class Kernel:
             if output == "same":
                 places[3 * k + 3] = SAME
         self.places = places
-
-    def saved_size(self) -> int:
-        """Numbers that `forward` saves."""
-        return saved_size(self.stack)
+        self.saved_size = saved_size(stack)
 
     def forward(
         self, y: Tensor, tensors: Tensors, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         """y_N from y_0 (B, n) and, with `keep`, what `backward` needs of the states."""
-        saved = memory.empty(self.saved_size(), y.dtype) if keep else None
+        saved = memory.empty(self.saved_size, y.dtype) if keep else None
         out = torch.empty_like(y)
         self._run("forward", 2, y, out, saved, tensors, ())
         return out, saved
