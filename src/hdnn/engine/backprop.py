@@ -222,12 +222,12 @@ def check_drift(drift: Tensor, grads: list[Any]) -> list[Any]:
     They become NaN instead in a CUDA graph, where no value can be read, and if y_N is not finite.
     """
     capturing = drift.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or bool(drift.isnan()):
+    size = math.nan if capturing else float(drift)  # a value is read once
+    if math.isnan(size):
         return [
             None if g is None else torch.where(drift < WORTHLESS, g, torch.nan)
             for g in grads
         ]
-    size = float(drift)
     if size <= torch.finfo(drift.dtype).eps ** 0.5:
         return grads
     advice = ADVICE if drift.dtype == torch.float64 else f"{ADVICE}, or float64"
