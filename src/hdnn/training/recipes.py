@@ -18,11 +18,8 @@ from torch.nn import functional as F
 
 from hdnn import models
 from hdnn.errors import OptionError, choose, positive_int
-from hdnn.heads import Model, roomy_width
+from hdnn.heads import roomy_width
 from hdnn.models import ImageModel
-from hdnn.training.callbacks import WellPosed
-from hdnn.training.output import Output
-from hdnn.training.output import features as last_states
 
 # Schedules
 
@@ -87,17 +84,6 @@ def table(inputs: int, rows: float, *, features: int | None = None) -> dict[str,
         "solver": "joint",
         "smoothness": 0.0,
     }
-
-
-def begin(
-    model: Model, x: Tensor, t: Tensor, ridge: float, weight: Tensor | None = None
-) -> None:
-    """Let joint training of a new model begin with a fair output layer; see `Output.start`."""
-    WellPosed().limit_coupling(model)
-    y = last_states(model.features, x)
-    t = t if t.is_floating_point() else t.long()
-    head: Any = model.head
-    Output(head, "joint", ridge, 0.0).start((y, t, weight))
 
 
 # Images
